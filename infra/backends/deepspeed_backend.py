@@ -1,0 +1,162 @@
+"""The trainer's model on DeepSpeed, ZeRO stages 0-3.
+
+The rule: the caller, not DeepSpeed, decides where a step ends (`managed_gradient_accumulation` is off), and the step's count
+divides the float32 gradient partitions in `step`, through the same hook that undoes a loss scale.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.backends import LossFunction, StepResult
+from infra.backends.batch import TokenBatch
+from infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, sync_directory
+from infra.backends.process_group import import_deepspeed, join_process_group, leave_process_group
+from infra.errors import BackendError
+from infra.tensors import TensorBytes
+from infra.torch_tensors import fitting, from_bytes, tensor_bytes
+
+TAG = "deepspeed"
+
+
+class DeepSpeedBackend(LocalModel):
+    """AdamW under ZeRO (arXiv 1910.02054): optimizer state (1), gradients (2) and parameters (3) sharded over the processes."""
+
+    name = "deepspeed"
+    divides_late = True
+
+    def __init__(self, *, zero_stage: int = 2, **settings: Any) -> None:
+        """Takes the fields of `BackendSettings` and `zero_stage`; bfloat16 needs stage 2 or 3, which sum gradients in float32."""
+        if zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
+        if settings.get("dtype", "float32") != "float32" and zero_stage < 2:
+            raise ValueError(f"dtype = {settings['dtype']!r} needs zero_stage 2 or 3: below, DeepSpeed sums gradients in {settings['dtype']}")
+        self.zero_stage = zero_stage
+        self.deepspeed = import_deepspeed(choose_device(settings.get("device", "auto")))
+        super().__init__(**settings)
+        self.world_size = join_process_group(self.deepspeed, self.device)
+        optimizer = self.adamw(self.parameter_groups())
+        engine, self.optimizer, _, _ = self.deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config())
+        self.module = self.engine = engine
+        self.model.train(self.settings.gradient_checkpointing)
+        if zero_stage == 0:
+            optimizer.register_step_pre_hook(lambda *_: self._divide_and_clip())
+        self.denominator = 1.0
+        self.norm = 0.0
+        self.has_gradient = False
+
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Add the gradient of `loss_fn`'s sum; times the number of processes, for DeepSpeed averages over them."""
+        logprobs, entropy = self.run_forward(batch)
+        loss, stats = loss_fn(logprobs)
+        self.engine.backward(loss * self.world_size)
+        self.has_gradient = True
+        extra = {"entropy_sum": entropy} if self.settings.entropy else {}
+        return {"loss_sum": float(loss.detach()), **extra, **stats}
+
+    def step(self, *, denominator: float) -> StepResult:
+        """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
+        if not self.has_gradient:
+            raise BackendError("an optimizer step needs at least one backward pass before it")
+        self.denominator = checked_denominator(denominator)
+        rate = self.settings.learning_rate(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.zero_stage:
+            self.optimizer.override_loss_scale(self.denominator)
+        try:
+            self.engine.step()
+        finally:
+            if self.zero_stage:
+                self.optimizer.override_loss_scale(1.0)
+        self.has_gradient = False
+        if self.zero_stage:
+            self.norm = checked_norm(float(self.engine.get_global_grad_norm()), step=self.steps)
+        self.steps += 1
+        return StepResult(grad_norm=self.norm, lr=rate)
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
+        tensors = []
+        for name, parameter in self.model.named_parameters():
+            with self._whole(parameter):
+                tensors.append(tensor_bytes(name, parameter))
+        return tensors
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all parameters, or none, and the float32 masters with them."""
+        parameters = dict(self.model.named_parameters())
+        shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()}
+        given = fitting(tensors, shapes=shapes)
+        for name, parameter in parameters.items():
+            with self._whole(parameter, writer=0):
+                parameter.copy_(from_bytes(given[name]))
+        if self.zero_stage:
+            self.optimizer.refresh_fp32_params()
+
+    def save(self, directory: str | Path) -> None:
+        """Write DeepSpeed's checkpoint of weights, optimizer and random state, one shard a process."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
+        sync_directory(target)
+
+    def load(self, directory: str | Path) -> None:
+        """Go on exactly where `save` stood; `BackendError` when the state is missing or of another model."""
+        try:
+            path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
+        except (OSError, RuntimeError, EOFError, KeyError, AssertionError) as error:
+            raise BackendError(f"cannot read the trainer's state in {directory}: {(str(error) or repr(error)).splitlines()[0]}") from error
+        if path is None:
+            raise BackendError(f"there is no trainer state in {directory}")
+        self.set_random_state(state["random"])
+        self.steps, self.has_gradient = state["steps"], False
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the last bits of this backend's numbers depend on."""
+        return super().fingerprint() | {"deepspeed": self.deepspeed.__version__, "zero_stage": self.zero_stage}
+
+    def close(self) -> None:
+        """Free DeepSpeed's buffers and hooks and leave the process group."""
+        self.engine.destroy()
+        self.engine = self.optimizer = None
+        leave_process_group()
+        super().close()
+
+    def _config(self) -> dict[str, Any]:
+        clip = self.settings.max_grad_norm if self.zero_stage else 0.0  # stage 0 clips in `_divide_and_clip`
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # counts calls here: the engine never sees the loader
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": clip,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False},
+            "bf16": {"enabled": self.settings.dtype == "bfloat16"},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "steps_per_print": 10**9,
+        }
+
+    def _whole(self, parameter: torch.nn.Parameter, *, writer: int | None = None) -> Any:
+        if self.zero_stage < 3:
+            return contextlib.nullcontext()
+        return self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
+
+    @torch.no_grad()
+    def _divide_and_clip(self) -> None:
+        """Stage 0 runs the plain optimizer: after DeepSpeed has averaged the gradients, before AdamW sees them."""
+        parameters = [parameter for parameter in self._trained() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        torch._foreach_div_(gradients, self.denominator)
+        total = torch.nn.utils.get_total_norm(gradients)
+        self.norm = checked_norm(float(total), step=self.steps)
+        if self.settings.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.max_grad_norm, total)
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)

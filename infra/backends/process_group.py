@@ -1,0 +1,56 @@
+"""DeepSpeed imported quietly and given a process group, without a compiler, a port or a launcher for one process.
+
+The rule: one process needs no network at all; several take theirs from the launcher's environment (torchrun's variables).
+"""
+
+import importlib
+import logging
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """The deepspeed module for this device's kind, with its log held down to errors."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; else it guesses and prints a warning
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if device.type == "cpu":
+        # Plain gloo serves on a CPU; the shared-memory extension would call a C++ compiler at run time.
+        importlib.import_module("deepspeed.comm.torch")
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    return deepspeed
+
+
+def join_process_group(deepspeed: Any, device: torch.device, *, timeout_s: float = 600) -> int:
+    """Join the launcher's group, or make one of this process alone; returns the number of processes."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not torch.distributed.is_initialized():
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
+    size: int = torch.distributed.get_world_size()
+    return size
+
+
+def leave_process_group() -> None:
+    """Close the group, so that the process ends without waiting for it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        comm = sys.modules.get("deepspeed.comm.comm")
+        if comm is not None:
+            comm.cdb = None  # type: ignore[attr-defined]
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), names[0])

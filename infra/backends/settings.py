@@ -1,0 +1,58 @@
+"""What every trainer backend is built from, checked before anything heavy is imported."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.backends.schedule import learning_rate
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSettings:
+    """Model, arithmetic and optimizer of a trainer; `ValueError` names the value that cannot be."""
+
+    model_path: str
+    """Directory of a Hugging Face causal language model: the policy's version 0."""
+    lr: float
+    dtype: str = "float32"
+    """Of the weights that are used and published; with bfloat16 the optimizer keeps float32 masters and gradient sums."""
+    device: str = "auto"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """AdamW's (arXiv 1711.05101), on matrices only."""
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Where linear and cosine schedules reach zero."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+    threads: int = 1
+    """CPU threads of the arithmetic; another number gives other last bits."""
+    seed: int = 0
+    gradient_checkpointing: bool = False
+    reference: bool = False
+    """Keep a frozen copy of version 0, for KL."""
+    entropy: bool = False
+    """Report `entropy_sum` with every backward pass."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no backend can do."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown trainer dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.threads < 1:
+            raise ValueError(f"a trainer needs at least one thread, not {self.threads}")
+        if not self.lr > 0:
+            raise ValueError(f"the learning rate must be above 0, not {self.lr}")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm must not be negative: {self.max_grad_norm}")
+        if not (Path(self.model_path) / "config.json").is_file():
+            raise ValueError(f"no model in {self.model_path!r}: it needs a directory with config.json, tokenizer and weights")
+        self.learning_rate(0)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of optimizer step `step`."""
+        return learning_rate(
+            step, lr=self.lr, schedule=self.lr_schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps
+        )

@@ -1,0 +1,130 @@
+"""The trainer's model on plain torch: one process, CPU or one GPU.
+
+The rule: gradients are summed in float32, whatever the weights' dtype, and divided once, in `step`.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.backends import LossFunction, StepResult
+from infra.backends.batch import TokenBatch
+from infra.backends.common import LocalModel, checked_denominator, checked_norm, sync_directory
+from infra.errors import BackendError
+from infra.tensors import TensorBytes
+from infra.torch_tensors import copy_into, to_bytes
+
+STATE_FILE = "trainer.pt"
+
+
+class TorchBackend(LocalModel):
+    """AdamW over float32 masters; for float32 models the masters are the parameters themselves."""
+
+    name = "torch"
+    divides_late = True
+
+    def __init__(self, **settings: Any) -> None:
+        """Takes the fields of `BackendSettings`."""
+        super().__init__(**settings)
+        groups = self.parameter_groups()
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self.masters = self.parameters
+        if self.settings.dtype != "float32":
+            for group in groups:
+                group["params"] = [parameter.detach().float().requires_grad_() for parameter in group["params"]]
+            self.masters = [master for group in groups for master in group["params"]]
+        self.optimizer = self.adamw(groups)
+        self.has_gradient = False
+
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
+        logprobs, entropy = self.run_forward(batch)
+        loss, stats = loss_fn(logprobs)
+        loss.backward()
+        self._gather_gradients()
+        self.has_gradient = True
+        extra = {"entropy_sum": entropy} if self.settings.entropy else {}
+        return {"loss_sum": float(loss.detach()), **extra, **stats}
+
+    @torch.no_grad()
+    def step(self, *, denominator: float) -> StepResult:
+        """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
+        if not self.has_gradient:
+            raise BackendError("an optimizer step needs at least one backward pass before it")
+        masters = [master for master in self.masters if master.grad is not None]
+        gradients = [master.grad for master in masters]
+        torch._foreach_div_(gradients, checked_denominator(denominator))
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = checked_norm(float(total), step=self.steps)
+        if self.settings.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(masters, self.settings.max_grad_norm, total)
+        rate = self.settings.learning_rate(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._publish_masters()
+        self.steps += 1
+        self.has_gradient = False
+        return StepResult(grad_norm=norm, lr=rate)
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of all parameters, tied ones once."""
+        return to_bytes(self.model.named_parameters())
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all parameters, or none."""
+        copy_into(self.model, tensors)
+        if self.masters is not self.parameters:
+            torch._foreach_copy_(self.masters, self.parameters)
+
+    def save(self, directory: str | Path) -> None:
+        """Write `trainer.pt`: masters, AdamW's moments, step count, random state."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        state = {
+            "masters": [master.detach() for master in self.masters],
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "random": self.random_state(),
+        }
+        torch.save(state, target / STATE_FILE)
+        sync_directory(target)
+
+    @torch.no_grad()
+    def load(self, directory: str | Path) -> None:
+        """Go on exactly where `save` stood; `BackendError` when the state is missing or of another model."""
+        file = Path(directory) / STATE_FILE
+        try:
+            state = torch.load(file, map_location=self.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            raise BackendError(f"cannot read the trainer's state in {file}: {str(error).splitlines()[0]}") from error
+        if [master.shape for master in self.masters] != [saved.shape for saved in state["masters"]]:
+            raise BackendError(f"{file} is the state of another model")
+        torch._foreach_copy_(self.masters, state["masters"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.zero_grad(set_to_none=True)
+        self.set_random_state(state["random"])
+        self._publish_masters()
+        self.steps, self.has_gradient = state["steps"], False
+
+    @torch.no_grad()
+    def _gather_gradients(self) -> None:
+        """Move low-precision gradients into the masters' float32 sums."""
+        if self.masters is self.parameters:
+            return
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+    def _publish_masters(self) -> None:
+        if self.masters is not self.parameters:
+            torch._foreach_copy_(self.parameters, self.masters)

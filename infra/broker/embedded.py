@@ -1,0 +1,193 @@
+"""Start, find and stop the embedded broker of a state directory: there is never more than one, and its data outlive it."""
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.broker import cds, jars, ports, probe, process, settings
+from infra.broker.java import find_java
+from infra.broker.state import state_directory, writable
+from infra.errors import BrokerError
+
+# A broker is ready within 5 s on an idle machine, within 6 s after kill -9; recovery of a large log after a power cut takes longer.
+READY_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+_FORMAT_TIMEOUT_S = 60.0
+_POLL_S = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerInfo:
+    """What there is to know about the broker of a state directory."""
+
+    bootstrap: str
+    """host:port, empty before the first start."""
+    pid: int | None
+    running: bool
+    home: Path
+    """The state directory."""
+    log_file: Path
+    started_s: float | None
+    """Seconds the start took until the broker served; 0.0 when it ran already, None from `status`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The broker's files."""
+
+    home: Path
+
+    @property
+    def directory(self) -> Path:
+        return self.home / "broker"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "logs" / "broker.log"
+
+    @property
+    def console(self) -> Path:
+        return self.directory / "logs" / "console.log"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.directory / "process.json"
+
+    @property
+    def identity(self) -> Path:
+        return self.directory / "data" / "meta.properties"
+
+    def info(self, *, started_s: float | None = None) -> BrokerInfo:
+        pid, chosen = process.running(self.pid_file), ports.remembered(self.directory)
+        return BrokerInfo(
+            bootstrap=f"{settings.HOST}:{chosen.client}" if chosen else "",
+            pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s,
+        )  # fmt: skip
+
+
+def _silent(message: str) -> None:
+    del message
+
+
+def start(*, home: Path | None = None, port: int | None = None, progress: Callable[[str], None] = _silent) -> BrokerInfo:
+    """Return the broker of `home` (the state directory), started unless it runs, once it serves; `BrokerError` says why it cannot."""
+    began = time.monotonic()
+    place = _Place(state_directory() if home is None else writable(home.absolute()))
+    place.log.parent.mkdir(parents=True, exist_ok=True)
+    with process.locked(place.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
+        if process.running(place.pid_file) is not None:
+            known = ports.remembered(place.directory)
+            if known is None or port not in (None, known.client):
+                raise BrokerError(f"the broker of {place.home} already runs at another port: stop it with `penstock broker stop` first")
+            if _await_ready(place, known.client):
+                return place.info(started_s=0.0)
+            progress("the broker that ran has just ended")
+        _launch(place, ports.choose(place.directory, port), progress)
+        return place.info(started_s=time.monotonic() - began)
+
+
+def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+    """Stop the broker of `home`; return whether there was one. After `timeout_s` seconds it is killed, which loses nothing."""
+    place = _Place(state_directory() if home is None else home.absolute())
+    if not place.directory.is_dir():
+        return False
+    with process.locked(place.directory / "lock", waiting=lambda: None):
+        if process.running(place.pid_file) is None:
+            place.pid_file.unlink(missing_ok=True)
+            return False
+        _end(place, timeout_s=timeout_s)
+        if process.running(place.pid_file) is not None:
+            raise BrokerError(f"the broker (process {process.running(place.pid_file)}) does not end: kill -9 it")
+    return True
+
+
+def status(home: Path | None = None) -> BrokerInfo:
+    """Return what runs, changing nothing."""
+    return _Place(state_directory() if home is None else home.absolute()).info()
+
+
+def _end(place: _Place, *, timeout_s: float) -> None:
+    whole = process.end(place.pid_file, timeout_s=timeout_s)
+    cds.finish(place.directory / "cds", whole=whole)
+    shutil.rmtree(place.directory / "tmp", ignore_errors=True)
+
+
+def _launch(place: _Place, chosen: ports.Ports, progress: Callable[[str], None]) -> None:
+    java, class_path = find_java(), jars.class_path(progress=progress)
+    shutil.rmtree(place.directory / "tmp", ignore_errors=True)
+    (place.directory / "tmp").mkdir()
+    (place.directory / "log4j2.properties").write_text(settings.LOG4J)
+    jvm = (*settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()))
+    archive = cds.flags(java, class_path=class_path, jvm=jvm, directory=place.directory / "cds")
+    if not place.identity.exists():
+        progress("preparing the broker's storage")
+        _format(place, chosen, [str(java.program), *jvm, *cds.reading_only(archive), "-cp", class_path])
+    _write_properties(place, chosen, data="data")
+    progress("starting the broker")
+    since = _size(place.log)
+    command = [str(java.program), *jvm, *archive, "-cp", class_path, "kafka.Kafka", "server.properties"]
+    process.spawn(command, directory=place.directory, output=place.console, pid_file=place.pid_file)
+    try:
+        if not _await_ready(place, chosen.client):
+            raise BrokerError(f"the broker stopped while starting: {_reason(place, since)}; its log is {place.log}")
+    except BaseException:  # also Ctrl-C: a broker that nobody was told of must not stay behind
+        _end(place, timeout_s=2.0)
+        raise
+
+
+def _write_properties(place: _Place, chosen: ports.Ports, *, data: str) -> None:
+    text = settings.server_properties(port=chosen.client, controller_port=chosen.controller, data=data)
+    (place.directory / "server.properties").write_text(text)
+
+
+def _format(place: _Place, chosen: ports.Ports, java: list[str]) -> None:
+    """Make the storage under another name and rename it, so that an interrupted start leaves none that is half made."""
+    data, unfinished = place.directory / "data", place.directory / "data.unfinished"
+    if data.exists():
+        raise BrokerError(f"{data} has no meta.properties, so it is not a broker's storage: move it away, or set PENSTOCK_HOME elsewhere")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    _write_properties(place, chosen, data=unfinished.name)
+    tool = ["kafka.tools.StorageTool", "format", "--standalone", "--config", "server.properties", "--cluster-id", ports.new_cluster_id()]
+    done = subprocess.run(
+        [*java, *tool],
+        cwd=place.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise BrokerError(f"cannot prepare the broker's storage in {data}: {_last_lines(done.stdout + done.stderr)}")
+    unfinished.rename(data)
+
+
+def _await_ready(place: _Place, port: int) -> bool:
+    """Return True once the broker answers with this storage's cluster id, False if it ends before."""
+    found = re.search(r"^cluster\.id=(\S+)$", place.identity.read_text(), re.MULTILINE)
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while found is None or probe.cluster_id(settings.HOST, port, timeout_s=2.0) != found[1]:
+        if process.running(place.pid_file) is None:
+            return False
+        if time.monotonic() > deadline:
+            raise BrokerError(f"the broker does not answer at {settings.HOST}:{port} after {READY_TIMEOUT_S:.0f} s: see {place.log}")
+        time.sleep(_POLL_S)
+    return True
+
+
+def _reason(place: _Place, since: int) -> str:
+    """Return the last errors of the broker's log since this start, or what Java itself said."""
+    with place.log.open("rb") if place.log.exists() else place.console.open("rb") as file:
+        file.seek(min(since, _size(Path(file.name))))
+        written = file.read().decode(errors="replace")
+    errors = re.findall(r"^\[[^\]]*\] (?:ERROR|FATAL) (.*)$", written, re.MULTILINE)
+    causes = re.findall(r"^(?:Caused by: )?[\w.$]+(?:Exception|Error): .*$", written, re.MULTILINE)
+    return _last_lines("\n".join(errors[-2:] + causes[-1:]) or place.console.read_text(errors="replace"))
+
+
+def _last_lines(text: str, *, lines: int = 3, characters: int = 500) -> str:
+    kept = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
+    return " | ".join(kept)[-characters:] or "it said nothing"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,116 @@
+"""Kafka's class path: exactly the jars pinned in `jars.sha256`, and none is used before its SHA-256 was compared.
+
+Each line of the list is `<sha256>  <path in a Maven repository>`, so `sha256sum -c` reads it too. Jars live in the user's
+Maven cache ($M2_REPO, else ~/.m2/repository). `python -m infra.broker.jars --pin` resolves the set anew and rewrites the list.
+"""
+
+import argparse
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from infra.errors import BrokerError
+
+KAFKA = "org.apache.kafka:kafka_2.13:4.3.1"
+# Without a binding for slf4j 1.7 Kafka logs nothing at all; the version is that of the log4j-core which Kafka brings.
+LOGGING = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
+PINS = Path(__file__).with_name("jars.sha256")
+DOWNLOADS_AT_ONCE = 6
+
+
+def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Path | None = None) -> str:
+    """Return the Java class path of the pinned jars, downloading those the cache lacks; `BrokerError` names a jar that differs."""
+    cache = maven_cache() if cache is None else cache
+    pinned = read_pins(pins)
+    missing = [path for path in pinned if not (cache / path).exists()]
+    if missing:
+        progress(f"downloading Apache Kafka ({len(missing)} of {len(pinned)} jars)")
+        _download({path: pinned[path] for path in missing}, cache)
+    for path, sha256 in pinned.items():
+        if _sha256(cache / path) != sha256:
+            raise BrokerError(f"{cache / path} is not the jar pinned in {pins.name}: delete that file and start again")
+    return os.pathsep.join(str(cache / path) for path in pinned)
+
+
+def read_pins(pins: Path = PINS) -> dict[str, str]:
+    """Return {path in a Maven repository: SHA-256} in the order of the class path."""
+    return {path: sha256 for sha256, path in (line.split() for line in pins.read_text().splitlines())}
+
+
+def maven_cache() -> Path:
+    """Return where Maven and jgo keep jars for this user."""
+    chosen = os.environ.get("M2_REPO")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".m2" / "repository"
+
+
+def _download(wanted: dict[str, str], cache: Path) -> None:
+    """Fetch jars beside the cache and move each in once it is whole and right: an interrupted download leaves no half jar."""
+    try:
+        from jgo.config import GlobalSettings
+        from jgo.constants import MAVEN_CENTRAL_URL
+        from jgo.maven import MavenContext
+    except ImportError:
+        raise BrokerError("the embedded broker needs jgo: pip install 'penstock[broker]', or set kafka.bootstrap to your broker") from None
+    # A mirror named in jgo's settings comes first: without a way to Maven Central it has to serve alone.
+    remotes = {**GlobalSettings.load().repositories, "central": MAVEN_CENTRAL_URL}
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".penstock-") as staging:
+            maven = MavenContext(repo_cache=Path(staging), remote_repos=remotes)
+
+            def fetch(path: str) -> None:
+                *group, artifact, version, _ = path.split("/")
+                jar: Path = maven.project(".".join(group), artifact).at_version(version).artifact().resolve()
+                if _sha256(jar) != wanted[path]:
+                    raise BrokerError(f"the downloaded {jar.name} is not the one pinned in {PINS.name}: check jgo's repositories")
+                (cache / path).parent.mkdir(parents=True, exist_ok=True)
+                jar.replace(cache / path)
+
+            with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
+                list(pool.map(fetch, wanted))
+    except (OSError, RuntimeError) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an artifact nobody has
+        raise BrokerError(
+            f"cannot download Kafka's jars ({type(error).__name__}): connect to the network once, "
+            "or set M2_REPO to a Maven cache that has them, or set kafka.bootstrap to a broker of yours"
+        ) from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def pin(pins: Path = PINS) -> int:
+    """Resolve Kafka and its logging with jgo and rewrite the list; return the number of jars.
+
+    The two are resolved apart: resolved together, the dependency management of log4j's parent replaces Kafka's own versions.
+    """
+    import jgo
+
+    jars: dict[str, Path] = {}
+    for endpoint in (KAFKA, LOGGING):
+        for artifact in jgo.resolve(endpoint):
+            name = f"{artifact.groupId}:{artifact.artifactId}"
+            jar = artifact.resolve()
+            if jars.setdefault(name, jar) != jar:
+                raise BrokerError(f"{KAFKA} and {LOGGING} want different versions of {name}: choose a matching {LOGGING.split(':')[1]}")
+    lines = [f"{_sha256(jar)}  {jar.relative_to(maven_cache()).as_posix()}\n" for jar in jars.values()]
+    pins.write_text("".join(lines))
+    return len(lines)
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """Check the jars in the cache against the list, or rewrite the list."""
+    parser = argparse.ArgumentParser(prog="python -m infra.broker.jars", description=main.__doc__)
+    parser.add_argument("--pin", action="store_true", help="resolve the jars anew and rewrite jars.sha256")
+    if parser.parse_args(None if arguments is None else list(arguments)).pin:
+        print(f"pinned {pin()} jars in {PINS}")
+    else:
+        print(f"{len(class_path(progress=print).split(os.pathsep))} jars are as pinned")
+
+
+if __name__ == "__main__":
+    main()

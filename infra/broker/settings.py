@@ -1,0 +1,107 @@
+"""Every setting of the embedded broker, each with its reason; paths are relative to the broker's own directory."""
+
+HOST = "127.0.0.1"
+NODE_ID = 1
+
+# One broker keeps one copy of everything.
+_SINGLE_NODE = {
+    "process.roles": "broker,controller",
+    "node.id": str(NODE_ID),
+    "controller.listener.names": "CONTROLLER",
+    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    "offsets.topic.replication.factor": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    "min.insync.replicas": "1",
+    # 50 partitions each by default: 100 logs to open and to flush for a handful of groups and transactional ids.
+    "offsets.topic.num.partitions": "4",
+    "transaction.state.log.num.partitions": "4",
+}
+
+_BEHAVIOUR = {
+    # A mistyped topic name is an error, never a new topic with default settings.
+    "auto.create.topics.enable": "false",
+    # The largest record is a dead letter: an 8 MiB part or a foreign 16 MiB record with its reason, 18 MiB, and batch overhead.
+    "message.max.bytes": str(18 * 1024 * 1024 + 64 * 1024),
+    # A group starts with the members it has; the 3 s default waits for more at every start.
+    "group.initial.rebalance.delay.ms": "0",
+    # Lets workers ask for sessions shorter than 6 s, so that a killed worker's partitions move on within 2 s.
+    "group.min.session.timeout.ms": "1000",
+    # After kill -9 the broker has to wait until its own old registration has expired: 6 s instead of 13-16 s until it serves again.
+    "broker.session.timeout.ms": "3000",
+    "broker.heartbeat.interval.ms": "500",
+    # An overdue transaction of a dead worker holds up every read_committed reader: looked for each second, not every ten.
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
+    # A run may rest for months and go on: group offsets expire after 7 days by default.
+    "offsets.retention.minutes": str(10 * 365 * 24 * 60),
+}
+
+_DISK = {
+    # A plan names group records by offset and a checkpoint counts on the ledger records before it. With this, a record is on disk
+    # before it is acknowledged and before anyone can read it, so a power cut never takes a record that a checkpoint stands on; the
+    # same holds for transaction markers and group offsets. By default Kafka leaves that to the operating system (tens of seconds)
+    # and to replicas, which a single broker does not have. Cost: one fsync per batch, not per record.
+    "log.flush.interval.messages": "1",
+    # Old weights go segment by segment: looked at every 5 s instead of every 5 minutes, and from the first second on.
+    "log.retention.check.interval.ms": "5000",
+    "log.initial.task.delay.ms": "1000",
+    # The default takes 128 of the 512 MB heap for compaction, which here sees a few thousand keys.
+    "log.cleaner.dedupe.buffer.size": str(8 * 1024 * 1024),
+}
+
+JVM = (
+    # Serves four clients with 16 records of 16 MiB each at once (measured; 192 MB is the least that does).
+    "-Xmx512m",
+    "-Xms128m",
+    # One small heap on few cores: starts quicker and takes less memory than G1.
+    "-XX:+UseSerialGC",
+    # The quick compiler alone: start in 2.6 s instead of 4.1 s; the full one pays only for TLS, which a loopback does not use.
+    "-XX:TieredStopAtLevel=1",
+    # A broker out of memory answers with errors or not at all: better gone, and said so.
+    "-XX:+ExitOnOutOfMemoryError",
+    # No files in the shared temporary directory.
+    "-XX:-UsePerfData",
+    "-Djava.io.tmpdir=tmp",
+    "-XX:ErrorFile=logs/crash.log",
+    "-Djava.awt.headless=true",
+    "-Djava.net.preferIPv4Stack=true",
+    "-Dlog4j2.configurationFile=log4j2.properties",
+)
+# Java 22 and later warn about the native compression libraries without it.
+JVM_FROM_22 = ("--enable-native-access=ALL-UNNAMED",)
+
+# 8 MB and two older files: a broker that complains for weeks takes 24 MB. Without KafkaConfig each start lists 400 settings five times.
+LOG4J = """\
+status = error
+appender.file.type = RollingFile
+appender.file.name = file
+appender.file.fileName = logs/broker.log
+appender.file.filePattern = logs/broker.log.%i
+appender.file.layout.type = PatternLayout
+appender.file.layout.pattern = [%d] %p %m (%c)%n
+appender.file.policies.type = Policies
+appender.file.policies.size.type = SizeBasedTriggeringPolicy
+appender.file.policies.size.size = 8MB
+appender.file.strategy.type = DefaultRolloverStrategy
+appender.file.strategy.max = 2
+logger.values.name = kafka.server.KafkaConfig
+logger.values.level = warn
+logger.clients.name = org.apache.kafka.clients
+logger.clients.level = warn
+rootLogger.level = info
+rootLogger.appenderRef.file.ref = file
+"""
+
+
+def server_properties(*, port: int, controller_port: int, data: str) -> str:
+    """Return the text of `server.properties`; both listeners are bound to the loopback and to nothing else."""
+    client, controller = f"PLAINTEXT://{HOST}:{port}", f"CONTROLLER://{HOST}:{controller_port}"
+    addresses = {
+        "listeners": f"{client},{controller}",
+        "advertised.listeners": client,
+        "controller.quorum.bootstrap.servers": f"{HOST}:{controller_port}",
+        "log.dirs": data,
+    }
+    return "".join(f"{key}={value}\n" for key, value in {**_SINGLE_NODE, **_BEHAVIOUR, **_DISK, **addresses}.items())

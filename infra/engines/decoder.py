@@ -1,0 +1,178 @@
+"""The model's forward passes, token by token: the prompt once, then one token for every row.
+
+The rule: shapes depend on the request alone, so a row's bits do too. Both decoders serve any causal LM with an attention cache; `open_decoder`
+takes the traced one where it gives the model's own logits.
+"""
+
+import inspect
+import warnings
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+LEAST_ROOM = 32
+SHAPES_KEPT = 8
+"""Traces held at once: prompts of all lengths fall into a few powers of two."""
+
+
+class Decoder(Protocol):
+    """Draws one group at a time."""
+
+    traced: bool
+
+    def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+        """Read the prompt `int64[L]`; logits `[rows, V]` of the first new token. At most `room` new tokens follow."""
+
+    def next(self, ids: torch.Tensor) -> torch.Tensor:
+        """Append one token a row, `int64[rows]`; logits `[rows, V]` of the token after it."""
+
+
+def open_decoder(model: Any) -> Decoder:
+    """The traced decoder when a short trial gives the logits of the model's own full forward pass, else the plain one."""
+    traced = TracedDecoder(model)
+    try:
+        fits = _agrees(traced, model)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+        fits = False
+    traced.forget()
+    return traced if fits else PlainDecoder(model)
+
+
+class PlainDecoder:
+    """The model's forward as transformers runs it, with a growing cache."""
+
+    traced = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        # Without it a long prompt costs logits of all its positions.
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        self._cache: Any = None
+
+    def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+        self._cache = DynamicCache(config=self._model.config)
+        once = all(isinstance(layer, DynamicLayer) for layer in self._cache.layers)
+        logits = self._forward(prompt.unsqueeze(0).expand(1 if once else rows, -1))
+        if once:
+            self._cache.batch_repeat_interleave(rows)
+        return logits.expand(rows, -1)
+
+    def next(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._forward(ids.unsqueeze(1))
+
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._last_only)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+class TracedDecoder(PlainDecoder):
+    """The decode step recorded once a shape and run without Python, over a cache of fixed size; the weights stay the model's own tensors."""
+
+    traced = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._step: _Step
+
+    def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
+        self._cache = DynamicCache(config=self._model.config)
+        logits = self._forward(prompt.unsqueeze(0))
+        layers = self._cache.layers
+        if not layers or not all(type(layer) is DynamicLayer for layer in layers):
+            raise TypeError("only plain attention caches have a fixed shape")
+        length = max(LEAST_ROOM, 1 << (len(prompt) + room - 1).bit_length())
+        step = self._steps.pop((rows, length), None) or _Step(self._model, layers, rows=rows, length=length)
+        self._steps[rows, length] = self._step = step
+        if len(self._steps) > SHAPES_KEPT:
+            del self._steps[next(iter(self._steps))]
+        step.fill(layers, len(prompt))
+        return logits.expand(rows, -1)
+
+    def next(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._step(ids)
+
+    def forget(self) -> None:
+        """Let go of traces and caches."""
+        self._steps.clear()
+
+
+class _Step:
+    """One trace with the buffers it runs on."""
+
+    def __init__(self, model: Any, layers: list[Any], *, rows: int, length: int) -> None:
+        example = layers[0].keys
+        self._kv = [
+            kv.new_zeros((rows, kv.shape[1], length, kv.shape[3])) for kv in [x.keys for x in layers] + [x.values for x in layers]
+        ]
+        self._mask = torch.full((1, 1, 1, length), torch.finfo(example.dtype).min, dtype=example.dtype, device=example.device)
+        self._position = torch.zeros((1, 1), dtype=torch.int64, device=example.device)
+        self._used = 0
+        ids = torch.zeros((rows, 1), dtype=torch.int64, device=example.device)
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+            # The tracer warns of every Python number it records; they are the shapes, which are fixed here.
+            warnings.simplefilter("ignore")
+            inputs = (ids, self._position, self._mask, *(kv.clone() for kv in self._kv))
+            self._run = torch.jit.trace(_OneToken(model), inputs, check_trace=False)
+
+    def fill(self, layers: list[Any], used: int) -> None:
+        """Start from the prompt's keys and values, the same for all rows; nothing of the group before stays."""
+        for buffer, kv in zip(self._kv, [x.keys for x in layers] + [x.values for x in layers], strict=True):
+            buffer.zero_()[:, :, :used] = kv
+        self._mask.fill_(torch.finfo(self._mask.dtype).min)[..., :used] = 0
+        self._used = used
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self._position.fill_(self._used)
+        self._mask[..., self._used] = 0
+        self._used += 1
+        with torch.jit.optimized_execution(False):  # an optimiser that watches first and fuses afterwards would change bits between calls
+            logits: torch.Tensor = self._run(ids.unsqueeze(1), self._position, self._mask, *self._kv)
+        return logits
+
+
+class _OneToken(torch.nn.Module):
+    """The traced function: ids `[B, 1]` at one position over the buffers -> logits `[B, V]`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+        half = len(kv) // 2
+        cache = _FixedCache(kv[:half], kv[half:], position[0])
+        output = self.model(input_ids=ids, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+class _FixedCache(Cache):
+    """What a model needs of a cache, over given buffers: write at `position`, read everything (the mask hides what is not there)."""
+
+    def __init__(self, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], position: torch.Tensor) -> None:
+        super().__init__(layers=[])
+        self._keys, self._values, self._position = keys, values, position
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._keys[layer_idx].index_copy_(2, self._position, key)
+        self._values[layer_idx].index_copy_(2, self._position, value)
+        return self._keys[layer_idx], self._values[layer_idx]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _agrees(decoder: Decoder, model: Any) -> bool:
+    """Whether a prompt of 5 and 4 more tokens in 2 rows give the logits of full forward passes, to rounding."""
+    parameter = next(model.parameters())
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(18, device=parameter.device).reshape(2, 9) * 7919 % vocabulary
+    ids[1, :5] = ids[0, :5]
+    with torch.inference_mode():
+        found = [decoder.begin(ids[0, :5], rows=2, room=4)]
+        found += [decoder.next(ids[:, position]) for position in range(5, 9)]
+        expected = model(input_ids=ids).logits[:, 4:].float()
+    difference = (torch.stack(found, 1).float() - expected).abs().max()
+    return bool(difference <= (1e-3 if parameter.dtype == torch.float32 else 5e-2) * expected.abs().max())

@@ -1,0 +1,60 @@
+"""What can go wrong beneath the workers: one small tree, each message one line that says what to do.
+
+    PenstockError
+    ├── LogError             the log refused or did not answer in time
+    │   ├── LogUnreachable   no broker answers at the address
+    │   ├── SendFailed       nothing was written; sending again is safe
+    │   ├── OutcomeUnknown   it may or may not have been written; look before sending again
+    │   ├── Fenced           another process has taken over this transactional id; stop
+    │   └── LostPartition    another member owns the partition by now; drop the work
+    ├── BrokerError          the embedded broker
+    ├── EngineError          generation
+    ├── BackendError         training
+    └── TrackingError        experiment tracking
+
+Foreign errors are translated into this tree once, where they arise.
+"""
+
+
+class PenstockError(Exception):
+    """An error whose message is one line for a person; the command line prints it and exits 1."""
+
+
+class LogError(PenstockError):
+    """The log refused a request or did not answer within its time limit."""
+
+
+class LogUnreachable(LogError):
+    """No broker answers at the given address."""
+
+
+class SendFailed(LogError):
+    """Records were not written, certainly; sending them again cannot duplicate them."""
+
+
+class OutcomeUnknown(LogError):
+    """Records may or may not have been written; only the log itself can tell."""
+
+
+class Fenced(LogError):
+    """Another process writes under this transactional id now; this one must stop."""
+
+
+class LostPartition(LogError):
+    """The consumer group has moved on to another generation; results for the old assignment are void."""
+
+
+class BrokerError(PenstockError):
+    """The embedded broker cannot be started, stopped or found."""
+
+
+class EngineError(PenstockError):
+    """Generation failed or was asked for something it cannot do."""
+
+
+class BackendError(PenstockError):
+    """Training failed or was asked for something it cannot do."""
+
+
+class TrackingError(PenstockError):
+    """The experiment tracker refused or cannot be reached."""

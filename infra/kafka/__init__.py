@@ -1,0 +1,1 @@
+"""The log on Apache Kafka: `KafkaLog` and its parts; only this package knows the client library."""

@@ -1,0 +1,161 @@
+"""Topics and offsets of a Kafka cluster: created, checked, listed, deleted.
+
+The rule: a topic that exists is never changed; where it differs from what is wanted, one line says how.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from kafka import KafkaAdminClient, TopicPartition, errors
+from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
+from kafka.protocol.consumer import IsolationLevel
+
+from infra.errors import LogError
+from infra.kafka import edge, settings
+from infra.kafka.costs import Costs
+from infra.kafka.internals import io_thread
+from infra.kafka.settings import Connection
+from infra.log import Partition
+from topics.catalogue import TopicSpec
+
+T = TypeVar("T")
+
+_UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
+
+
+class Admin:
+    """One admin client, made at first use, shared by all threads of a log."""
+
+    def __init__(self, connection: Connection, costs: Costs) -> None:
+        self._connection = connection
+        self._costs = costs
+        self._client: Any = None
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+
+    def connect(self) -> None:
+        """Make the client; raises LogUnreachable within `unreachable_after_s`."""
+        with self._lock:
+            if self._client is None:
+                edge.probe(self._connection)
+                self._client = edge.make(KafkaAdminClient, self._connection, settings.admin(self._connection))
+                self._costs.watch(io_thread(self._client), "io_s")
+
+    def _ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
+        """Ask the cluster, again while it is only unavailable; raises LogError after `timeout_s`."""
+        self.connect()
+        end = time.monotonic() + timeout_s
+        while True:
+            try:
+                return question(self._client)
+            except errors.RetriableError as error:
+                if time.monotonic() > end:
+                    raise edge.translate(error, f"{what} (tried for {timeout_s:.0f} s)") from error
+                time.sleep(0.1)
+            except errors.KafkaError as error:
+                raise edge.translate(error, what) from error
+
+    def topics(self, prefix: str) -> list[str]:
+        """Names of the topics that start with `prefix`, sorted."""
+        names = self._ask("cannot list topics", lambda client: client.list_topics())
+        return sorted(name for name in names if name.startswith(prefix) and not name.startswith("__"))
+
+    def partitions(self, topic: str) -> int | None:
+        """How many partitions `topic` has; None when it does not exist. A count once seen is remembered."""
+        if topic not in self._counts:
+            described = self._describe([topic])
+            if topic not in described:
+                return None
+            self._counts[topic] = described[topic]
+        return self._counts[topic]
+
+    def require(self, partitions: Iterable[Partition]) -> None:
+        """Raise LogError unless every partition exists: reading a missing one would wait silently for ever."""
+        for topic, partition in partitions:
+            count = self.partitions(topic)
+            if count is None:
+                raise LogError(f"topic {topic} does not exist (or this user may not see it)")
+            if not 0 <= partition < count:
+                raise LogError(f"topic {topic} has {count} partitions, there is no partition {partition}")
+
+    def _describe(self, topics: list[str]) -> dict[str, int]:
+        counts = {}
+        for described in self._ask(f"cannot describe {topics[0]}", lambda client: client.describe_topics(topics)):
+            code = described["error_code"]
+            if code == _UNKNOWN_TOPIC:
+                continue
+            if code:
+                raise LogError(f"cannot use topic {described['name']}: {errors.for_code(code).__name__}")
+            counts[described["name"]] = len(described["partitions"])
+        return counts
+
+    def create(self, specs: Mapping[str, TopicSpec], replication_factor: int) -> None:
+        """Create the topics that are missing and compare those that exist with `specs`."""
+        existing = self._describe(list(specs)) if specs else {}
+        missing = {name: spec for name, spec in specs.items() if name not in existing}
+        if missing:
+            wanted = {
+                name: {"num_partitions": spec.partitions, "replication_factor": replication_factor, "configs": dict(spec.configs)}
+                for name, spec in missing.items()
+            }
+            try:
+                self._ask(f"cannot create topics {', '.join(missing)}", lambda client: client.create_topics(wanted, timeout_ms=20_000))
+            except LogError as error:
+                if not isinstance(error.__cause__, errors.TopicAlreadyExistsError):
+                    raise
+                existing = self._describe(list(specs))  # somebody else created some of them at the same time
+            self._ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
+        if existing:
+            self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
+
+    def _compare(self, specs: Mapping[str, TopicSpec], counts: Mapping[str, int]) -> None:
+        for name, spec in specs.items():
+            if counts[name] != spec.partitions:
+                raise LogError(f"topic {name} has {counts[name]} partitions, {spec.partitions} are wanted: use another run id or delete it")
+        resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
+        found = self._ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
+        for name, spec in specs.items():
+            for key, value in spec.configs.items():
+                actual = found[name].get(key, {}).get("value")
+                if actual != value:
+                    raise LogError(f"topic {name} has {key}={actual}, wanted is {value}: use another run id or alter the topic")
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete topics; those that do not exist are no error. Returns when they are gone."""
+        present = set(self.topics(""))
+        doomed = [name for name in names if name in present]
+        for name in doomed:
+            self._counts.pop(name, None)
+        if not doomed:
+            return
+        self._ask(f"cannot delete topics {', '.join(doomed)}", lambda client: client.delete_topics(doomed, timeout_ms=20_000))
+        end = time.monotonic() + 20
+        while set(doomed) & set(self.topics("")):
+            if time.monotonic() > end:
+                raise LogError(f"topics {', '.join(doomed)} are still there 20 s after they were deleted")
+            time.sleep(0.05)
+
+    def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool) -> dict[Partition, int]:
+        """First or next offset of each partition; with `committed`, the end is where open transactions begin."""
+        wanted = list(partitions)
+        if not wanted:
+            return {}
+        self.require(wanted)
+        spec = OffsetSpec.LATEST if end else OffsetSpec.EARLIEST
+        isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        asked = {TopicPartition(topic, partition): spec for topic, partition in wanted}
+        found = self._ask(
+            f"cannot look up offsets of {wanted[0][0]}",
+            lambda client: client.list_partition_offsets(asked, isolation_level=isolation, timeout_ms=15_000),
+        )
+        return {(tp.topic, tp.partition): value.offset for tp, value in found.items()}
+
+    def close(self) -> None:
+        """Close the client; waits for nothing."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            self._costs.unwatch(io_thread(client))
+            client.close()

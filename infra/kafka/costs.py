@@ -1,0 +1,72 @@
+"""CPU seconds the log costs: on its own I/O threads and inside calls on its users' threads; wall time spent waiting is not cost."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["send_s", "poll_s", "io_s"]
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up CPU seconds of one client's calls; its client sees to it that one thread at a time adds."""
+
+    kind: Kind
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Costs:
+    """The sum over all clients of one log, living and closed."""
+
+    _meters: list[Meter] = field(default_factory=list)
+    _threads: dict[threading.Thread, Kind] = field(default_factory=dict)
+    _ended: dict[Kind, float] = field(default_factory=lambda: {"send_s": 0.0, "poll_s": 0.0, "io_s": 0.0})
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def meter(self, kind: Kind) -> Meter:
+        """A new meter that counts towards `kind`."""
+        meter = Meter(kind)
+        with self._lock:
+            self._meters.append(meter)
+        return meter
+
+    def watch(self, thread: threading.Thread | None, kind: Kind) -> None:
+        """Count the whole CPU time of a running thread towards `kind`, from its first instruction on."""
+        if thread is not None:
+            with self._lock:
+                self._threads[thread] = kind
+
+    def unwatch(self, thread: threading.Thread | None) -> None:
+        """Keep what `thread` has used so far; to be called before it ends."""
+        with self._lock:
+            kind = self._threads.pop(thread, None) if thread is not None else None
+            if kind is not None and thread is not None:
+                self._ended[kind] += _cpu_s(thread)
+
+    def retire(self, meter: Meter) -> None:
+        """Keep what a closed client's meter has counted."""
+        with self._lock:
+            if meter in self._meters:
+                self._meters.remove(meter)
+                self._ended[meter.kind] += meter.seconds
+
+    def totals(self) -> dict[str, float]:
+        """CPU seconds so far: `send_s`, `poll_s` on callers' and members' threads, `io_s` on I/O threads."""
+        with self._lock:
+            sums: dict[str, float] = dict(self._ended)
+            for meter in self._meters:
+                sums[meter.kind] += meter.seconds
+            for thread, kind in self._threads.items():
+                sums[kind] += _cpu_s(thread)
+        return sums
+
+
+def _cpu_s(thread: threading.Thread) -> float:
+    if thread.ident is None or not thread.is_alive():
+        return 0.0
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    except OSError:
+        return 0.0

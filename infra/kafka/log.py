@@ -1,0 +1,166 @@
+"""`KafkaLog`: the log on Apache Kafka.
+
+The rule: a log object is cheap and shared; each tail, member, producer and transactional writer is a client of its own.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kafka import TopicPartition
+
+from infra.errors import LogError
+from infra.kafka import internals, reading
+from infra.kafka.admin import Admin
+from infra.kafka.costs import Costs
+from infra.kafka.member import KafkaMember
+from infra.kafka.producer import KafkaProducerOfRecords
+from infra.kafka.settings import Connection
+from infra.kafka.tail import KafkaTail
+from infra.kafka.transactions import KafkaTransactions
+from infra.log import Partition, Start, StartAt
+from topics.catalogue import TopicSpec
+from topics.record import Record
+
+_RUN_GAP = 64
+"""Offsets further apart than this are fetched by a seek of their own instead of reading what lies between."""
+
+
+class KafkaLog:
+    """A connection to one Kafka cluster; raises LogUnreachable in one line when no broker answers in `unreachable_after_s`."""
+
+    def __init__(
+        self, bootstrap: str, *, client_id: str = "penstock", security: Mapping[str, Any] | None = None, unreachable_after_s: float = 10.0
+    ) -> None:
+        self._connection = Connection(
+            bootstrap=bootstrap, client_id=client_id, security=dict(security or {}), unreachable_after_s=unreachable_after_s
+        )
+        self._costs = Costs()
+        self._admin = Admin(self._connection, self._costs)
+        self._admin.connect()
+        self._reader: Any = None
+        self._reader_meter = self._costs.meter("poll_s")
+        self._reader_lock = threading.Lock()
+        self.bootstrap = bootstrap
+
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None:
+        """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
+        self._admin.create(specs, replication_factor)
+
+    def topics(self, prefix: str = "") -> list[str]:
+        """Names of the topics that start with `prefix`, sorted."""
+        return self._admin.topics(prefix)
+
+    def delete_topics(self, names: Iterable[str]) -> None:
+        """Delete topics with all their records; those that do not exist are no error."""
+        self._admin.delete(names)
+
+    def partitions(self, topic: str) -> int | None:
+        """How many partitions a topic has; None when it does not exist."""
+        return self._admin.partitions(topic)
+
+    def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """The first offset that is still kept, by partition."""
+        return self._admin.offsets(partitions, end=False, committed=True)
+
+    def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
+        """One past the last readable offset, by partition; with `committed`, no further than the first open transaction."""
+        return self._admin.offsets(partitions, end=True, committed=committed)
+
+    def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> KafkaTail:
+        """A reader of exactly these partitions; `group` only keeps offsets for it."""
+        return KafkaTail(self._connection, self._costs, self._admin, starts, committed=committed, group=group)
+
+    def member(
+        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
+    ) -> KafkaMember:
+        """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
+        return KafkaMember(
+            self._connection, self._costs, self._admin, group, topics, max_records=max_records, max_bytes=max_bytes, start_at=start_at
+        )
+
+    def producer(
+        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 3.0
+    ) -> KafkaProducerOfRecords:
+        """A writer of single records; `linger_ms` 0 for single records that somebody waits for."""
+        return KafkaProducerOfRecords(
+            self._connection, self._costs, self._admin, max_in_flight_bytes=max_in_flight_bytes, give_up_s=give_up_s, linger_ms=linger_ms
+        )
+
+    def transactions(self, transactional_id: str, *, timeout_s: float = 15.0, give_up_s: float = 120.0) -> KafkaTransactions:
+        """A writer of transactions; it takes the id from any other process that has it."""
+        return KafkaTransactions(
+            self._connection,
+            self._costs,
+            self._admin,
+            lambda topic, partition, offset: bool(self._fetch(topic, partition, [offset], 10.0)),
+            transactional_id=transactional_id,
+            timeout_s=timeout_s,
+            give_up_s=give_up_s,
+        )
+
+    def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
+        """The committed records at exactly these offsets, in the order asked; raises LogError naming those that are missing."""
+        found = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
+        missing = [offset for offset in offsets if offset not in found]
+        if missing:
+            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+            raise LogError(f"{topic}/{partition} has no committed record at offset {shown}")
+        return [found[offset] for offset in offsets]
+
+    def _fetch(self, topic: str, partition: int, offsets: Sequence[int], timeout_s: float) -> dict[int, Record]:
+        """What stands at these ascending offsets; those where nothing stands are left out."""
+        if not offsets:
+            return {}
+        first = self.begin_offsets([(topic, partition)])[topic, partition]
+        end = self.end_offsets([(topic, partition)])[topic, partition]
+        wanted = [offset for offset in offsets if first <= offset < end]
+        deadline = time.monotonic() + timeout_s
+        with self._reader_lock:
+            began = time.thread_time()
+            if self._reader is None:
+                self._reader = reading.make_consumer(self._connection, self._costs, group=None, committed=True)
+            found: dict[int, Record] = {}
+            for run in _runs(wanted):
+                self._fetch_run(TopicPartition(topic, partition), run, found, deadline)
+            self._reader_meter.seconds += time.thread_time() - began
+        return found
+
+    def _fetch_run(self, tp: Any, run: Sequence[int], found: dict[int, Record], deadline: float) -> None:
+        wanted = set(run)
+        self._reader.assign([tp])
+        self._reader.seek(tp, run[0])
+        while (internals.position(self._reader, tp) or 0) <= run[-1]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise LogError(f"reading offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition} took too long; is the broker running?")
+            for records in reading.poll(self._reader, min(1.0, left), 500).values():
+                found.update((record.offset, record) for record in records if record.offset in wanted)
+
+    def costs(self) -> dict[str, float]:
+        """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on the client's network threads."""
+        return self._costs.totals()
+
+    def close(self) -> None:
+        """Close what the log itself holds; tails, members and writers are closed by their users."""
+        with self._reader_lock:
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reading.close_consumer(reader, self._costs, 2.0)
+        self._admin.close()
+
+
+def _runs(offsets: Sequence[int]) -> list[list[int]]:
+    """Ascending offsets cut wherever a gap is worth a seek.
+
+    Example:
+        _runs([3, 4, 900])  # -> [[3, 4], [900]]
+    """
+    runs: list[list[int]] = []
+    for offset in offsets:
+        if runs and offset - runs[-1][-1] <= _RUN_GAP:
+            runs[-1].append(offset)
+        else:
+            runs.append([offset])
+    return runs

@@ -1,0 +1,220 @@
+"""One member of a consumer group, kept in the group by a thread of its own.
+
+The rule: what `take` returns is in order (Assigned, its Records, Revoked), and after a Revoked no record of its partitions follows.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kafka import ConsumerRebalanceListener, TopicPartition, errors
+
+from infra.errors import LogError, LogUnreachable
+from infra.kafka import edge, internals, reading
+from infra.kafka.admin import Admin
+from infra.kafka.buffer import Buffer
+from infra.kafka.costs import Costs
+from infra.kafka.settings import Connection
+from infra.log import Assigned, Commits, Event, Membership, StartAt
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""Longest wait of the owning thread for records; commits and rebalances do not wait for it."""
+JOIN_LIMIT_S = 20.0
+"""A member that has been connected for so long without completing a join is made anew."""
+
+
+class KafkaMember:
+    """Takes part in `group`; events and commits pass between its user's thread and the one that polls."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        costs: Costs,
+        admin: Admin,
+        group: str,
+        topics: Sequence[str],
+        *,
+        max_records: int,
+        max_bytes: int,
+        start_at: StartAt | None,
+        join_limit_s: float = JOIN_LIMIT_S,
+    ) -> None:
+        admin.require((topic, 0) for topic in topics)
+        self._connection, self._costs = connection, costs
+        self._group, self._topics, self._start_at = group, list(topics), start_at
+        self._join_limit_s = join_limit_s
+        self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
+        self._meter = costs.meter("poll_s")
+        self._outage = reading.Outage()
+        self._incoming: tuple[frozenset[Any], Membership] | None = None
+        self._paused: set[Any] = set()
+        self._closing = False
+        self._consumer: Any = self._join()
+        self._joined_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"log-member-{group}")
+        self._thread.start()
+        costs.watch(self._thread, "poll_s")
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which no broker has been connected; 0.0 in normal times."""
+        return self._outage.seconds
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """What happened since the last call, in order; waits up to `timeout_s` for something. Raises LogError when it has ended."""
+        began = time.thread_time()
+        try:
+            return self._buffer.take(timeout_s)
+        finally:
+            self._meter.seconds += time.thread_time() - began
+
+    def commit(self, offsets: Commits) -> bool:
+        """Note offsets for the group, without waiting; False when a partition is not owned (any more): then none are noted.
+
+        They are sent at once and again after an outage, until newer ones take their place or the partition is revoked.
+        """
+        converted = reading.to_kafka(offsets)
+        if not self._buffer.want(offsets):
+            return False
+        self._send_commits(converted)
+        return True
+
+    def membership(self) -> Membership | None:
+        """Who this member was at the last Assigned it took; None before. A transaction with an old one is refused."""
+        return self._buffer.membership
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Leave the group; takes `timeout_s` at most."""
+        self._closing = True
+        self._buffer.wake()
+        self._thread.join(timeout_s)
+        self._costs.unwatch(self._thread)
+        self._costs.retire(self._meter)
+
+    # What follows runs on the owning thread.
+
+    def _join(self) -> Any:
+        consumer = reading.make_consumer(self._connection, self._costs, group=self._group, committed=True, member=True)
+        internals.subscribe(consumer, self._topics, _Listener(self, consumer))
+        return consumer
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                try:
+                    self._turn()
+                except errors.KafkaError as error:
+                    log.warning("group %s: %s; joining again", self._group, edge.one_line(error))
+                    self._rejoin()
+        except LogError as error:
+            self._buffer.end(error)
+        except Exception as error:  # the edge of a thread: whatever it is, its user must hear of it
+            log.exception("group %s: the member's thread failed", self._group)
+            self._buffer.end(LogError(f"member of group {self._group} failed: {edge.one_line(error)}"))
+        finally:
+            self._costs.unwatch(self._thread)
+            reading.close_consumer(self._consumer, self._costs, 2.0)
+
+    def _turn(self) -> None:
+        full = self._buffer.full
+        self._hold(full)
+        polled = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records)
+        if polled:
+            self._buffer.put([record for part in polled.values() for record in part])
+        if self._incoming is not None:
+            self._begin()
+        self._send_commits(reading.to_kafka(self._buffer.unsent_commits()))
+        self._watch()
+        if full:
+            self._buffer.wait_for_room(POLL_S / 2)
+
+    def _hold(self, full: bool) -> None:
+        """Pause what is owned while the buffer is full; the member goes on polling and stays in the group."""
+        if full and not self._paused:
+            self._paused = self._consumer.assignment() - self._consumer.paused()
+            self._consumer.pause(*self._paused)
+        elif self._paused and not full:
+            self._consumer.resume(*(self._paused & self._consumer.assignment()))
+            self._paused = set()
+
+    def _begin(self) -> None:
+        """Deliver an assignment: look up what was committed, let the user choose where to start, then let records flow."""
+        incoming = self._incoming
+        assert incoming is not None
+        partitions, membership = incoming
+        try:
+            found = internals.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
+        except errors.RetriableError:
+            return  # the broker is away: at the next turn
+        committed = {reading.partition_of(tp): reading.to_committed(found.get(tp)) for tp in sorted(partitions)}
+        starts = self._start_at(committed) if self._start_at is not None else {}
+        for partition, offset in starts.items():
+            self._consumer.seek(TopicPartition(*partition), offset)
+        if self._incoming is incoming:
+            self._incoming = None
+            self._paused = set()
+            self._buffer.assign(Assigned(partitions=committed, membership=membership))
+            self._consumer.resume(*partitions)
+
+    def _send_commits(self, offsets: dict[Any, Any]) -> None:
+        if offsets:
+            sent = {reading.partition_of(tp): (value.offset, value.metadata) for tp, value in offsets.items()}
+            future = internals.commit_soon(self._consumer, offsets)
+            future.add_callback(lambda _: self._buffer.committed(sent))
+            future.add_errback(lambda error: self._buffer.uncommitted(sent, error))
+
+    def _watch(self) -> None:
+        """Make the consumer anew when a join does not come to an end although a broker is connected."""
+        now = time.monotonic()
+        if internals.has_joined(self._consumer) or self._outage.look(self._consumer) > 0:
+            self._joined_at = now
+        elif now - self._joined_at > self._join_limit_s:
+            log.warning("group %s: no join completed for %.0f s; joining anew", self._group, now - self._joined_at)
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Replace the consumer, however long the broker is away."""
+        self.on_revoked(self._consumer)
+        reading.close_consumer(self._consumer, self._costs, 2.0)
+        while not self._closing:
+            try:
+                self._consumer = self._join()
+            except (LogUnreachable, errors.RetriableError):
+                time.sleep(0.5)
+            else:
+                self._joined_at = time.monotonic()
+                return
+
+    # What follows runs on the client's I/O thread, inside a rebalance.
+
+    def on_assigned(self, consumer: Any, partitions: Iterable[Any]) -> None:
+        """Hold the new partitions until their start is known."""
+        assigned = frozenset(partitions)
+        consumer.pause(*assigned)
+        joined = consumer.group_metadata()
+        if consumer is self._consumer:
+            self._incoming = (assigned, Membership(group=self._group, generation=joined.generation_id, member_id=joined.member_id))
+
+    def on_revoked(self, consumer: Any) -> None:
+        """Everything is taken away at each rebalance (eager protocol); what stays comes back with the next assignment."""
+        if consumer is self._consumer:
+            self._incoming = None
+            self._buffer.revoke()
+
+
+class _Listener(ConsumerRebalanceListener):
+    def __init__(self, member: KafkaMember, consumer: Any) -> None:
+        self._member, self._consumer = member, consumer
+
+    def on_partitions_assigned(self, assigned: Any) -> None:
+        self._member.on_assigned(self._consumer, assigned)
+
+    def on_partitions_revoked(self, revoked: Any) -> None:
+        self._member.on_revoked(self._consumer)
+
+    def on_partitions_lost(self, lost: Any) -> None:
+        self._member.on_revoked(self._consumer)

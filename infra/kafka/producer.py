@@ -1,0 +1,136 @@
+"""Writing single records.
+
+The rule: a record is either acknowledged by the log or its `Pending` and the next `flush` say otherwise; nothing is lost silently.
+"""
+
+import threading
+import time
+from typing import Any
+
+from kafka import KafkaProducer, errors
+
+from infra.errors import LogError, OutcomeUnknown, SendFailed
+from infra.kafka import edge, internals, settings
+from infra.kafka.admin import Admin
+from infra.kafka.costs import Costs
+from infra.kafka.settings import Connection
+from topics.record import Outgoing
+
+_RECORD_OVERHEAD = 512
+"""[bytes] a small record holds in memory beyond its value: futures, headers, batch bookkeeping."""
+
+
+class KafkaPending:
+    """A record on its way; `offset` waits for the acknowledgement."""
+
+    __slots__ = ("_future", "_owner", "_size", "_what")
+
+    def __init__(self, future: Any, owner: "KafkaProducerOfRecords", size: int, what: str) -> None:
+        self._future, self._owner, self._size, self._what = future, owner, size, what
+        future._add_cb_eb(self._written, self._lost)
+
+    def _written(self, _: Any) -> None:
+        self._owner._settle(self._size, None)
+
+    def _lost(self, error: BaseException) -> None:
+        self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
+
+    def offset(self, timeout_s: float = 60.0) -> int:
+        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError."""
+        try:
+            offset: int = self._future.get(timeout_s).offset
+        except errors.KafkaError as error:
+            if not self._future.is_done:
+                raise LogError(f"no answer from {self._what} within {timeout_s:.0f} s; the record is still on its way") from None
+            raise edge.translate(error, f"cannot write to {self._what}") from error
+        return offset
+
+    def done(self) -> bool:
+        """Whether its fate is known."""
+        return bool(self._future.is_done)
+
+    def error(self) -> Exception | None:
+        """Why it was not written; None while on its way or when written."""
+        failed = self._future.exception
+        return None if failed is None else edge.translate(failed, f"cannot write to {self._what}")
+
+
+class KafkaProducerOfRecords:
+    """An idempotent producer with a byte budget; safe to share between threads."""
+
+    def __init__(
+        self, connection: Connection, costs: Costs, admin: Admin, *, max_in_flight_bytes: int, give_up_s: float, linger_ms: float
+    ) -> None:
+        self._admin, self._costs = admin, costs
+        self._budget, self._give_up_s = max_in_flight_bytes, give_up_s
+        configs = settings.producer(connection, give_up_s=give_up_s, linger_ms=linger_ms)
+        self._kafka = edge.make(KafkaProducer, connection, configs)
+        self._meter = costs.meter("send_s")
+        costs.watch(internals.io_thread(self._kafka), "io_s")
+        self._room = threading.Condition()
+        self._held = 0
+        self._waiting = 0
+        self._failure: LogError | None = None
+
+    def send(self, outgoing: Outgoing) -> KafkaPending:
+        """Hand a record over; blocks while the byte budget is used up. Raises LogError after `give_up_s`."""
+        began = time.thread_time()
+        size = len(outgoing.value) + _RECORD_OVERHEAD
+        self._reserve(size)
+        try:
+            future = self._append(outgoing)
+        except BaseException:
+            self._settle(size, None)
+            raise
+        pending = KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
+        self._meter.seconds += time.thread_time() - began
+        return pending
+
+    def _reserve(self, size: int) -> None:
+        with self._room:
+            if self._held and self._held + size > self._budget:
+                self._waiting += 1
+                free = self._room.wait_for(lambda: not self._held or self._held + size <= self._budget, self._give_up_s)
+                self._waiting -= 1
+                if not free:
+                    raise SendFailed(f"the broker took nothing for {self._give_up_s:.0f} s with {self._held} bytes waiting; is it running?")
+            self._held += size
+
+    def _append(self, outgoing: Outgoing) -> Any:
+        """Give the record to the client, waiting for the topic's metadata while the broker is away."""
+        deadline = time.monotonic() + self._give_up_s
+        while True:
+            try:
+                return internals.append(self._kafka, outgoing)
+            except errors.KafkaTimeoutError as error:
+                self._admin.require([(outgoing.topic, outgoing.partition)])  # a missing topic would be waited for in vain
+                if time.monotonic() > deadline:
+                    raise SendFailed(f"no broker told about {outgoing.topic} for {self._give_up_s:.0f} s") from error
+            except (errors.KafkaError, ValueError) as error:
+                raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
+
+    def _settle(self, size: int, failure: LogError | None) -> None:
+        with self._room:
+            self._held -= size
+            if failure is not None and self._failure is None:
+                self._failure = failure
+            if self._waiting:
+                self._room.notify_all()
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until every record sent so far is written; raises the first failure since the last flush."""
+        try:
+            self._kafka.flush(timeout_s)
+        except errors.KafkaTimeoutError:
+            raise OutcomeUnknown(f"{self._held} bytes are not acknowledged after {timeout_s:.0f} s") from None
+        with self._room:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Write what is on its way, for `timeout_s` at most, and stop."""
+        self._costs.unwatch(internals.io_thread(self._kafka))
+        self._costs.retire(self._meter)
+        internals.close_producer(self._kafka, timeout_s)
+

@@ -1,0 +1,100 @@
+"""What tails and members share: making, polling and closing a consumer, and noticing an outage.
+
+The rule: a broker that is away is waited for, quietly and without spinning; only a refusal is an error.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
+
+from infra.errors import LogError
+from infra.kafka import edge, internals, settings
+from infra.kafka.costs import Costs
+from infra.kafka.internals import io_thread
+from infra.kafka.settings import Connection
+from infra.log import MAX_COMMIT_METADATA, Commits, Committed, Partition
+from topics.record import Record
+
+_SPIN_S = 0.02
+"""A poll that waited less than this and brought nothing is followed by a pause, so that an outage costs no CPU."""
+
+
+def make_consumer(connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False) -> Any:
+    """A consumer; raises LogUnreachable when no broker answers in time."""
+    configs = settings.consumer(connection, group=group, committed=committed)
+    consumer = edge.make(KafkaConsumer, connection, configs | settings.membership() if member else configs)
+    costs.watch(io_thread(consumer), "io_s")
+    return consumer
+
+
+def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
+    """Leave the group and close, in `timeout_s` at most: a dead broker must not hold anybody up."""
+
+    def close() -> None:
+        try:
+            consumer.close(autocommit=False, timeout_ms=int(timeout_s * 1000))
+        except (errors.KafkaError, RuntimeError):
+            consumer._client.close()
+
+    costs.unwatch(io_thread(consumer))
+    closer = threading.Thread(target=close, daemon=True, name="log-close")
+    closer.start()
+    closer.join(timeout_s)
+
+
+def poll(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list[Record]]:
+    """Records by partition; nothing when none came (perhaps before `timeout_s`) or the broker is away. Raises LogError when it refuses."""
+    began = time.monotonic()
+    polled: Mapping[Any, list[Record]] = {}
+    try:
+        polled = internals.poll_once(consumer, timeout_s, max_records)
+    except edge.REFUSED as error:
+        raise edge.translate(error, "the broker refuses to be read") from error
+    except errors.CorruptRecordError as error:
+        raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
+    except errors.RetriableError:
+        pass
+    if not polled and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
+        time.sleep(min(_SPIN_S, timeout_s))
+    return polled
+
+
+def to_kafka(offsets: Commits) -> dict[Any, Any]:
+    """Commits as the client library wants them; raises ValueError for metadata that is too long."""
+    for (topic, partition), (_, metadata) in offsets.items():
+        if len(metadata.encode()) > MAX_COMMIT_METADATA:
+            raise ValueError(f"commit metadata of {topic}/{partition} has {len(metadata.encode())} bytes, at most {MAX_COMMIT_METADATA} fit")
+    return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
+
+
+class Outage:
+    """How long no connection to any broker has been up, as seen by the thread that polls."""
+
+    def __init__(self) -> None:
+        self._last_up = time.monotonic()
+        self._down = False
+
+    def look(self, consumer: Any) -> float:
+        """Look at the consumer's connections now; returns `seconds`."""
+        self._down = not internals.connected(consumer)
+        if not self._down:
+            self._last_up = time.monotonic()
+        return self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since a connection was last up; 0.0 while one is."""
+        return time.monotonic() - self._last_up if self._down else 0.0
+
+
+def partition_of(topic_partition: Any) -> Partition:
+    """A partition of the client library as ours."""
+    return topic_partition.topic, topic_partition.partition
+
+
+def to_committed(noted: Any) -> Committed:
+    """What a group has noted, None for nothing, as ours."""
+    return Committed(offset=None) if noted is None else Committed(offset=noted.offset, metadata=noted.metadata or "")

@@ -1,0 +1,123 @@
+"""Every setting of every Kafka client, with its reason; no client is made with settings from anywhere else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_RECORD_BYTES = 18 << 20
+"""The largest record any topic takes (a dead letter around a 16 MiB record)."""
+
+FETCH_BYTES = 32 << 20
+"""One answer of the broker; room for the largest record and for thousands of small ones."""
+
+SECURITY_KEYS = frozenset(
+    {
+        "security_protocol",
+        "sasl_mechanism",
+        "sasl_plain_username",
+        "sasl_plain_password",
+        "ssl_cafile",
+        "ssl_certfile",
+        "ssl_keyfile",
+        "ssl_password",
+        "ssl_check_hostname",
+    }
+)
+
+PLAIN_TYPES = {"ssl_check_hostname": bool}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Where the broker is and who we are; raises ValueError for a security setting it does not know."""
+
+    bootstrap: str
+    client_id: str
+    security: Mapping[str, Any] = field(default_factory=dict)
+    unreachable_after_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.security) - SECURITY_KEYS)
+        if unknown:
+            raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; known are {', '.join(sorted(SECURITY_KEYS))}")
+
+
+def common(connection: Connection) -> dict[str, Any]:
+    """What every client has."""
+    return {
+        "bootstrap_servers": [server.strip() for server in connection.bootstrap.split(",")],
+        "client_id": connection.client_id,
+        # The default of 30 s keeps a client silent for 90 s after a broker has been restarted three times.
+        "reconnect_backoff_max_ms": 1000,
+        # A frozen broker or a half-open connection is given up after this and tried again.
+        "request_timeout_ms": 15_000,
+        # "Unable to bootstrap" is all a wrong address, password or certificate ever says; say it soon.
+        "bootstrap_timeout_ms": int(connection.unreachable_after_s * 1000),
+        **connection.security,
+    }
+
+
+def admin(connection: Connection) -> dict[str, Any]:
+    """Topics and offsets."""
+    return common(connection)
+
+
+def consumer(connection: Connection, *, group: str | None, committed: bool) -> dict[str, Any]:
+    """Reading: by hand when `group` is None or only keeps offsets, as a group member with `membership`."""
+    return {
+        **common(connection),
+        "group_id": group,
+        "metrics_enabled": False,  # costs CPU on every fetch and nobody reads them
+        "isolation_level": "read_committed" if committed else "read_uncommitted",  # the client's own default is uncommitted
+        "auto_offset_reset": "earliest",  # a first reader starts at the beginning; "latest" would lose records
+        "enable_auto_commit": False,  # offsets are committed for work that is done, never for records merely read
+        "fetch_max_bytes": FETCH_BYTES,
+        "max_partition_fetch_bytes": FETCH_BYTES,
+        "max_poll_records": 500,
+        "fetch_max_wait_ms": 500,  # the broker answers at once when there is data; this is only the pulse of an idle reader
+        # Offsets and positions of a consumer are retried this often.
+        "retry_backoff_ms": 50,
+    }
+
+
+def membership() -> dict[str, Any]:
+    """What a group member has on top of `consumer`."""
+    from kafka.coordinator.assignors.range import RangePartitionAssignor
+
+    return {
+        # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
+        "partition_assignment_strategy": [RangePartitionAssignor()],
+        "session_timeout_ms": 6000,  # the least a broker allows by default: a killed member's partitions move after this
+        "heartbeat_interval_ms": 500,  # how soon a member hears of a rebalance, and thus how long a joiner waits
+        "max_poll_interval_ms": 60_000,  # its own thread polls each second, so silence of a minute means it is dead
+    }
+
+
+def producer(connection: Connection, *, give_up_s: float, linger_ms: float) -> dict[str, Any]:
+    """Writing single records: idempotent, so a retry neither duplicates nor reorders."""
+    give_up_ms = int(give_up_s * 1000)
+    return {
+        **common(connection),
+        "metrics_enabled": False,
+        "acks": "all",
+        "enable_idempotence": True,
+        "linger_ms": linger_ms,  # a few ms gather the records of a decode step into one request
+        "batch_size": 1_000_000,
+        "max_request_size": MAX_RECORD_BYTES + (1 << 20),
+        "delivery_timeout_ms": give_up_ms,
+        "request_timeout_ms": max(500, min(15_000, give_up_ms // 2)),
+        "max_block_ms": min(5000, give_up_ms),  # how long one wait for a topic's metadata lasts; the caller waits again
+        "allow_auto_create_topics": False,
+        "retry_backoff_ms": 20,
+    }
+
+
+def transactional(connection: Connection, *, transactional_id: str, timeout_s: float) -> dict[str, Any]:
+    """Writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass."""
+    return {
+        **producer(connection, give_up_s=timeout_s, linger_ms=20),  # flushed before each commit, so nothing lingers
+        "transactional_id": transactional_id,
+        "transaction_timeout_ms": int(timeout_s * 1000),
+        # With the default of 100 ms back-to-back transactions take 105-215 ms each, with 2 ms about 6-12 ms.
+        "retry_backoff_ms": 2,
+    }

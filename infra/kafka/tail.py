@@ -1,0 +1,118 @@
+"""Reading partitions by name: no group, no rebalance, no thread of its own beyond the client's; driven by one caller."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kafka import TopicPartition
+
+from infra.errors import LogError
+from infra.kafka import edge, internals, reading
+from infra.kafka.admin import Admin
+from infra.kafka.costs import Costs
+from infra.kafka.settings import Connection
+from infra.log import Commits, Committed, Partition, Start
+from topics.record import Record
+
+
+class KafkaTail:
+    """Records of the partitions its caller names, from where its caller says; for one thread."""
+
+    def __init__(
+        self, connection: Connection, costs: Costs, admin: Admin, starts: Mapping[Partition, Start], *, committed: bool, group: str | None
+    ) -> None:
+        self._admin, self._costs, self._committed, self._group = admin, costs, committed, group
+        self._consumer: Any = None
+        offsets = self._resolve(starts)
+        self._meter = costs.meter("poll_s")
+        self._outage = reading.Outage()
+        self._consumer = reading.make_consumer(connection, costs, group=group, committed=committed)
+        self._assign(offsets)
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which no broker has been connected, as of the last poll; 0.0 in normal times."""
+        return self._outage.seconds
+
+    def _resolve(self, starts: Mapping[Partition, Start]) -> dict[Partition, int]:
+        """First offsets as numbers, so that a record written after this call is always read."""
+        self._admin.require(starts)
+        offsets = {partition: start for partition, start in starts.items() if isinstance(start, int)}
+        earliest = [partition for partition, start in starts.items() if start == "earliest"]
+        latest = [partition for partition, start in starts.items() if start == "latest"]
+        offsets |= self._admin.offsets(earliest, end=False, committed=self._committed)
+        offsets |= self._admin.offsets(latest, end=True, committed=self._committed)
+        for partition, start in starts.items():
+            if partition not in offsets:
+                raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
+        return offsets
+
+    def _assign(self, offsets: Mapping[Partition, int]) -> None:
+        held = self._consumer.assignment()
+        self._consumer.assign([*held, *(TopicPartition(*partition) for partition in offsets if TopicPartition(*partition) not in held)])
+        for partition, offset in offsets.items():
+            self._consumer.seek(TopicPartition(*partition), offset)
+
+    def add(self, partitions: Mapping[Partition, Start]) -> None:
+        """Read these partitions as well; one that is read already is moved."""
+        self._assign(self._resolve(partitions))
+
+    def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
+        """Records that are there within `timeout_s`, in offset order within each partition; possibly none."""
+        began, end = time.thread_time(), time.monotonic() + timeout_s
+        left = timeout_s
+        while not (polled := reading.poll(self._consumer, left, max_records)):
+            self._outage.look(self._consumer)
+            if (left := end - time.monotonic()) <= 0:
+                break
+        records = [record for part in polled.values() for record in part]
+        self._meter.seconds += time.thread_time() - began
+        return records
+
+    def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
+        """Everything up to the ends as they are now; raises LogError when that takes longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        held = [reading.partition_of(tp) for tp in self._consumer.assignment()]
+        ends = self._admin.offsets(held, end=True, committed=self._committed)
+        begins = self._admin.offsets(held, end=False, committed=self._committed)
+        behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
+        records: list[Record] = []
+        while behind:
+            if time.monotonic() > deadline:
+                at = ", ".join(f"{topic}/{p} at {self.position((topic, p))} of {ends[topic, p]}" for topic, p in sorted(behind))
+                raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: {at}")
+            records += self.poll(min(1.0, timeout_s), max_records=5000)
+            behind = {partition for partition in behind if self.position(partition) < ends[partition]}
+        return records
+
+    def position(self, partition: Partition) -> int:
+        """The offset of the next record this tail delivers."""
+        offset = internals.position(self._consumer, TopicPartition(*partition))
+        if offset is None:
+            raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
+        return offset
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """Go on with `offset`; records before it that were already fetched are not delivered."""
+        self._consumer.seek(TopicPartition(*partition), offset)
+
+    def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
+        """Note offsets for the group; raises LogError when that fails or there is no group."""
+        if self._group is None:
+            raise LogError("a tail without a group cannot commit")
+        with edge.translated(f"cannot commit offsets of group {self._group}"):
+            self._consumer.commit(reading.to_kafka(offsets), timeout_ms=int(timeout_s * 1000))
+
+    def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
+        """What the group has noted for the partitions of this tail."""
+        if self._group is None:
+            raise LogError("a tail without a group has no committed offsets")
+        held: Sequence[Any] = list(self._consumer.assignment())
+        with edge.translated(f"cannot read committed offsets of group {self._group}"):
+            found = internals.fetch_committed(self._consumer, held, timeout_s)
+        return {reading.partition_of(tp): reading.to_committed(found.get(tp)) for tp in held}
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Stop reading; takes `timeout_s` at most."""
+        self._costs.retire(self._meter)
+        reading.close_consumer(self._consumer, self._costs, timeout_s)

@@ -1,0 +1,154 @@
+"""Writing records and group offsets together or not at all.
+
+The rule: a producer that met any error is never used again. Its successor takes the id only if nobody else did since, looks
+whether the last transaction was committed, and does it again only when it certainly was not.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kafka import ConsumerGroupMetadata, KafkaProducer, errors
+
+from infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
+from infra.kafka import edge, internals, reading, settings
+from infra.kafka.admin import Admin
+from infra.kafka.costs import Costs
+from infra.kafka.settings import Connection
+from infra.log import Commits, Membership
+from topics.record import Outgoing
+
+Visible = Callable[[str, int, int], bool]
+"""Whether a committed record stands at (topic, partition, offset); raises LogError when that cannot be read."""
+
+_FINAL = (*edge.NEVER_WRITTEN, *edge.REFUSED, ValueError, TypeError)
+"""Errors another attempt would meet again. All others pass; a fenced answer too, when only our own transaction took too long."""
+
+
+class KafkaTransactions:
+    """Transactions of one id, one at a time; whoever made the newest instance for an id is its only writer."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        costs: Costs,
+        admin: Admin,
+        visible: Visible,
+        *,
+        transactional_id: str,
+        timeout_s: float,
+        give_up_s: float,
+    ) -> None:
+        self._connection, self._costs, self._admin, self._visible = connection, costs, admin, visible
+        self._id, self._timeout_s, self._give_up_s = transactional_id, timeout_s, give_up_s
+        self._meter = costs.meter("send_s")
+        self._identity: Any = None
+        self._kafka: Any = None
+        self._fenced = False
+        self._open(time.monotonic() + give_up_s)
+
+    def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
+        """Write all of it or nothing and return the records' offsets; a broker that is away is waited for.
+
+        Raises SendFailed when certainly nothing was written, OutcomeUnknown when that cannot be told, Fenced when another
+        process has this id, LostPartition when `member`'s assignment is over.
+        """
+        if offsets and member is None:
+            raise ValueError("offsets in a transaction need the membership they are committed for")
+        began = time.thread_time()
+        deadline = time.monotonic() + self._give_up_s
+        try:
+            while True:
+                try:
+                    self._open(deadline)
+                    return self._attempt(records, offsets or {}, member)
+                except SendFailed as failure:
+                    if time.monotonic() > deadline or isinstance(failure.__cause__, _FINAL):
+                        raise
+                    time.sleep(0.05)
+        finally:
+            self._meter.seconds += time.thread_time() - began
+
+    def _attempt(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None) -> list[int]:
+        """One transaction from begin to end; on any error the producer is given up."""
+        kafka = self._kafka
+        end = time.monotonic() + self._timeout_s
+        try:
+            kafka.begin_transaction()
+            futures = [internals.append(kafka, record) for record in records]
+            if offsets and member is not None:
+                group = ConsumerGroupMetadata(member.group, member.generation, member.member_id, None)
+                internals.send_offsets(kafka, reading.to_kafka(offsets), group, self._timeout_s)
+            written = [future.get(max(0.01, end - time.monotonic())).offset for future in futures]
+        except (errors.KafkaError, ValueError, TypeError) as error:
+            cause = internals.first_error(kafka) or error  # what later calls say is only that something failed before
+            self._drop()
+            if isinstance(cause, errors.KafkaTimeoutError):
+                self._admin.require((record.topic, record.partition) for record in records)  # a missing topic only times out
+            raise self._unwritten(cause) from cause
+        try:
+            internals.commit_transaction(kafka, self._timeout_s)
+        except errors.KafkaError as error:
+            cause = internals.first_error(kafka) or error
+            self._drop()
+            self._settle(records, written, cause)
+        return written
+
+    def _unwritten(self, error: Exception) -> Exception:
+        """What to tell of an error before the commit was asked for; the successor aborts what was begun."""
+        what = f"nothing was written as {self._id}"
+        if isinstance(error, edge.OVER):
+            return LostPartition(f"{what}: the consumer group has moved on to another generation")
+        return SendFailed(f"{what}: {edge.one_line(error)}")
+
+    def _settle(self, records: Sequence[Outgoing], written: Sequence[int], error: Exception) -> None:
+        """After a commit without an answer: return when it was committed, else raise SendFailed or OutcomeUnknown."""
+        unknown = OutcomeUnknown(f"no answer to the commit as {self._id}: read the log to learn whether it was written")
+        try:
+            self._open(time.monotonic() + self._give_up_s)  # by its return the old transaction has ended one way or the other
+            if not records:
+                raise unknown from error
+            visible = self._visible(records[0].topic, records[0].partition, written[0])
+        except Fenced:
+            raise
+        except LogError:
+            raise unknown from error
+        if not visible:
+            raise SendFailed(f"nothing was written as {self._id}: the broker aborted the transaction") from error
+
+    def _drop(self) -> None:
+        kafka, self._kafka = self._kafka, None
+        self._identity = internals.producer_identity(kafka)
+        self._costs.unwatch(internals.io_thread(kafka))
+        internals.close_producer(kafka, 0)
+
+    def _open(self, deadline: float) -> None:
+        """Make the producer unless there is one; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
+        if self._fenced:
+            raise Fenced(f"another process writes as {self._id} now: this one must stop")
+        configs = settings.transactional(self._connection, transactional_id=self._id, timeout_s=self._timeout_s)
+        while self._kafka is None:
+            kafka: Any = None
+            try:
+                kafka = edge.make(KafkaProducer, self._connection, configs)
+                internals.init_transactions(kafka, self._identity, self._timeout_s)
+            except LogUnreachable:
+                if self._identity is None or time.monotonic() > deadline:
+                    raise
+            except errors.KafkaError as error:
+                internals.close_producer(kafka, 0)
+                self._fenced = isinstance(error, errors.ProducerFencedError)
+                if self._fenced or time.monotonic() > deadline or isinstance(error, _FINAL):
+                    raise edge.translate(error, f"cannot write as {self._id}") from error
+            else:
+                self._kafka = kafka
+                self._costs.watch(internals.io_thread(kafka), "io_s")
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Stop; takes `timeout_s` at most."""
+        self._costs.retire(self._meter)
+        if self._kafka is not None:
+            kafka, self._kafka = self._kafka, None
+            self._costs.unwatch(internals.io_thread(kafka))
+            internals.close_producer(kafka, timeout_s)
+

@@ -1,0 +1,141 @@
+"""What a worker asks of the log; `KafkaLog` and `MemoryLog` both give it, and one test file runs on both.
+
+The rule: every call has a time limit and ends in a value or a `LogError` that says what happened.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from topics.catalogue import TopicSpec
+from topics.record import Outgoing, Record
+
+Partition = tuple[str, int]
+"""Topic name and partition number."""
+
+Start = int | Literal["earliest", "latest"]
+"""Where a tail begins: an offset, the first kept record, or only what is written from now on."""
+
+MAX_COMMIT_METADATA = 4096
+"""[bytes] of text a group may keep beside a committed offset; brokers refuse more by default (offset.metadata.max.bytes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What a consumer group has noted for one partition."""
+
+    offset: int | None
+    """The next record to read; None when nothing was ever committed."""
+    metadata: str = ""
+
+
+StartAt = Callable[[Mapping[Partition, Committed]], Mapping[Partition, int]]
+"""Chooses first offsets from what was committed; a partition it leaves out starts at its committed offset, else at the beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Who a member was at its last `Assigned`; a transaction carries it so that the log refuses a member whose time is over."""
+
+    group: str
+    generation: int
+    member_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The member owns exactly these partitions from now on."""
+
+    partitions: Mapping[Partition, Committed]
+    membership: Membership
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoked:
+    """The member owns these partitions no longer; none of their records follow."""
+
+    partitions: frozenset[Partition]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Records of owned partitions, in offset order within each partition."""
+
+    records: Sequence[Record]
+
+
+Event = Assigned | Revoked | Records
+
+Commits = Mapping[Partition, tuple[int, str]]
+"""Partition -> (offset of the next record to read, metadata of at most 4 KiB)."""
+
+
+class Pending(Protocol):
+    """A record on its way."""
+
+    def offset(self, timeout_s: float = 60.0) -> int: ...
+    def done(self) -> bool: ...
+    def error(self) -> Exception | None: ...
+
+
+class Producer(Protocol):
+    """Writes single records, each at once; safe to share between threads."""
+
+    def send(self, outgoing: Outgoing) -> Pending: ...
+    def flush(self, timeout_s: float = 60.0) -> None: ...
+    def close(self, timeout_s: float = 3.0) -> None: ...
+
+
+class Transactions(Protocol):
+    """Writes records and group offsets together or not at all; for one thread."""
+
+    def commit(
+        self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None
+    ) -> list[int]: ...
+    def close(self, timeout_s: float = 3.0) -> None: ...
+
+
+class Tail(Protocol):
+    """Reads partitions its caller names; for one thread."""
+
+    @property
+    def outage_s(self) -> float: ...
+    def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]: ...
+    def read_to_end(self, timeout_s: float = 60.0) -> list[Record]: ...
+    def add(self, partitions: Mapping[Partition, Start]) -> None: ...
+    def seek(self, partition: Partition, offset: int) -> None: ...
+    def position(self, partition: Partition) -> int: ...
+    def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None: ...
+    def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]: ...
+    def close(self, timeout_s: float = 3.0) -> None: ...
+
+
+class Member(Protocol):
+    """One member of a consumer group; it stays in the group however long its user works between two takes."""
+
+    @property
+    def outage_s(self) -> float: ...
+    def take(self, timeout_s: float) -> list[Event]: ...
+    def commit(self, offsets: Commits) -> bool: ...
+    def membership(self) -> Membership | None: ...
+    def close(self, timeout_s: float = 3.0) -> None: ...
+
+
+class Log(Protocol):
+    """An append-only log of topics with partitions, groups and transactions."""
+
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None: ...
+    def topics(self, prefix: str = "") -> list[str]: ...
+    def delete_topics(self, names: Iterable[str]) -> None: ...
+    def partitions(self, topic: str) -> int | None: ...
+    def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]: ...
+    def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]: ...
+    def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]: ...
+    def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> Tail: ...
+    def member(
+        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
+    ) -> Member: ...
+    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 3.0) -> Producer: ...
+    def transactions(self, transactional_id: str, *, timeout_s: float = 15.0, give_up_s: float = 120.0) -> Transactions: ...
+    def costs(self) -> dict[str, float]: ...
+    def close(self) -> None: ...

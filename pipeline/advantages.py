@@ -1,0 +1,107 @@
+"""From the rewards of one group to one advantage a sample.
+
+The rule: float64 inside, float32 out, and nothing but the K rewards of one prompt goes in. An own advantage is any
+function of that shape: rewards [K] -> advantages [K].
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Rewards = npt.ArrayLike
+Advantages = npt.NDArray[np.float32]
+AdvantageFunction = Callable[[Rewards], Advantages]
+Truncated = Literal["train", "mask", "penalise"]
+
+
+def group_advantages(rewards: Rewards, *, normalise_std: bool = True, eps: float = 1e-4) -> Advantages:
+    """GRPO's (r - mean) / (std + eps) over one group (arXiv 2402.03300); without the std it is Dr. GRPO's (arXiv 2503.20783).
+
+    The std is the sample's (divisor K - 1), as in the libraries people compare with; a group of one, or of equal rewards, is all 0.
+
+    Example:
+        group_advantages([1, 0, 0, 0], normalise_std=False)  # -> [0.75, -0.25, -0.25, -0.25]
+    """
+    values = _checked(rewards)
+    centred = values - values.mean()
+    if zero_variance(values):
+        return np.zeros(len(values), np.float32)
+    if normalise_std:
+        centred = centred / (values.std(ddof=1) + eps)
+    return centred.astype(np.float32)
+
+
+def leave_one_out_advantages(rewards: Rewards) -> Advantages:
+    """RLOO: each reward minus the mean of the others (arXiv 2402.14740); a group of one is 0.
+
+    Example:
+        leave_one_out_advantages([1, 0, 0])  # -> [1, -0.5, -0.5]
+    """
+    values = _checked(rewards)
+    if zero_variance(values):
+        return np.zeros(len(values), np.float32)
+    return ((values - values.mean()) * (len(values) / (len(values) - 1))).astype(np.float32)
+
+
+def dr_grpo_advantages(rewards: Rewards) -> Advantages:
+    """r - mean, without the division that favours groups of nearly equal rewards (arXiv 2503.20783)."""
+    return group_advantages(rewards, normalise_std=False)
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": group_advantages,
+    "dr_grpo": dr_grpo_advantages,
+    "rloo": leave_one_out_advantages,
+}
+
+
+def zero_variance(rewards: Rewards) -> bool:
+    """Whether all rewards of a group are equal: its advantages, and so its gradient, are zero (DAPO, arXiv 2503.14476, section 3.2)."""
+    values = np.asarray(rewards, np.float64)
+    return bool((values == values[0]).all())
+
+
+def overlong_penalty(lengths: npt.ArrayLike, *, max_tokens: int, buffer_tokens: int = 0) -> npt.NDArray[np.float64]:
+    """DAPO's soft overlong punishment in [-1, 0] (arXiv 2503.14476, equation 13): falling over the last `buffer_tokens`.
+
+    `lengths` in tokens; with no buffer it is -1 at `max_tokens` and 0 below.
+    """
+    tokens = np.asarray(lengths, np.float64)
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise ValueError(f"the overlong buffer must be between 0 and {max_tokens} tokens, not {buffer_tokens}")
+    if buffer_tokens == 0:
+        return np.where(tokens >= max_tokens, -1.0, 0.0)
+    return np.clip((max_tokens - buffer_tokens - tokens) / buffer_tokens, -1.0, 0.0)
+
+
+def handle_truncated(
+    rewards: Rewards,
+    *,
+    truncated: npt.ArrayLike,
+    rule: str,
+    penalty: npt.ArrayLike = -1.0,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """(rewards [K], whether each sample is trained [K]) when some samples ended at the length limit.
+
+    `train` leaves everything, `mask` takes truncated samples out of the loss but leaves their rewards in the group's mean
+    (DAPO's overlong filtering, arXiv 2503.14476), `penalise` adds `penalty` (a number or [K], see `overlong_penalty`) to theirs.
+    """
+    values, cut = _checked(rewards), np.asarray(truncated, bool)
+    if cut.shape != values.shape:
+        raise ValueError(f"{len(values)} rewards but {cut.size} truncation marks")
+    if rule not in get_args(Truncated):
+        raise ValueError(f"unknown rule for truncated samples {rule!r}: choose one of {', '.join(get_args(Truncated))}")
+    if rule == "penalise":
+        values = values + np.where(cut, np.asarray(penalty, np.float64), 0.0)
+    return values, ~cut if rule == "mask" else np.ones_like(cut)
+
+
+def _checked(rewards: Rewards) -> npt.NDArray[np.float64]:
+    values: npt.NDArray[Any] = np.asarray(rewards, np.float64)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f"a group's rewards are one list of numbers, not of shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"a group's rewards must be finite numbers, not {values.tolist()}")
+    return values

@@ -1,0 +1,104 @@
+"""The commands put together, and the one place where an error becomes a line and an exit status.
+
+The rule: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; one line that says what to do, a traceback only with --debug.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from pipeline.cli import brokers, looking, machine, running, topics
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    name="penstock",
+    help="RL post-training of language models as independent workers over Apache Kafka.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command(rich_help_panel="Train")(running.run)
+app.command(rich_help_panel="Train")(running.create)
+app.command(rich_help_panel="Train")(running.worker)
+app.command(rich_help_panel="Look")(looking.runs)
+app.command(rich_help_panel="Look")(looking.status)
+app.command(rich_help_panel="Look")(looking.report)
+app.add_typer(topics.app, name="topics", rich_help_panel="Look")
+app.command(rich_help_panel="Look")(looking.graph)
+app.add_typer(brokers.app, name="broker", rich_help_panel="This machine")
+app.add_typer(machine.model_app, name="model", rich_help_panel="This machine")
+app.command(rich_help_panel="This machine")(machine.doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"penstock {version('penstock')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; anywhere on the line.")] = False,
+) -> None:
+    """Options that go with every command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    try:
+        return int(app([word for word in given if word != "--debug"], prog_name="penstock", standalone_mode=False) or OK)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; nothing may be written to it when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except Exception as error:  # the process's edge: whatever it is becomes one line
+        if debug:
+            traceback.print_exc()
+        message, status = explain(error)
+        if message:
+            print(f"penstock: {message}", file=sys.stderr)
+        return status
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """The one line for a person and the exit status that an error ends in.
+
+    Example:
+        explain(ValueError("no run 'x' on this broker; see `penstock runs`"))  # -> ("no run 'x' on this broker; see `penstock runs`", 1)
+    """
+    from infra.errors import PenstockError
+
+    if isinstance(error, typer.Abort):
+        return "aborted", FAILED
+    if isinstance(error, typer.TyperException):
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "penstock"
+        return f"{_line(error.format_message())} (see `{where} --help`)" if error.format_message() else "", error.exit_code
+    from pipeline.config import ConfigError
+
+    if isinstance(error, ConfigError):
+        return _line(error), USAGE
+    if isinstance(error, PenstockError | ValueError):
+        return _line(error), FAILED
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}", FAILED
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it", FAILED
+    return f"unexpected {type(error).__name__}: {_line(error)}; --debug shows where it happened", FAILED
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())

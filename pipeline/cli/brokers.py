@@ -1,0 +1,45 @@
+"""`penstock broker`: this machine's own Apache Kafka. The rule: stopping it keeps its data."""
+
+from typing import Any
+
+import typer
+
+from pipeline.cli.common import Json, emit, say
+
+app = typer.Typer(help="This machine's own Apache Kafka broker: start, stop, status.", no_args_is_help=True)
+
+
+@app.command()
+def start(*, json: Json = False) -> None:
+    """Start it, or find it running."""
+    from infra.broker import embedded
+
+    _show(embedded.start(progress=say), json=json)
+
+
+@app.command()
+def stop(*, json: Json = False) -> None:
+    """Stop it; its data stays."""
+    from infra.broker import embedded
+
+    embedded.stop()
+    _show(embedded.status(), json=json)
+
+
+@app.command()
+def status(*, json: Json = False) -> None:
+    """Whether it runs, and where."""
+    from infra.broker import embedded
+
+    _show(embedded.status(), json=json)
+
+
+def _show(found: Any, *, json: bool) -> None:
+    from dataclasses import asdict
+
+    if json:
+        emit(asdict(found))
+    elif found.running:
+        print(f"running at {found.bootstrap}, pid {found.pid}")
+    else:
+        print("not running; start it with `penstock broker start`")

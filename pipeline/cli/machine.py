@@ -1,0 +1,44 @@
+"""`penstock doctor` and `penstock model`: this machine and what is on it. The rule: doctor changes nothing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.common import Bootstrap, Json, emit, say
+
+model_app = typer.Typer(help="Models to begin with.", no_args_is_help=True)
+
+
+@model_app.callback()
+def _models() -> None:
+    """Keeps `tiny` a subcommand although it is the only one."""
+
+
+@model_app.command()
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    *,
+    seed: Annotated[int, typer.Option(help="Of its weights and of its warm start.")] = 0,
+    json: Json = False,
+) -> None:
+    """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
+    from pipeline.tiny import make_tiny_model
+
+    found = make_tiny_model(directory, seed=seed, say=say)
+    if json:
+        emit(found)
+    else:
+        print(directory)
+
+
+def doctor(*, bootstrap: Bootstrap = "embedded", json: Json = False) -> int:
+    """Check this machine: packages, Java, broker, disk, memory, GPU; says what to do about each."""
+    from pipeline.doctor import as_text, examine
+
+    findings = examine(bootstrap=bootstrap)
+    if json:
+        emit([finding.as_dict() for finding in findings])
+    else:
+        print(as_text(findings))
+    return 1 if any(finding.level == "fail" for finding in findings) else 0

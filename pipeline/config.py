@@ -1,0 +1,386 @@
+"""The run's configuration: TOML plus dotted overrides, checked as a whole before anything starts.
+
+The rule: a mistake is one line with the key, the value and, for an unknown key, the nearest valid one (`ConfigError`, exit status 2).
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.advantages import ADVANTAGES
+from pipeline.schedule import MODES, Schedule, preset
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A person's mistake in the configuration, in one line."""
+
+
+class Section(BaseModel):
+    """A table of the TOML file; unknown keys are errors and values are never changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    name: str = Field("run", description="first part of the run id")
+    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    epochs: PositiveFloat | None = Field(None, description="passes over the data instead of steps")
+    seed: NonNegative = 0
+
+
+class ModelSection(Section):
+    path: str = Field(description="a local Hugging Face causal language model directory")
+
+
+class DataSection(Section):
+    source: str = Field(description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor")
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    split: str = "train"
+    start: NonNegative = Field(0, description="first row of the slice that is used")
+    limit: Positive | None = Field(None, description="rows of the slice that is used")
+    size: Positive | None = Field(None, description="rows to make, for sources that generate them")
+    shuffle: bool = True
+    chat_template: str = Field("auto", description="auto, on, off, or the path of a Jinja file")
+    max_prompt_tokens: Positive = 1024
+
+
+class RewardSection(Section):
+    functions: list[str] = Field(["exact_match"], min_length=1)
+    weights: list[float] | None = None
+    timeout_s: PositiveFloat = 30.0
+
+
+class ScheduleSection(Section):
+    mode: str = "pipelined"
+    prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
+    samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group")
+    steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
+    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
+    order: Literal["submission", "arrival"] = "submission"
+    max_drops_per_step: Positive | None = Field(None, description="dropped groups between two steps that stop the run; 16 U, at least 64, if absent")
+
+
+class SamplingSection(Section):
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    max_new_tokens: Positive = 256
+
+
+class AlgorithmSection(Section):
+    loss: str = Field("grpo", description="grpo, dr_grpo, dapo, or package:function / file.py:function")
+    advantage: str | None = Field(None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent")
+    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat | None = None
+    kl_coef: NonNegativeFloat = 0.0
+    proximal: Literal["behaviour", "current"] | None = Field(None, description="current at S = 1, behaviour otherwise, if absent")
+    filter_zero_variance: bool = True
+    truncated: Literal["train", "mask", "penalise"] = "train"
+    truncated_penalty: float = Field(-1.0, description="added to the reward of a completion that ran out of tokens, under truncated = penalise")
+
+
+class RolloutSection(Section):
+    engine: Literal["transformers", "toy"] = "transformers"
+    workers: Positive = 2
+    threads: Positive = 1
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: Positive = Field(3, description="unfinished groups a worker wants in hand")
+
+
+class ScorerSection(Section):
+    workers: Positive = 1
+    processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
+    group_deadline_s: PositiveFloat = Field(3600.0, description="owner's working time after which an unfinished group is abandoned")
+
+
+class TrainerSection(Section):
+    backend: Literal["torch", "deepspeed"] = "torch"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Positive = 1
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] | list[float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    max_grad_norm: PositiveFloat = 1.0
+    micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
+    gradient_checkpointing: bool = False
+    export: bool = Field(True, description="write the final model as a Hugging Face directory")
+
+
+class EvalSection(Section):
+    source: str | None = Field(None, description="held-out prompts, as data.source; no evaluator if absent")
+    split: str = "test"
+    start: NonNegative = 0
+    limit: Positive | None = 64
+    size: Positive | None = None
+    every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
+    samples: Positive = Field(4, description="sampled completions a prompt, beside the greedy one")
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: Positive | None = None
+    target: float | None = Field(None, description="greedy accuracy that ends the run")
+    patience: Positive | None = Field(None, description="evaluations without a new best that end the run")
+
+
+class WeightsSection(Section):
+    chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
+
+
+class KafkaSection(Section):
+    bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
+    partitions: Positive | None = Field(None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent")
+    replication_factor: Positive = 1
+    security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
+
+
+class MlflowSection(Section):
+    enabled: bool = True
+    tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
+    experiment: str = "penstock"
+
+
+LOSSES: Mapping[str, Mapping[str, Any]] = {
+    # One function, other arguments: GRPO (arXiv 2402.03300), Dr. GRPO (arXiv 2503.20783), DAPO (arXiv 2503.14476).
+    "grpo": {"advantage": "grpo", "aggregate": "sequence_mean", "clip_high": 0.2},
+    "dr_grpo": {"advantage": "dr_grpo", "aggregate": "constant", "clip_high": 0.2},
+    "dapo": {"advantage": "grpo", "aggregate": "token_mean", "clip_high": 0.28},
+}
+
+
+class Config(Section):
+    """A whole run. Every derived number is a property, so that the log holds only what a person chose."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection = RewardSection()
+    schedule: ScheduleSection = ScheduleSection()
+    sampling: SamplingSection = SamplingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
+    scorer: ScorerSection = ScorerSection()
+    trainer: TrainerSection = TrainerSection()
+    eval: EvalSection = EvalSection()
+    weights: WeightsSection = WeightsSection()
+    kafka: KafkaSection = KafkaSection()
+    mlflow: MlflowSection = MlflowSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        schedule, algorithm = self.schedule, self.algorithm
+        if (self.run.steps is None) == (self.run.epochs is None):
+            raise ValueError("run.steps: give either run.steps or run.epochs")
+        if schedule.mode not in MODES:
+            raise ValueError(f"schedule.mode: {schedule.mode!r} is none of {', '.join(MODES)}{nearest(schedule.mode, MODES)}")
+        if schedule.max_lag is not None and MODES[schedule.mode].max_lag == 0 and schedule.max_lag != 0:
+            raise ValueError(f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use one_step_off")
+        if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
+            key, value = ("top_p", self.sampling.top_p) if self.sampling.top_p != 1.0 else ("top_k", self.sampling.top_k)
+            raise ValueError(f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)")
+        if algorithm.proximal == "current" and schedule.steps_per_version != 1:
+            raise ValueError(f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {schedule.steps_per_version}")
+        if algorithm.advantage is not None and algorithm.advantage not in ADVANTAGES and ":" not in algorithm.advantage:
+            hint = nearest(algorithm.advantage, ADVANTAGES)
+            raise ValueError(f"algorithm.advantage: {algorithm.advantage!r} is none of {', '.join(ADVANTAGES)} and no package:function{hint}")
+        if schedule.samples_per_prompt == 1:
+            raise ValueError("schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2")
+        if self.reward.weights is not None and len(self.reward.weights) != len(self.reward.functions):
+            raise ValueError(f"reward.weights: {len(self.reward.weights)} weights for {len(self.reward.functions)} reward.functions")
+        if algorithm.loss not in LOSSES and ":" not in algorithm.loss:
+            raise ValueError(f"algorithm.loss: {algorithm.loss!r} is none of {', '.join(LOSSES)} and no package:function{nearest(algorithm.loss, LOSSES)}")
+        partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
+        if partitions < needed:
+            raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
+        if self.trainer.backend == "deepspeed" and self.trainer.zero_stage == 0 and self.trainer.dtype == "bfloat16":
+            raise ValueError("trainer.zero_stage: 0 with dtype 'bfloat16' trains with other arithmetic in DeepSpeed; use stage 1")
+        if (self.eval.target is not None or self.eval.patience is not None) and self.eval.source is None:
+            raise ValueError("eval.source: early stopping (eval.target, eval.patience) needs held-out prompts")
+        return self
+
+    @property
+    def advantage(self) -> str:
+        """Name of the advantage: the configured one, else the one of the loss."""
+        return self.algorithm.advantage or str(self._preset["advantage"])
+
+    @property
+    def aggregate(self) -> str:
+        """How token losses become one number: token_mean, sequence_mean or constant."""
+        return self.algorithm.aggregate or str(self._preset["aggregate"])
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range of the importance ratio."""
+        return self.algorithm.clip_high if self.algorithm.clip_high is not None else float(self._preset["clip_high"])
+
+    @property
+    def proximal(self) -> str:
+        """Which logprobs the ratio is taken against: `current` needs S = 1."""
+        return self.algorithm.proximal or ("current" if self.schedule.steps_per_version == 1 and self.rules.max_lag == 0 else "behaviour")
+
+    @property
+    def _preset(self) -> Mapping[str, Any]:
+        return LOSSES.get(self.algorithm.loss, LOSSES["grpo"])
+
+    @property
+    def partitions(self) -> int:
+        """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
+        return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
+
+    @property
+    def rules(self) -> Schedule:
+        """The schedule as the frozen object that every worker applies."""
+        chosen = self.schedule
+        return preset(
+            chosen.mode,
+            prompts_per_step=chosen.prompts_per_step,
+            samples_per_prompt=chosen.samples_per_prompt,
+            steps_per_version=chosen.steps_per_version,
+            max_lag=chosen.max_lag,
+            order=chosen.order,
+            max_drops_per_step=chosen.max_drops_per_step,
+        )
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps of the run over a data set of `rows` rows; an incomplete last step is not taken."""
+        if self.run.steps is not None:
+            return self.run.steps
+        assert self.run.epochs is not None
+        return max(1, int(self.run.epochs * rows) // self.schedule.prompts_per_step)
+
+
+def nearest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
+    """A suggestion to append to an error, or nothing.
+
+    Example:
+        nearest("pipelned", ["pipelined", "synchronous"])  # -> "; did you mean 'pipelined'?"
+    """
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply `a.b=c` overrides; relative paths are relative to the file (overrides: to the working directory).
+
+    Raises:
+        ConfigError: one line naming key, value and the nearest valid key.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {file}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from error
+    _make_absolute(table, file.resolve().parent)
+    for override in overrides:
+        _apply(table, override)
+    return from_table(table)
+
+
+def from_json(text: str) -> Config:
+    """The configuration as the log holds it."""
+    return from_table(json.loads(text))
+
+
+def from_table(table: Mapping[str, Any]) -> Config:
+    """Check a plain table of sections. Raises `ConfigError`."""
+    try:
+        # JSON has no tuples and TOML writes 1 for 1.0: strict validation of JSON accepts both, and still refuses "3" for 3.
+        return Config.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def to_json(config: Config) -> str:
+    """The configuration for the log, with every default written out."""
+    return config.model_dump_json()
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    location = [str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "list["))]
+    key, value, kind = ".".join(location), first.get("input"), first["type"]
+    if kind == "extra_forbidden":
+        section: Any = Config
+        for part in location[:-1]:
+            section = section.model_fields[part].annotation or Config
+        names = [".".join([*location[:-1], name]) for name in section.model_fields]
+        everywhere = [f"{top}.{name}" for top, field in Config.model_fields.items() for name in _fields(field.annotation)]
+        same_name = [name for name in everywhere if name.split(".")[-1] == location[-1]]
+        hint = nearest(key, names) or (f"; did you mean {same_name[0]!r}?" if same_name else "; see `penstock run --help`")
+        return f"{key} = {value!r}: unknown key{hint}"
+    if kind == "missing":
+        return f"{key}: is required"
+    if kind == "value_error":
+        return str(first["ctx"]["error"])
+    return f"{key} = {value!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+
+
+def _fields(section: Any) -> list[str]:
+    return list(section.model_fields)
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    at = table
+    for part in parts[:-1]:
+        inner = at.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {part} is no section")
+        at = inner
+    at[parts[-1]] = value
+    _make_absolute(table, Path.cwd())
+
+
+def _make_absolute(table: dict[str, Any], base: Path) -> None:
+    """Turn relative paths into absolute ones, so that the configuration means the same to every worker."""
+
+    def absolute(text: str) -> str:
+        return str((base / Path(text).expanduser()).resolve())
+
+    def source(text: str) -> str:
+        scheme, colon, rest = text.partition(":")
+        if scheme == "hf" and colon and rest.startswith((".", "~")):
+            return f"hf:{absolute(rest)}"
+        if scheme.endswith(".py") and colon:
+            return f"{absolute(scheme)}:{rest}"
+        return absolute(text) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
+
+    for section, keys in (("data", ("source",)), ("eval", ("source",)), ("algorithm", ("loss", "advantage"))):
+        for key in keys:
+            value = table.get(section, {}).get(key) if isinstance(table.get(section), dict) else None
+            if isinstance(value, str):
+                table[section][key] = source(value)
+    reward = table.get("reward")
+    if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
+        reward["functions"] = [source(item) if isinstance(item, str) else item for item in reward["functions"]]
+    model = table.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        model["path"] = absolute(model["path"])
+    data = table.get("data")
+    if isinstance(data, dict) and isinstance(data.get("chat_template"), str) and data["chat_template"] not in ("auto", "on", "off"):
+        data["chat_template"] = absolute(data["chat_template"])

@@ -1,0 +1,25 @@
+"""Which row a group gets: a pure function of (seed, group number), so that a restarted feeder makes the same prompts."""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
+    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once.
+
+    Example:
+        order(0, 7, 3, shuffle=False)  # -> (2, 1)
+    """
+    if n < 0 or size < 1:
+        raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
+    epoch, place = divmod(n, size)
+    return epoch, int(_permutation(seed, epoch, size)[place]) if shuffle else place
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    # Sorting Philox's raw stream: numpy keeps a bit generator's stream over its releases, but not Generator.permutation's.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

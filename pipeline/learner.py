@@ -1,0 +1,193 @@
+"""One optimizer step, fed group by group in plan order.
+
+The rule: what a step computes follows from its groups in plan order alone, never from when they came: the same call serves a live
+run, in which groups still arrive while the first micro-batches run backward, and a whole plan read back from the log.
+"""
+
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from infra.backends import Backend
+from infra.backends.batch import TokenBatch
+from pipeline import losses
+from pipeline.advantages import ADVANTAGES, handle_truncated
+from pipeline.batches import MicroBatcher, TokenSequence, boundaries, pack
+from pipeline.config import LOSSES, Config
+from pipeline.plugins import load
+from topics.groups import Group
+
+BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Loss and advantage of a run with their settings."""
+
+    batch_loss: BatchLoss
+    advantages: Callable[..., Any]
+    proximal: str
+    truncated: str
+    kl_coef: float
+    token_budget: int
+    aggregate: str
+
+    @classmethod
+    def of(cls, config: Config) -> "Objective":
+        """What the configuration names; own functions are loaded here."""
+        algorithm = config.algorithm
+        settings: dict[str, Any] = {
+            "clip_low": algorithm.clip_low,
+            "clip_high": config.clip_high,
+            "aggregate": config.aggregate,
+            "max_tokens": config.sampling.max_new_tokens,
+            "kl_coef": algorithm.kl_coef,
+        }
+        function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
+
+        def batch_loss(logprobs: Any, batch: TokenBatch, **given: Any) -> tuple[Any, dict[str, float]]:
+            return function(logprobs, batch, **settings, **given)
+
+        return cls(
+            batch_loss=batch_loss,
+            advantages=ADVANTAGES[config.advantage] if config.advantage in ADVANTAGES else load(config.advantage),
+            proximal=config.proximal,
+            truncated=algorithm.truncated,
+            kl_coef=algorithm.kl_coef,
+            token_budget=config.trainer.micro_batch_tokens,
+            aggregate=config.aggregate,
+        )
+
+    def sequences(self, group: Group) -> list[TokenSequence]:
+        """The samples of a group that are trained, in order of their numbers; aborted ones are not."""
+        samples = group.samples
+        rewards, trained = handle_truncated(
+            [sample.reward for sample in samples],
+            truncated=[sample.rollout.finish == "length" for sample in samples],
+            rule="mask" if self.truncated == "mask" else "train",  # a penalty stands in the reward already
+        )
+        advantages = self.advantages(rewards)
+        return [
+            TokenSequence(
+                group=group.group,
+                sample=sample.rollout.sample,
+                prompt_ids=group.prompt_ids,
+                completion_ids=sample.rollout.token_ids,
+                behaviour_logprobs=sample.rollout.behaviour_logprobs,
+                loss_mask=sample.rollout.loss_mask,
+                advantage=float(advantage),
+                temperature=sample.rollout.temperature,
+            )
+            for sample, advantage, keep in zip(samples, advantages, trained, strict=True)
+            if keep and sample.rollout.finish != "abort" and len(sample.rollout.token_ids)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step did: exact bits to compare a repetition with, and its measurements."""
+
+    loss: float
+    grad_norm: float
+    boundaries: tuple[int, ...]
+    metrics: dict[str, float]
+
+    @property
+    def loss_bits(self) -> int:
+        """The loss as an integer with the same 64 bits."""
+        return double_bits(self.loss)
+
+    @property
+    def grad_norm_bits(self) -> int:
+        """The gradient norm as an integer with the same 64 bits."""
+        return double_bits(self.grad_norm)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way. `add` runs every micro-batch backward as soon as it is full, if the backend can divide late."""
+
+    backend: Backend
+    objective: Objective
+    first_backward_at: float | None = None
+    compute_s: float = 0.0
+    _batcher: MicroBatcher | None = None
+    _held: list[TokenBatch] = field(default_factory=list)
+    _closed: list[tuple[TokenSequence, ...]] = field(default_factory=list)
+    _stats: list[dict[str, float]] = field(default_factory=list)
+    _groups: list[Group] = field(default_factory=list)
+
+    def add(self, group: Group) -> None:
+        """Take the next group of the plan."""
+        self._batcher = self._batcher or MicroBatcher(self.objective.token_budget)
+        self._groups.append(group)
+        for sequence in self.objective.sequences(group):
+            full = self._batcher.add(sequence)
+            if full:
+                self._close(full)
+
+    def finish(self, *, learner_version: int) -> StepOutcome:
+        """Run what is left backward, divide once, and update the weights."""
+        if self._batcher is not None and (rest := self._batcher.close()):
+            self._close(rest)
+        denominator = sum(losses.denominator(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
+        if not denominator:
+            raise ValueError(f"groups {[group.group for group in self._groups]} have no trained token: every sample is masked or empty")
+        if not self.backend.divides_late:
+            for batch in self._held:
+                self._backward(batch, denominator=denominator)
+        started = time.monotonic()
+        result = self.backend.step(denominator=denominator)
+        self.compute_s += time.monotonic() - started
+        summary = losses.summarise(losses.add_stats(self._stats))
+        loss = summary.pop("loss")
+        metrics = {"loss": loss, "grad_norm": result.grad_norm, "lr": result.lr, **summary, **self._measures(learner_version)}
+        return StepOutcome(loss=loss, grad_norm=result.grad_norm, boundaries=boundaries(self._closed), metrics=metrics)
+
+    def _close(self, sequences: tuple[TokenSequence, ...]) -> None:
+        batch = pack(sequences)
+        self._closed.append(sequences)
+        self._held.append(batch)
+        if self.backend.divides_late:
+            self._backward(batch, denominator=None)
+
+    def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:
+        started = time.monotonic()
+        if self.first_backward_at is None:
+            self.first_backward_at = time.time()
+        given: dict[str, Any] = {"proximal": batch.behaviour_logprobs if self.objective.proximal == "behaviour" else None}
+        if self.objective.kl_coef:
+            given["reference"] = self.backend.reference_logprobs(batch)
+        self._stats.append(self.backend.backward(batch, lambda logprobs: self.objective.batch_loss(logprobs, batch, **given), denominator=denominator))
+        self.compute_s += time.monotonic() - started
+
+    def _measures(self, learner_version: int) -> dict[str, float]:
+        rollouts = [sample.rollout for group in self._groups for sample in group.samples]
+        lags = np.array([learner_version - rollout.version_min for rollout in rollouts], np.float64)
+        lengths = np.array([len(rollout.token_ids) for rollout in rollouts], np.float64)
+        return {
+            "groups": float(len(self._groups)),
+            "samples": float(len(rollouts)),
+            "reward_trained": float(np.mean([sample.reward for group in self._groups for sample in group.samples])),
+            "completion_tokens_mean": float(lengths.mean()),
+            "lag_mean": float(lags.mean()),
+            "lag_max": float(lags.max()),
+            "micro_batches": float(len(self._closed)),
+            "compute_s": self.compute_s,
+            "first_backward_at": self.first_backward_at or 0.0,
+            "first_sample_at": min(rollout.started_ns for rollout in rollouts) / 1e9,
+            "last_sample_at": max(rollout.ended_ns for rollout in rollouts) / 1e9,
+        }
+
+
+def double_bits(value: float) -> int:
+    """The 64 bits of a double as a signed integer, so that two values are compared exactly.
+
+    Example:
+        double_bits(1.0)  # -> 4607182418800017408
+    """
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])

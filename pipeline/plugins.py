@@ -1,0 +1,149 @@
+"""A user's own functions, by name: `package.module:function` or `path/file.py:function`.
+
+The rule: a user's code comes last. Its files load under a private module name and its folder goes to the end of `sys.path`,
+so a folder of theirs that is called `workers` never stands in for ours.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class PluginError(ValueError):
+    """A plug-in that cannot be loaded, in one line that names what is missing and the nearest name."""
+
+
+def load(spec: str, *, base_dir: str | Path | None = None) -> Callable[..., Any]:
+    """The function that `spec` names; relative files are relative to `base_dir`, else to the working directory.
+
+    Example:
+        load("math:sqrt")(9)  # -> 3.0
+
+    Raises:
+        PluginError: no such file, module or function, or the user's module fails while it is imported.
+    """
+    where, name = split(spec)
+    module = _load_file(spec, _file(where, base_dir)) if where.endswith(".py") else _load_module(spec, where, base_dir)
+    found: Any = module
+    for part in name.split("."):
+        inner = getattr(found, part, None)
+        if inner is None:
+            functions = [other for other in dir(found) if not other.startswith("_") and callable(getattr(found, other))]
+            raise PluginError(f"{spec!r}: {where} has no function {name!r}{nearest(part, functions)}")
+        found = inner
+    if not callable(found):
+        raise PluginError(f"{spec!r}: {name} in {where} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def split(spec: str) -> tuple[str, str]:
+    """The two halves of a spec: module or file, and function. Raises `PluginError` when one is missing."""
+    where, colon, name = spec.rpartition(":")
+    if not colon or not where or not name:
+        raise PluginError(f"{spec!r} is no plug-in: expected package.module:function or path/file.py:function")
+    return where, name
+
+
+def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
+    """SHA-256 (hex) of the source that holds the function: of the file's bytes, before any of it runs.
+
+    Raises:
+        PluginError: no such file or module. A module without a source file has the digest of its name.
+    """
+    where, _ = split(spec)
+    if where.endswith(".py"):
+        return hashlib.sha256(_read(spec, _file(where, base_dir))).hexdigest()
+    _append_to_path(base_dir)
+    try:
+        found = importlib.util.find_spec(where)
+    except (ImportError, ValueError) as error:
+        raise PluginError(f"{spec!r}: {_one_line(error)}") from error
+    if found is None:
+        raise _no_module(spec, where)
+    if found.origin is None or not found.origin.endswith(".py"):
+        return hashlib.sha256(where.encode()).hexdigest()
+    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A suggestion to append to an error, or nothing.
+
+    Example:
+        nearest("exact_mach", ["exact_match"])  # -> "; did you mean 'exact_match'?"
+    """
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _file(where: str, base_dir: str | Path | None) -> Path:
+    return (Path(base_dir or ".") / Path(where).expanduser()).resolve()
+
+
+def _read(spec: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError as error:
+        beside = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise PluginError(f"{spec!r}: there is no file {file}{nearest(file.name, beside)}") from error
+    except OSError as error:
+        raise PluginError(f"{spec!r}: cannot read {file}: {error.strerror}") from error
+
+
+def _load_file(spec: str, file: Path) -> ModuleType:
+    source = _read(spec, file)
+    # Path and content: two files of one name stay apart, and an edited file is a new module.
+    digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
+    name = f"penstock_plugin_{digest[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _append_to_path(file.parent)
+    found = importlib.util.spec_from_file_location(name, file)
+    assert found is not None, f"no loader for {file}"
+    assert found.loader is not None, f"no loader for {file}"
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        found.loader.exec_module(module)
+    # The border to a user's module: whatever it raises is told to them in one line.
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise PluginError(f"{spec!r} fails while it is imported: {_one_line(error)}") from error
+    return module
+
+
+def _load_module(spec: str, where: str, base_dir: str | Path | None) -> ModuleType:
+    _append_to_path(base_dir or ".")
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
+            raise _no_module(spec, error.name) from error
+        raise PluginError(f"{spec!r} fails while it is imported: {_one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{spec!r} fails while it is imported: {_one_line(error)}") from error
+
+
+def _no_module(spec: str, missing: str) -> PluginError:
+    parent, _, last = missing.rpartition(".")
+    inside = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    names = [found.name for found in pkgutil.iter_modules(inside)]
+    return PluginError(f"{spec!r}: there is no module {missing!r}{nearest(last, names)}")
+
+
+def _append_to_path(folder: str | Path | None) -> None:
+    if folder is not None and (text := str(Path(folder).resolve())) not in sys.path:
+        sys.path.append(text)
+
+
+def _one_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

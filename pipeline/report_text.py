@@ -1,0 +1,169 @@
+"""A report as a person reads it: a dozen lines, with the way on from here at the end.
+
+The rule: it shows what the report holds and computes nothing of its own; a figure that is not known is left out.
+"""
+
+import io
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
+CURVE_WIDTH = 32
+TEXT_WIDTH = 110
+
+
+def render(report: Mapping[str, Any], *, directory: Path | None = None) -> RenderableType:
+    """The report for a rich console; `directory` is where the run's files lie on this machine."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, line in [*_learning(report), *_counts(report), *_costs(report)]:
+        table.add_row(name, line)
+    status = str(report["status"])
+    title = Text.assemble((f"run {report['run']}", "bold"), " ", (status, STATUS_STYLES.get(status, "")))
+    parts: list[RenderableType] = [Rule(title, style="dim"), table]
+    if report.get("reason") and status != "finished":
+        parts.insert(1, Text(f"{status}: {report['reason']}", style=STATUS_STYLES.get(status, "")))
+    return Group(*parts, _next(report, directory), Rule(style="dim"))
+
+
+def as_text(report: Mapping[str, Any], *, directory: Path | None = None) -> str:
+    """The same without colours, for a file or a pipe."""
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(render(report, directory=directory), soft_wrap=False)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+
+
+def sparkline(values: Sequence[float | None], *, width: int = CURVE_WIDTH) -> str:
+    """A curve in one line of at most `width` characters, from the smallest to the largest value.
+
+    Example:
+        sparkline([0.0, 0.5, 1.0])  # -> "▁▅█"
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    count = min(width, len(known))
+    bounds = [place * len(known) // count for place in range(count + 1)]
+    means = [statistics.fmean(known[low:high]) for low, high in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] if high > low else BARS[0] for value in means)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    Example:
+        duration(3725)  # -> "1:02:05"
+    """
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def _learning(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    reward, trained, lines = report["reward"], report["reward_trained"], []
+    schedule, planned = report["schedule"], report["steps_planned"]
+    steps = f"{report['steps']:,} steps" if planned in (None, report["steps"]) else f"{report['steps']:,} of {planned:,} steps"
+    lines.append(("schedule", Text(f"{schedule['mode']}, order {schedule['order']}: {steps}, {report['versions']:,} versions")))
+    if reward["first"] is not None:
+        line = Text.assemble((f"{reward['first']:.3f} → {_number(reward['last'])}", "bold"), "   ", (sparkline(reward["curve"]), "green"))
+        lines.append(("reward", line.append("   all scored samples, first → last tenth", style="dim")))
+    if trained["first"] is not None:
+        lines.append(("", Text(f"{trained['first']:.3f} → {_number(trained['last'])}   of the samples that were trained", style="dim")))
+    if report["eval"]:
+        lines.append(("eval", _evals(report["eval"])))
+    return lines
+
+
+def _evals(evals: Sequence[Mapping[str, Any]]) -> Text:
+    first, last = evals[0], evals[-1]
+    found = []
+    for name in ("greedy", "sampled"):
+        key = f"{name}_accuracy"
+        if first.get(key) is not None:
+            ends = f"{first[key]:.3f} → {last[key]:.3f}" if last is not first and last.get(key) is not None else f"{first[key]:.3f}"
+            found.append(f"{name} {ends}")
+    prompts = f", {int(last['n'])} held-out prompts" if last.get("n") else ""
+    span = f"version {first['version']} → {last['version']}" if last is not first else f"version {first['version']}"
+    return Text.assemble((" · ".join(found), "bold"), (f"   {span}{prompts}", "dim"))
+
+
+def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    groups, length, speed = report["groups"], report["length"], report["throughput"]
+    ends = [f"{count:,} {name}" for name, count in groups.items() if name != "admitted" and (count or name == "trained")]
+    samples = f"{report['samples']:,} samples, {report['tokens']:,} tokens"
+    if length["admitted"] is not None:
+        samples += f", {length['admitted']:.1f} a sample"
+    if speed["samples_per_s"]:
+        samples += f"; {speed['samples_per_s']:,.1f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s"
+    letters = report["dead_letters"]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
+    refused = f"{letters['total']} dead letters" + (f" ({kinds})" if kinds else "") + f", {report['duplicates']} duplicates ignored"
+    return [
+        ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
+        ("drawn", Text(samples)),
+        ("refused", Text(refused, style="yellow" if letters["total"] else "")),
+    ]
+
+
+def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    time, lag, weights, lines = report["time"], report["lag"], report["weights"], []
+    phases = [(name, time.get(f"{name}_s")) for name in ("install", "start", "train", "wall")]
+    known = [f"{name} {seconds:.1f} s" for name, seconds in phases if seconds is not None]
+    if known:
+        lines.append(("time", Text(" · ".join(known))))
+    spans = [seconds for seconds in time["rollout_to_train_end_s"] if seconds is not None]
+    if time["trainer_waiting_ratio"] is not None:
+        split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
+        lines.append(("trainer", Text(split)))
+    if spans:
+        overlap = report["overlap"]
+        line = f"{statistics.median(spans):.2f} s from first sample to last step (median of {len(spans)})"
+        if overlap["share"] is not None:
+            line += f"; training began before the last sample was drawn in {overlap['share']:.0%}"
+        lines.append(("rounds", Text(line)))
+    if time["topics_overhead_ms_per_sample"] is not None:
+        share = f", {time['topics_overhead_ratio']:.1%} of the workers' CPU time" if time["topics_overhead_ratio"] is not None else ""
+        lines.append(("topics", Text(f"{time['topics_overhead_ms_per_sample']:.3f} ms a sample{share}")))
+    if lag["mean"] is not None:
+        limit = report["schedule"]["max_lag"]
+        ess = report["ess"]["mean"]
+        line = f"mean {lag['mean']:.2f}, at most {lag['max']:.0f} versions" + (f" (limit {limit})" if limit is not None else "")
+        lines.append(("lag", Text(line + (f"; effective sample size {ess:.3f}" if ess is not None else ""))))
+    digest = str(weights["digest"] or "none")
+    lines.append(("weights", Text(f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB; digest {digest[:16]}")))
+    return lines
+
+
+def _next(report: Mapping[str, Any], directory: Path | None) -> Table:
+    """Where to look next."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [("topics", f"penstock topics list {report['run']}")]
+    if directory is not None:
+        wanted = (("model", "model"), ("points", "metrics.jsonl"), ("logs", "logs"))
+        rows += [(name, str(directory / file)) for name, file in wanted if (directory / file).exists()]
+    uri, number = report.get("mlflow_uri"), report.get("mlflow_run_id")
+    if uri and number:
+        remote = str(uri).startswith(("http:", "https:", "databricks"))
+        rows.append(("mlflow", f"{uri}, run {number}" if remote else f"mlflow ui --backend-store-uri {uri}"))
+    for place, (name, line) in enumerate(rows):
+        table.add_row("look next" if place == 0 else "", Text(name, style="dim"), Text(line, style="cyan"))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

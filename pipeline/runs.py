@@ -1,0 +1,195 @@
+"""The register of runs: creating one checks everything a person can get wrong before a worker starts.
+
+The rule: the configuration travels in the log; whoever knows a broker and a run id knows the whole run.
+"""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from infra.errors import PenstockError
+from infra.log import Log
+from pipeline.config import Config, ConfigError, nearest, to_json
+from pipeline.data import check, open_dataset
+from pipeline.rendering import digests
+from pipeline.schedule import versions_of
+from topics import runs as topic
+from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
+from topics.errors import Unusable
+from topics.record import Outgoing
+from topics.runs import RunRecord
+
+READ_LIMIT_S = 60.0
+
+
+def create(config: Config, *, log: Log, run_id: str | None = None, say: Callable[[str], None] = print) -> RunRecord:
+    """Check the data and the model, register the run and make its topics; starts nothing.
+
+    Raises:
+        ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
+        PenstockError: data or model cannot be used; one line, for data with file and line.
+    """
+    info = inspect(config, say=say)
+    run = _usable(run_id or f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=config.kafka.replication_factor)
+    if find(log, run) is not None:
+        raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
+    log.create_topics(topics_of(run, partitions=config.partitions), replication_factor=config.kafka.replication_factor)
+    now = time.time_ns()
+    record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
+    write(log, record)
+    return record
+
+
+def inspect(config: Config, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Everything about the run that is fixed by its data and model: rows, steps, digests. Raises as `create`."""
+    data, model = config.data, Path(config.model.path)
+    try:
+        found = digests(model, chat_template=data.chat_template)
+        context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+        say(f"checking the prompts of {data.source}")
+        dataset = open_data(config)
+        check(dataset)
+        if config.eval.source is not None:
+            check(open_eval_data(config))
+    except (ValueError, OSError) as error:
+        raise PenstockError(str(error)) from error
+    rows, steps = len(dataset), config.steps(len(dataset))
+    longest = data.max_prompt_tokens + config.sampling.max_new_tokens
+    if context is not None and config.sampling.max_new_tokens >= context:
+        raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: the model's context is {context} tokens")
+    if context is not None and longest > context:
+        raise ConfigError(f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
+                          f"together above the model's context of {context} tokens")
+    install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
+    return {**install, "rows": rows, "steps": steps, "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
+            "digests": found, "git": git_revision()}
+
+
+def open_data(config: Config) -> Any:
+    """The training prompts as the configuration names them."""
+    data = config.data
+    return open_dataset(data.source, prompt_field=data.prompt_field, answer_field=data.answer_field, split=data.split, start=data.start,
+                        limit=data.limit, size=data.size, seed=config.run.seed)
+
+
+def open_eval_data(config: Config) -> Any:
+    """The held-out prompts; made with another seed where the source generates them."""
+    held = config.eval
+    assert held.source is not None
+    return open_dataset(held.source, prompt_field=config.data.prompt_field, answer_field=config.data.answer_field, split=held.split,
+                        start=held.start, limit=held.limit, size=held.size, seed=config.run.seed)
+
+
+def rows_of(config: Config) -> int:
+    """Rows of the training data. Raises `PenstockError` when it cannot be opened."""
+    try:
+        return len(open_data(config))
+    except (ValueError, OSError) as error:
+        raise PenstockError(str(error)) from error
+
+
+def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
+    """The numbers that follow from the configuration, as (name, value) for a person."""
+    rules, steps = config.rules, config.steps(rows)
+    groups = steps * rules.prompts_per_step
+    samples = groups * rules.samples_per_prompt
+    return [
+        ("schedule", f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {rules.max_lag * rules.steps_per_version} step(s)"),
+        ("one step", f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {rules.prompts_per_step * rules.samples_per_prompt} samples"),
+        ("one round (between two published weights)", f"{rules.steps_per_version} step(s) = {rules.round_groups} groups"),
+        ("the run", f"{steps} steps, {versions_of(steps, steps_per_version=rules.steps_per_version)} versions after the initial one"),
+        ("trained in all", f"{groups} groups, {samples} samples, at most {samples * config.sampling.max_new_tokens} tokens"),
+        ("data", f"{rows} rows, {groups / rows:.2f} epochs without replacements for dropped groups"),
+        ("admitted ahead of the newest weights", f"at most {rules.round_groups * (1 + rules.max_lag)} groups"),
+        ("kafka", f"{config.partitions} partitions, broker {config.kafka.bootstrap}"),
+        ("workers", f"{config.rollout.workers} rollout, {config.scorer.workers} scorer, 1 feeder, 1 trainer ({config.trainer.backend}), 1 tracker"
+                    + (", 1 evaluator" if config.eval.source else "")),
+        ("loss", f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip -{config.algorithm.clip_low}/+{config.clip_high}, "
+                 f"proximal {config.proximal}, kl_coef {config.algorithm.kl_coef}"),
+    ]
+
+
+def write(log: Log, record: RunRecord) -> None:
+    """Append a run's newest state to the register."""
+    producer = log.producer()
+    try:
+        headers = topic.headers(record).encode()
+        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=topic.encode(record))).offset(READ_LIMIT_S)
+    finally:
+        producer.close()
+
+
+def mark(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
+    """The same run with another status, written to the register."""
+    changed = replace(record, status=status, updated_ns=time.time_ns())
+    write(log, changed)
+    return changed
+
+
+def all_runs(log: Log) -> list[RunRecord]:
+    """Every registered run, oldest first; records nobody can use are passed over."""
+    if log.partitions(RUNS_TOPIC) is None:
+        return []
+    tail = log.tail({(RUNS_TOPIC, 0): "earliest"})
+    found: dict[str, RunRecord] = {}
+    try:
+        for record in tail.read_to_end(READ_LIMIT_S):
+            key = (record.key or b"").decode("ascii", "replace")
+            try:
+                found[key] = topic.read(record, run=key)[1]
+            except Unusable:
+                continue
+    finally:
+        tail.close()
+    return sorted(found.values(), key=lambda run: run.created_ns)
+
+
+def find(log: Log, run: str) -> RunRecord | None:
+    """The newest state of one run, or None when it is not registered."""
+    return next((record for record in all_runs(log) if record.run == run), None)
+
+
+def resolve(log: Log, text: str) -> str:
+    """A run id from an id, a unique prefix, or `latest`. Raises `ValueError`."""
+    runs = all_runs(log)
+    names = [record.run for record in runs]
+    if not names:
+        raise ValueError("no run is registered on this broker; start one with `penstock run CONFIG`")
+    if text == "latest":
+        return names[-1]
+    if text in names:
+        return text
+    matches = [name for name in names if name.startswith(text)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ValueError(f"run {text!r} is ambiguous: {', '.join(matches[:5])}")
+    raise ValueError(f"no run {text!r} on this broker{nearest(text, names)}; see `penstock runs`")
+
+
+def git_revision() -> str | None:
+    """The revision of the working directory's git checkout, marked when it has changes; None outside of one."""
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def _usable(run: str) -> str:
+    try:
+        return check_run_id(run)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32] or "run"

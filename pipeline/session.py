@@ -1,0 +1,230 @@
+"""A worker's place in a run: its name, the run's configuration from the log, and how it reports.
+
+The rule: a worker needs a broker address and a run id, nothing else; everything it says goes to the run's topics.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from infra.log import Log, Pending, Producer
+from pipeline.config import Config, from_json
+from pipeline.costs import Costs
+from pipeline.rendering import digests
+from pipeline.runs import find
+from pipeline.schedule import Schedule
+from topics import dead_letters, metrics
+from topics.errors import Unusable
+from topics.record import Outgoing, Record
+from topics.runs import RunRecord
+
+STATUS_EVERY_S = 1.0
+"""How often a worker says what it does; the feeder and the live view rely on it."""
+
+SENDS_AT_ONCE = 64
+"""Reports whose acknowledgement is awaited before the next one is sent."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One worker's connection to its run."""
+
+    run: str
+    role: str
+    worker: str
+    log: Log
+    record: RunRecord
+    config: Config
+    info: Mapping[str, Any]
+    stop: threading.Event
+    """Set by SIGTERM and SIGINT: finish or hand back, then end."""
+    incarnation: str = field(default_factory=lambda: f"{time.time_ns():x}")
+    costs: Costs = field(default_factory=Costs)
+    values: dict[str, float] = field(default_factory=dict)
+    """The worker's own cumulative numbers, sent with every status."""
+    labels: dict[str, str] = field(default_factory=dict)
+    _producer: Producer | None = None
+    _sequence: int = 0
+    _last_status: float = 0.0
+    _pending: list[Pending] = field(default_factory=list)
+    _dead: set[str] | None = None
+    _started: float = field(default_factory=time.monotonic)
+
+    @property
+    def rules(self) -> Schedule:
+        """The run's schedule."""
+        return self.config.rules
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return int(self.info["steps"])
+
+    def topic(self, name: str) -> str:
+        """The Kafka name of one of the run's topics."""
+        return f"{self.run}.{name}"
+
+    def check_model(self) -> None:
+        """Refuse a model directory whose tokenizer, template or stop ids are not those the run was created with."""
+        path = self.config.model.path
+        if dict(digests(path, chat_template=self.config.data.chat_template)) != self.info["digests"]:
+            raise ValueError(f"the tokenizer, chat template or stop ids in {path} are not those the run was created with; use the same model directory")
+
+    def say(self, text: str) -> None:
+        """One line for the worker's own output."""
+        print(f"{time.strftime('%H:%M:%S')} {self.worker}: {text}", flush=True)
+
+    @property
+    def producer(self) -> Producer:
+        """The plain producer: samples, measurements and dead letters."""
+        if self._producer is None:
+            self._producer = self.log.producer()
+        return self._producer
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Raise one of the worker's cumulative numbers."""
+        self.values[name] = self.values.get(name, 0.0) + amount
+
+    def doing(self, text: str, *, now: bool = False) -> None:
+        """Note what the worker does; sent with the next status, or at once."""
+        changed = self.labels.get("doing") != text
+        self.labels["doing"] = text
+        if now and changed:
+            self.status(force=True)
+
+    def status(self, *, force: bool = False) -> None:
+        """Report the worker's state if a second has passed since the last time."""
+        if not force and time.monotonic() - self._last_status < STATUS_EVERY_S:
+            return
+        self._last_status = time.monotonic()
+        self.report(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
+
+    def report(
+        self,
+        *,
+        kind: metrics.MeasurementKind,
+        values: Mapping[str, float],
+        labels: Mapping[str, str] | None = None,
+        version: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Send one measurement; measurements of a worker are numbered, so that a repeated one is known."""
+        measurement = metrics.Measurement(
+            worker=self.worker,
+            role=self.role,
+            incarnation=self.incarnation,
+            seq=self._sequence,
+            kind=kind,
+            time_ns=time.time_ns(),
+            version=version,
+            step=step,
+            values=dict(values),
+            labels=dict(labels or {}),
+        )
+        self._sequence += 1
+        headers = metrics.headers(measurement, run=self.run).encode()
+        self._send(Outgoing(topic=self.topic("metrics"), partition=0, key=self.worker.encode(), headers=headers, value=metrics.encode(measurement)))
+
+    def dead_letter(self, record: Record, error: Unusable) -> None:
+        """Put a record nobody can use aside, once, with the reason; its reader goes on."""
+        key = f"{record.topic}/{record.partition}/{record.offset}"
+        if self._dead is None:
+            self._dead = self._known_dead_letters()
+        if key in self._dead:
+            return
+        self._dead.add(key)
+        self.add("dead_letters")
+        self.say(f"dead letter ({error.kind}) from {key}: {error}")
+        letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=self.worker, time_ns=time.time_ns())
+        headers = dead_letters.headers(letter, run=self.run).encode()
+        self._send(Outgoing(topic=self.topic("dead-letters"), partition=0, key=key.encode(), headers=headers, value=dead_letters.encode(letter)))
+
+    def duplicate(self, what: str) -> None:
+        """Count a record that repeats what is known already."""
+        self.add("duplicates")
+        self.say(f"ignored a duplicate: {what}")
+
+    def close(self, *, status: str) -> None:
+        """Send the last measurement and let the producer finish."""
+        self.labels["status"] = status
+        self.report(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
+        self.producer.flush(10.0)
+        self.producer.close()
+
+    def _send(self, outgoing: Outgoing) -> None:
+        self._pending.append(self.producer.send(outgoing))
+        if len(self._pending) > SENDS_AT_ONCE:
+            self._pending = [pending for pending in self._pending if not pending.done()]
+
+    def _known_dead_letters(self) -> set[str]:
+        tail = self.log.tail({(self.topic("dead-letters"), 0): "earliest"})
+        try:
+            return {record.key.decode("utf-8", "replace") for record in tail.read_to_end(30.0) if record.key}
+        finally:
+            tail.close()
+
+    def _process_values(self) -> dict[str, float]:
+        spent = self.log.costs()
+        process = psutil.Process()
+        times = process.cpu_times()
+        return {
+            "cost_encode_s": self.costs.encode_s,
+            "cost_decode_s": self.costs.decode_s,
+            "cost_send_s": spent["send_s"],
+            "cost_poll_s": spent["poll_s"],
+            "cost_io_s": spent["io_s"],
+            "uptime_s": time.monotonic() - self._started,
+            "cpu_s": times.user + times.system,
+            "rss_mib": process.memory_info().rss / 2**20,
+        }
+
+
+def join(*, run: str, role: str, log: Log, worker: str | None, model: str | None, stop: threading.Event) -> Session | None:
+    """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited."""
+    said = False
+    while (record := find(log, run)) is None:
+        if not said:
+            print(f"{role}: waiting for run {run!r} to be created (penstock create CONFIG --run-id {run})", flush=True)
+            said = True
+        if stop.wait(1.0):
+            return None
+    config = from_json(record.config)
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    session = Session(
+        run=run,
+        role=role,
+        worker=worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{os.getpid()}",
+        log=log,
+        record=record,
+        config=config,
+        info=json.loads(record.info),
+        stop=stop,
+    )
+    session.labels.update(host=socket.gethostname(), pid=str(os.getpid()), doing="starting")
+    session.status(force=True)
+    return session
+
+
+def stop_on_signals(stop: threading.Event, *, also: Callable[[], None] | None = None) -> None:
+    """SIGTERM and SIGINT set the event; a second one ends the process at once."""
+
+    def handle(number: int, _frame: object) -> None:
+        if stop.is_set():
+            sys.stderr.write("stopped at once on a second signal\n")
+            os._exit(128 + number)
+        stop.set()
+        if also is not None:
+            also()
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)

@@ -1,0 +1,281 @@
+"""What a run's topics say about it, folded record by record: one state for the report, the live view, `status` and the tracker.
+
+The rule: `RunView.fold` is a pure function of the records, in any interleaving of topics; it looks at no clock and at nothing but the log.
+"""
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
+from topics.catalogue import RUNS_TOPIC
+from topics.dead_letters import DeadLetter
+from topics.headers import Headers
+from topics.ledger import Entry
+from topics.metrics import Measurement
+from topics.record import Record
+from topics.runs import RunRecord
+
+RATE_WINDOW = 10
+"""Statuses, one a second, over which a worker's rates are taken."""
+RECENT_GROUPS = 64
+"""Groups behind the moving mean of the reward."""
+
+Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
+
+
+class GroupFacts(NamedTuple):
+    """What the headers of a group's outcome say."""
+
+    outcome: str
+    samples: int
+    tokens: int
+    reward_mean: float | None
+    version_min: int | None
+
+
+class StepFacts(NamedTuple):
+    """A committed optimizer step, without the places of its groups."""
+
+    step: int
+    version: int
+    time_s: float
+    groups: tuple[int, ...]
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerView:
+    """One worker as its measurements describe it; a restarted one keeps its name and gets a new incarnation."""
+
+    worker: str
+    role: str
+    incarnation: str = ""
+    time_ns: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    """Newest values of the newest incarnation."""
+    labels: dict[str, str] = field(default_factory=dict)
+    ended: bool = False
+    incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Last cumulative values of each incarnation."""
+    _recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+
+    def add(self, found: Measurement) -> None:
+        """Take in a measurement; one of an earlier incarnation counts for the totals only."""
+        self.incarnations.setdefault(found.incarnation, {}).update(found.values)
+        if found.incarnation != self.incarnation:
+            if found.time_ns < self.time_ns:
+                return
+            self.incarnation, self.ended = found.incarnation, False
+            self._recent.clear()
+        self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
+        self.labels = {**self.labels, **found.labels}
+        self.ended = self.ended or found.kind == "final"
+        if found.kind == "status":
+            self._recent.append((found.time_ns, found.values))
+
+    def total(self, name: str) -> float:
+        """A cumulative value over all incarnations."""
+        return sum(values.get(name, 0.0) for values in self.incarnations.values())
+
+    def rate(self, name: str) -> float | None:
+        """A cumulative value per second over the last few statuses, None before there are two."""
+        having = [(time_ns, values[name]) for time_ns, values in self._recent if name in values]
+        if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
+            return None
+        return (having[-1][1] - having[0][1]) / (having[-1][0] - having[0][0]) * 1e9
+
+
+@dataclass(slots=True, kw_only=True)
+class RunView:
+    """The state of one run; feed it records of any of its topics and of `penstock.runs`."""
+
+    run: str
+    record: RunRecord | None = None
+    opened: Entry | None = None
+    closed: Entry | None = None
+    steps: dict[int, StepFacts] = field(default_factory=dict)
+    versions: dict[int, Entry] = field(default_factory=dict)
+    stale: set[int] = field(default_factory=set)
+    admitted: set[int] = field(default_factory=set)
+    groups: dict[int, GroupFacts] = field(default_factory=dict)
+    samples: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Completion tokens of every sample, by group and sample number."""
+    workers: dict[str, WorkerView] = field(default_factory=dict)
+    evals: dict[int, Measurement] = field(default_factory=dict)
+    """The first evaluation of each version."""
+    dead_letters: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """Place of the refused record -> kind."""
+    duplicates: Counter[str] = field(default_factory=Counter)
+    """Records that were ignored because an earlier one says the same, by topic."""
+    mlflow: dict[str, str] = field(default_factory=dict)
+    """run_id and uri, once the tracker has said them."""
+    recent: deque[GroupFacts] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
+    _entries: set[int] = field(default_factory=set)
+    _measured: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def fold(self, record: Record) -> Folded | None:
+        """Take in a record and give what it holds; None for a duplicate and for what is not about this run.
+
+        Raises `Unusable`, and is unchanged then.
+        """
+        if record.topic == RUNS_TOPIC:
+            return self._fold_run(record)
+        topic = record.topic.removeprefix(f"{self.run}.")
+        folded = _FOLDS[topic](self, record) if topic in _FOLDS else None
+        if folded is None and topic in _FOLDS:
+            self.duplicates[topic] += 1
+        return folded
+
+    def _fold_run(self, record: Record) -> RunRecord | None:
+        if record.key != self.run.encode() or not record.value:
+            return None
+        _, found = runs.read(record, run=self.run)
+        self.record = found
+        return found
+
+    def _fold_ledger(self, record: Record) -> Entry | None:
+        _, entry = ledger.read(record, run=self.run)
+        if entry.seq in self._entries:
+            return None
+        self._entries.add(entry.seq)
+        if entry.kind == "run-opened":
+            self.opened = self.opened or entry
+        elif entry.kind == "run-closed":
+            self.closed = self.closed or entry
+        elif entry.kind == "stale":
+            self.stale.update(entry.groups)
+        elif entry.kind == "version" and entry.version is not None:
+            self.versions.setdefault(entry.version, entry)
+        elif entry.kind == "step" and entry.step is not None:
+            members = tuple(planned.group for planned in entry.plan)
+            facts = StepFacts(entry.step, entry.version or 0, entry.time_ns / 1e9, members, entry.metrics)
+            self.steps.setdefault(entry.step, facts)
+        return entry
+
+    def _fold_metrics(self, record: Record) -> Measurement | None:
+        _, found = metrics.read(record, run=self.run)
+        source = (found.worker, found.incarnation)
+        if found.seq <= self._measured.get(source, -1):
+            return None
+        self._measured[source] = found.seq
+        self.workers.setdefault(found.worker, WorkerView(worker=found.worker, role=found.role)).add(found)
+        if found.kind == "eval" and found.version is not None:
+            self.evals.setdefault(found.version, found)
+        self.mlflow.update({key.removeprefix("mlflow_"): text for key, text in found.labels.items() if key.startswith("mlflow_")})
+        return found
+
+    def _fold_groups(self, record: Record) -> Headers | None:
+        found = groups.check(record, run=self.run)
+        if found.part:  # a later part of a group that is there already
+            return found
+        assert found.group is not None
+        assert found.outcome is not None
+        if found.group in self.groups:
+            return None
+        facts = GroupFacts(found.outcome, found.samples or 0, found.tokens or 0, found.reward_mean, found.policy_version_min)
+        self.groups[found.group] = facts
+        if facts.reward_mean is not None and facts.samples:
+            self.recent.append(facts)
+        return found
+
+    def _fold_prompts(self, record: Record) -> Headers | None:
+        found = prompts.check(record, run=self.run)
+        if found.group is None or found.group in self.admitted:
+            return None
+        self.admitted.add(found.group)
+        return found
+
+    def _fold_rollouts(self, record: Record) -> Headers | None:
+        found = rollouts.check(record, run=self.run)
+        assert found.group is not None
+        assert found.sample is not None
+        drawn = self.samples.setdefault(found.group, {})
+        if found.sample in drawn:
+            return None
+        drawn[found.sample] = found.tokens or 0
+        return found
+
+    def _fold_dead_letters(self, record: Record) -> DeadLetter | None:
+        _, letter = dead_letters.read(record, run=self.run)
+        place = (letter.topic, letter.partition, letter.offset)
+        if place in self.dead_letters:
+            return None
+        self.dead_letters[place] = letter.kind
+        return letter
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What the ledger says about the run's end: status, reason, unused."""
+        return _object(self.closed.details if self.closed else None)
+
+    @property
+    def status(self) -> str:
+        """finished, stopped or failed once the ledger or the run's record says so, else created or running."""
+        said = self.record.status if self.record else "created"
+        if self.closed is not None:
+            return str(self.details.get("status", "finished"))
+        return "running" if said == "created" and self.opened is not None else said
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status in ("finished", "stopped", "failed")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration as a plain table, {} before it is known."""
+        return _object(self.record.config) if self.record else dict(_object(self.opened.details if self.opened else None).get("config", {}))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was found out when the run was created."""
+        return _object(self.record.info) if self.record else dict(_object(self.opened.details if self.opened else None).get("info", {}))
+
+    @property
+    def steps_planned(self) -> int | None:
+        """Optimizer steps of the whole run."""
+        return self.info.get("steps")
+
+    @property
+    def steps_per_version(self) -> int:
+        """S"""
+        return int(self.config.get("schedule", {}).get("steps_per_version") or 1)
+
+    @property
+    def version(self) -> int | None:
+        """The newest published policy version."""
+        return max(self.versions, default=None)
+
+    @property
+    def reward(self) -> float | None:
+        """Moving mean over all scored samples of the last groups, before any filter."""
+        return mean_reward(list(self.recent))
+
+
+_FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
+    "ledger": RunView._fold_ledger,
+    "metrics": RunView._fold_metrics,
+    "groups": RunView._fold_groups,
+    "prompts": RunView._fold_prompts,
+    "rollouts": RunView._fold_rollouts,
+    "dead-letters": RunView._fold_dead_letters,
+}
+
+
+def mean_reward(facts: list[GroupFacts]) -> float | None:
+    """Mean reward over the samples of these groups, None without any.
+
+    Example:
+        mean_reward([GroupFacts("scored", 3, 9, 1.0, 0), GroupFacts("filtered", 1, 3, 0.0, 0)])  # -> 0.75
+    """
+    scored = [(found.samples, found.reward_mean) for found in facts if found.reward_mean is not None and found.samples]
+    count = sum(samples for samples, _ in scored)
+    return sum(samples * reward for samples, reward in scored) / count if count else None
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    found = json.loads(text) if text else {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,120 @@
+"""The folded state of a run: the same from any interleaving, unmoved by repeats and by records that say nothing."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pipeline.view import RunView
+from tests.pipeline.a_run import RUN, Teller, as_records
+from topics.errors import Unusable
+from topics.record import Record
+
+
+def folded(records: list[Record]) -> RunView:
+    view = RunView(run=RUN)
+    for record in records:
+        view.fold(record)
+    return view
+
+
+def test_the_state_of_a_whole_run_is_read_from_its_records() -> None:
+    view = folded(as_records(list(Teller(steps=4).whole())))
+    assert view.status == "finished"
+    assert view.ended
+    assert sorted(view.steps) == [0, 1, 2, 3]
+    assert view.version == 4
+    assert len(view.admitted) == 10
+    assert len(view.groups) == 10
+    assert sum(map(len, view.samples.values())) == 40
+    assert sorted(view.evals) == [0, 4]
+    assert view.steps_planned == 4
+    assert all(worker.ended for worker in view.workers.values())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_topics_may_be_interleaved_in_any_way(seed: int) -> None:
+    records = as_records(list(Teller(steps=4).whole()))
+    waiting = {topic: [record for record in records if record.topic == topic] for topic in {record.topic for record in records}}
+    draw, mixed = random.Random(seed), []
+    while waiting:
+        topic = draw.choice(sorted(waiting))
+        mixed.append(waiting[topic].pop(0))
+        if not waiting[topic]:
+            del waiting[topic]
+    view, expected = folded(mixed), folded(records)
+    for name in ("record", "closed", "steps", "versions", "groups", "samples", "admitted", "evals", "workers"):
+        assert getattr(view, name) == getattr(expected, name), name
+
+
+def test_a_record_that_was_seen_before_changes_nothing_and_is_counted() -> None:
+    records = as_records([*Teller(steps=3).whole()])
+    view, once = RunView(run=RUN), folded(records)
+    for record in records:
+        view.fold(record)
+        again = view.fold(replace(record, offset=record.offset + 1000))
+        assert again is None or record.topic == "penstock.runs"
+    assert view.steps == once.steps
+    assert view.samples == once.samples
+    assert view.groups == once.groups
+    assert view.workers == once.workers
+    assert view.recent == once.recent
+    assert sum(view.duplicates.values()) == len([record for record in records if record.topic != "penstock.runs"])
+    assert not once.duplicates
+
+
+def test_the_first_outcome_of_a_group_stands() -> None:
+    teller = Teller()
+    first = teller.group([1.0, 0.0], version=0)
+    teller.next_group = 0
+    second = teller.group([0.0, 0.0], version=0, outcome="filtered")
+    view = folded(as_records([*first, *second]))
+    assert view.groups[0].outcome == "scored"
+    assert view.duplicates == {"prompts": 1, "rollouts": 2, "groups": 1}
+
+
+@pytest.mark.parametrize("topic", ["ledger", "metrics", "groups", "prompts", "rollouts", "dead-letters"])
+def test_an_unusable_record_is_refused_and_leaves_the_state_alone(topic: str) -> None:
+    view = RunView(run=RUN)
+    before = RunView(run=RUN)
+    with pytest.raises(Unusable):
+        view.fold(Record(topic=f"{RUN}.{topic}", partition=0, offset=0, timestamp_ms=0, key=None, headers=(), value=b"noise"))
+    assert view == before
+
+
+def test_records_of_other_runs_in_the_register_are_nobodys_business() -> None:
+    other = Teller(run="other").record()
+    assert RunView(run=RUN).fold(as_records([other])[0]) is None
+    with pytest.raises(Unusable):
+        RunView(run=RUN).fold(replace(as_records([other])[0], key=RUN.encode()))
+
+
+def test_a_restarted_worker_keeps_its_totals_and_is_not_ended() -> None:
+    teller = Teller()
+    told = [teller.measured_by("rollout-0", samples=5.0), teller.measured_by("rollout-0", "final", samples=7.0)]
+    teller.now_s += 1
+    told.append(teller.measured_by("rollout-0", incarnation="b", samples=2.0))
+    worker = folded(as_records(told)).workers["rollout-0"]
+    assert worker.total("samples") == 9.0
+    assert worker.values["samples"] == 2.0
+    assert not worker.ended
+
+
+def test_a_rate_is_taken_over_the_time_between_statuses() -> None:
+    teller = Teller()
+    told = []
+    for count in range(4):
+        told.append(teller.measured_by("rollout-0", samples=10.0 * count))
+        teller.now_s += 0.5
+    worker = folded(as_records(told)).workers["rollout-0"]
+    assert worker.rate("samples") == pytest.approx(20.0)
+    assert worker.rate("nothing") is None
+
+
+def test_the_status_comes_from_the_ledger_before_the_register() -> None:
+    teller = Teller()
+    assert folded(as_records([teller.record()])).status == "created"
+    assert folded(as_records([teller.record(), teller.opened()])).status == "running"
+    assert folded(as_records([teller.record("failed")])).status == "failed"
+    view = folded(as_records([teller.record("running"), teller.closed("stopped", steps=1, reason="asked to")]))
+    assert (view.status, view.details["reason"]) == ("stopped", "asked to")

@@ -1,0 +1,87 @@
+"""The table of topics: what a run owns, how many partitions each has, and with which settings it is created.
+
+Every name of a run begins with `<run id>.`, so that one prefixed access rule covers it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RUNS_TOPIC = "penstock.runs"
+TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
+
+MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
+"""A payload of 16 MiB with headers and framing: twice the largest piece that is written on purpose."""
+MAX_DEAD_LETTER_BYTES = 18 << 20
+"""The largest record inside another one."""
+WEIGHTS_SEGMENT_BYTES = 32 << 20
+"""Disk is freed by whole segments only, and a segment must hold the largest record."""
+
+_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
+_RECORD = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1", "max.message.bytes": str(MAX_RECORD_BYTES)}
+_SETTINGS: dict[str, dict[str, str]] = {
+    # Chunks of old versions are deleted on purpose; without the short delay their files would fill the disk for a minute more.
+    "weights": {**_RECORD, "segment.bytes": str(WEIGHTS_SEGMENT_BYTES), "file.delete.delay.ms": "1000"},
+    "dead-letters": {**_RECORD, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicSpec:
+    """One Kafka topic as it is created and checked; replication is left to the cluster."""
+
+    name: str
+    partitions: int
+    configs: dict[str, str]
+
+
+RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": "compact", "max.message.bytes": str(MAX_RECORD_BYTES)})
+"""The one topic that belongs to no run."""
+
+
+def check_run_id(run: str) -> str:
+    """The run id itself; raises `ValueError` when it cannot be the prefix of a topic.
+
+    Example:
+        check_run_id("demo-1")  # -> "demo-1"
+    """
+    if not _RUN_ID.fullmatch(run):
+        raise ValueError(f"run id {run!r} must be 1 to 64 of the characters a-z, 0-9 and -")
+    return run
+
+
+def topic_name(run: str, topic: str) -> str:
+    """The Kafka name of one of a run's topics.
+
+    Example:
+        topic_name("demo-1", "groups")  # -> "demo-1.groups"
+    """
+    assert topic in TOPICS, topic
+    return f"{run}.{topic}"
+
+
+def topics_of(run: str, *, partitions: int, weight_partitions: int = 2) -> dict[str, TopicSpec]:
+    """A run's topics by Kafka name, in a fixed order.
+
+    `prompts`, `rollouts` and `groups` have `partitions`: a group stays in one number through all three. `weights` has one
+    for manifests and the others for chunks. Raises `ValueError` for an impossible run id or count.
+    """
+    check_run_id(run)
+    if partitions < 1:
+        raise ValueError(f"partitions is {partitions}, at least 1 is needed")
+    if weight_partitions < 2:
+        raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
+    counts = {"prompts": partitions, "rollouts": partitions, "groups": partitions, "weights": weight_partitions}
+    specs = {}
+    for topic in TOPICS:
+        name = topic_name(run, topic)
+        specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=dict(_SETTINGS.get(topic, _RECORD)))
+    return specs
+
+
+def partition_count(specs: Mapping[str, TopicSpec]) -> int:
+    """How many partitions these topics have together.
+
+    Example:
+        partition_count(topics_of("demo-1", partitions=8))  # -> 29
+    """
+    return sum(spec.partitions for spec in specs.values())

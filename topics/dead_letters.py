@@ -1,0 +1,136 @@
+"""`dead-letters`: a record nobody could use, whole, with the reason. Whoever owns reading a topic -> people.
+
+Nothing of the record is changed or left out, so that it can be put back."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Payload, Reader, Writer
+from topics.fields import column, list_of
+from topics.headers import Headers, match, read_headers
+from topics.record import RawHeaders, Record
+
+SCHEMA = "dead-letters/1"
+_HEADER = pa.struct([column("name", pa.string()), column("value", pa.binary(), nullable=True)])
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("topic", pa.string()),
+        column("partition", pa.int64()),
+        column("offset", pa.int64()),
+        column("timestamp_ms", pa.int64()),
+        column("kind", pa.string()),
+        column("reason", pa.string()),
+        column("worker", pa.string()),
+        column("key", pa.binary(), nullable=True),
+        column("headers", list_of(_HEADER)),
+        column("value", pa.binary()),
+        column("time_ns", pa.int64()),
+    ),
+)
+_REQUIRED = ("outcome",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A record that was set aside."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    kind: str
+    """The class of the reason: a kind of `Unusable`, or the reader's own."""
+    reason: str
+    worker: str
+    """Who set it aside."""
+    key: bytes | None
+    headers: RawHeaders
+    value: bytes
+    time_ns: int
+
+
+def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns: int) -> DeadLetter:
+    """The dead letter about a record."""
+    return DeadLetter(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        timestamp_ms=record.timestamp_ms,
+        kind=kind,
+        reason=reason.encode("utf-8", "replace").decode(),  # an error may quote text that is none
+        worker=worker,
+        key=record.key,
+        headers=record.headers,
+        value=record.value,
+        time_ns=time_ns,
+    )
+
+
+def encode(letter: DeadLetter) -> bytes:
+    """The payload of a dead letter."""
+    writer = Writer()
+    writer.texts((letter.topic,))
+    for number in (letter.partition, letter.offset, letter.timestamp_ms):
+        writer.int64s((number,))
+    for text in (letter.kind, letter.reason, letter.worker):
+        writer.texts((text,))
+    writer.binaries((letter.key,))
+    writer.lists((len(letter.headers),))
+    writer.structs(len(letter.headers))
+    writer.texts([name for name, _ in letter.headers])
+    writer.binaries([value for _, value in letter.headers])
+    writer.binaries((letter.value,))
+    writer.int64s((letter.time_ns,))
+    return CODEC.encode(writer)
+
+
+def decode(value: Payload) -> DeadLetter:
+    """The dead letter in a payload; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def headers(letter: DeadLetter, *, run: str) -> Headers:
+    """What a dead letter says on its outside; the outcome is the kind of its reason."""
+    return Headers(run=run, schema=SCHEMA, outcome=letter.kind, worker=letter.worker)
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED)
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    found = check(record, run=run)
+    letter = decode(record.value)
+    match(found, outcome=letter.kind, worker=letter.worker)
+    return found, letter
+
+
+def _build(reader: Reader) -> DeadLetter:
+    topic, partition, offset, timestamp_ms = reader.text(), reader.int64(), reader.int64(), reader.int64()
+    kind, reason, worker, key = reader.text(), reader.text(), reader.text(), reader.binaries_or_none()[0]
+    return DeadLetter(
+        topic=topic,
+        partition=partition,
+        offset=offset,
+        timestamp_ms=timestamp_ms,
+        kind=kind,
+        reason=reason,
+        worker=worker,
+        key=None if key is None else bytes(key),
+        headers=_read_headers(reader),
+        value=bytes(reader.binaries()[0]),
+        time_ns=reader.int64(),
+    )
+
+
+def _read_headers(reader: Reader) -> RawHeaders:
+    low, high = reader.lists()
+    reader.structs()
+    names, values = reader.texts(), reader.binaries_or_none()
+    pairs = [(name, None if value is None else bytes(value)) for name, value in zip(names, values, strict=True)]
+    return tuple(pairs[low:high])  # type: ignore[arg-type]  # a foreign client may send a header without a value

@@ -1,0 +1,20 @@
+"""Why a record cannot be used; reading a record raises nothing but `Unusable`, whatever its bytes are."""
+
+from typing import Literal, get_args
+
+Kind = Literal["missing-header", "bad-header", "foreign-run", "schema-version", "undecodable", "mismatch", "orphan", "reward-failed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Unusable(ValueError):
+    """A record nobody can use: `kind` is for machines and dead letters, the message for people."""
+
+    def __init__(self, message: str, *, kind: Kind) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+
+
+def require(condition: object, message: str) -> None:
+    """Raise `Unusable(kind="undecodable")` with `message` unless `condition` holds."""
+    if not condition:
+        raise Unusable(message, kind="undecodable")

@@ -1,0 +1,18 @@
+"""Short names for Arrow fields, so that a schema reads as a table; a field may be null only where it says so."""
+
+import pyarrow as pa
+
+
+def column(name: str, kind: pa.DataType, *, nullable: bool = False) -> pa.Field:
+    """One field of a schema or of a struct."""
+    return pa.field(name, kind, nullable=nullable)
+
+
+def list_of(kind: pa.DataType, *, nullable: bool = False) -> pa.DataType:
+    """Lists with elements of `kind`; `nullable` is about the elements."""
+    return pa.list_(pa.field("item", kind, nullable=nullable))
+
+
+def map_of(kind: pa.DataType) -> pa.DataType:
+    """Maps from strings to `kind`."""
+    return pa.map_(pa.string(), pa.field("value", kind, nullable=False))

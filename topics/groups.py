@@ -1,0 +1,287 @@
+"""`groups`: the outcome of one group: all its samples with rewards by component, or the reason why there are none. Scorers -> trainer.
+
+A group above the size limit is split over parts; each repeats what is said of the whole group, and none counts without the others."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Int32s, Payload, Reader, Writer, rows
+from topics.equality import ByValue
+from topics.errors import Unusable, require
+from topics.fields import column, list_of
+from topics.headers import Headers, match, one_of, read_headers
+from topics.record import Record
+from topics.samples import SAMPLE_FIELDS, Rollout, read_samples, write_samples
+
+SCHEMA = "groups/1"
+MAX_PART_BYTES = 8 << 20
+"""Half of what the log takes in one record."""
+
+Outcome = Literal["scored", "filtered", "failed", "abandoned"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+_SAMPLE = pa.struct(
+    [
+        *SAMPLE_FIELDS,
+        column("completion", pa.string()),
+        column("reward", pa.float64()),
+        column("components", list_of(pa.float64(), nullable=True)),
+    ]
+)
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("group", pa.int64()),
+        column("slot", pa.int64()),
+        column("min_version", pa.int64()),
+        column("samples_per_prompt", pa.int64()),
+        column("epoch", pa.int64()),
+        column("row", pa.int64()),
+        column("created_ns", pa.int64()),
+        column("scored_ns", pa.int64()),
+        column("part", pa.int64()),
+        column("parts", pa.int64()),
+        column("outcome", pa.string()),
+        column("reason", pa.string(), nullable=True),
+        column("prompt", pa.string()),
+        column("prompt_ids", list_of(pa.int32())),
+        column("columns", pa.string()),
+        column("reward_names", list_of(pa.string())),
+        column("reward_weights", list_of(pa.float64())),
+        column("samples", list_of(_SAMPLE)),
+    ),
+)
+_FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "tokens", "reward_mean", "sha256")
+_REQUIRED = ("group", "outcome", "part", "parts", "sha256")
+_FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
+_SAMPLE_BYTES = 256
+"""Room for a sample's numbers and offsets; its tokens and texts are counted."""
+_TOKEN_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSample:
+    """One sample with what the reward functions gave it."""
+
+    rollout: Rollout
+    completion: str
+    """The text that was judged."""
+    reward: float
+    """Weighted sum of the components."""
+    components: tuple[float | None, ...]
+    """One number per reward function; `None` where the function does not apply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group(ByValue):
+    """One group, self-contained: the trainer needs no other record to learn from it."""
+
+    group: int
+    outcome: Outcome
+    reason: str | None
+    """Why it was not scored; `None` for scored ones."""
+    slot: int
+    min_version: int
+    samples_per_prompt: int
+    epoch: int
+    row: int
+    prompt: str
+    prompt_ids: Int32s
+    """[L]"""
+    columns: str
+    """JSON object: the row's other columns."""
+    reward_names: tuple[str, ...]
+    reward_weights: tuple[float, ...]
+    samples: tuple[ScoredSample, ...]
+    created_ns: int
+    """When its prompt was admitted."""
+    scored_ns: int
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The reward of each sample."""
+        return tuple(sample.reward for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one record holds of a group."""
+
+    part: int
+    parts: int
+    group: Group
+
+
+def encode_parts(group: Group, *, run: str, worker: str, max_bytes: int = MAX_PART_BYTES) -> list[tuple[Headers, bytes]]:
+    """Headers and payload of each part, all to be written in one transaction; one sample is never split.
+
+    Raises `ValueError` for a sample of another group or one whose arrays do not fit together.
+    """
+    ranges = list(_ranges(group, max_bytes=max_bytes))
+    pieces = [replace(group, samples=group.samples[low:high]) for low, high in ranges]
+    payloads = [_encode(piece, part=part, parts=len(pieces)) for part, piece in enumerate(pieces)]
+    whole = headers(group, run=run, worker=worker, sha256=digest(payloads))
+    return [(replace(whole, part=part, parts=len(payloads)), payload) for part, payload in enumerate(payloads)]
+
+
+def encode(group: Group) -> bytes:
+    """The payload of a group in one part, however large."""
+    return _encode(group, part=0, parts=1)
+
+
+def decode(value: Payload) -> Group:
+    """The group in a payload that is its only part; raises `Unusable`."""
+    return decode_parts((value,))
+
+
+def decode_parts(values: Sequence[Payload]) -> Group:
+    """The group in the payloads of all its parts, in their order; raises `Unusable`, also when one of them is missing."""
+    require(values, "a group has at least one part")
+    parts = [decode_part(value) for value in values]
+    first = parts[0].group
+    for position, part in enumerate(parts):
+        place = (part.part, part.parts)
+        require(place == (position, len(parts)), f"part {place[0]} of {place[1]} stands where {position} of {len(parts)} belongs")
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        require(replace(part.group, samples=first.samples) == first, f"part {part.part} tells of another group than part 0")
+    return replace(first, samples=tuple(sample for part in parts for sample in part.group.samples))
+
+
+def decode_part(value: Payload) -> Part:
+    """What one payload holds; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def digest(values: Sequence[Payload]) -> str:
+    """Hex SHA-256 over the payloads of all parts, one after the other."""
+    return hashlib.sha256(b"".join(values)).hexdigest()
+
+
+def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
+    """What a group in one part says on its outside: versions, tokens and mean reward are over its samples, absent without any."""
+    versions = [version for sample in group.samples for version in sample.rollout.span_versions.tolist()]
+    rewards = group.rewards
+    return Headers(
+        run=run,
+        schema=SCHEMA,
+        group=group.group,
+        policy_version_min=min(versions, default=None),
+        policy_version_max=max(versions, default=None),
+        outcome=group.outcome,
+        worker=worker,
+        part=0,
+        parts=1,
+        samples=len(group.samples),
+        tokens=sum(len(sample.rollout.token_ids) for sample in group.samples),
+        reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+        sha256=sha256,
+    )
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    found = one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
+    if found.part is None or found.parts is None or not found.part < found.parts:
+        raise Unusable(f"part {found.part} of {found.parts} cannot be", kind="bad-header")
+    return found
+
+
+def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Group]:
+    """Headers of the first part, and the group, from the records of all parts in their order; raises `Unusable`."""
+    parts = (records,) if isinstance(records, Record) else tuple(records)
+    found = [check(record, run=run) for record in parts]
+    values = [record.value for record in parts]
+    group = decode_parts(values)
+    expected = headers(group, run=run, sha256=digest(values))
+    facts = {field: getattr(expected, field) for field in _FACTS}
+    for part, claim in enumerate(found):
+        match(claim, **facts, part=part, parts=len(parts))
+    return found[0], group
+
+
+def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where each part begins and ends in the samples; sizes are upper bounds, as texts may take four bytes a character."""
+    fixed = _FIXED_BYTES + 4 * (len(group.prompt) + len(group.columns) + len(group.reason or "") + sum(map(len, group.reward_names)))
+    fixed += 4 * len(group.prompt_ids) + 12 * len(group.reward_names)
+    low, size = 0, fixed
+    for high, sample in enumerate(group.samples):
+        rollout = sample.rollout
+        texts = 4 * (len(sample.completion) + len(rollout.worker))
+        more = _SAMPLE_BYTES + texts + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts) + 9 * len(sample.components)
+        if high > low and size + more > max_bytes:
+            yield low, high
+            low, size = high, fixed
+        size += more
+    yield low, len(group.samples)
+
+
+def _encode(group: Group, *, part: int, parts: int) -> bytes:
+    for sample in group.samples:
+        if sample.rollout.group != group.group:
+            raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")
+    writer = Writer()
+    for value in (group.group, group.slot, group.min_version, group.samples_per_prompt, group.epoch, group.row):
+        writer.int64s((value,))
+    for value in (group.created_ns, group.scored_ns, part, parts):
+        writer.int64s((value,))
+    for text in (group.outcome, group.reason, group.prompt):
+        writer.texts((text,))
+    writer.lists((len(group.prompt_ids),))
+    writer.array(np.asarray(group.prompt_ids, np.int32))
+    writer.texts((group.columns,))
+    writer.lists((len(group.reward_names),))
+    writer.texts(group.reward_names)
+    writer.lists((len(group.reward_weights),))
+    writer.doubles(group.reward_weights)
+    writer.lists((len(group.samples),))
+    writer.structs(len(group.samples))
+    write_samples(writer, [sample.rollout for sample in group.samples])
+    writer.texts([sample.completion for sample in group.samples])
+    writer.doubles([sample.reward for sample in group.samples])
+    writer.lists([len(sample.components) for sample in group.samples])
+    writer.doubles([component for sample in group.samples for component in sample.components])
+    return CODEC.encode(writer)
+
+
+def _build(reader: Reader) -> Part:
+    group, slot, min_version, samples_per_prompt, epoch, row, created_ns, scored_ns, part, parts = (reader.int64() for _ in range(10))
+    outcome, reason, prompt = reader.text(), reader.texts_or_none()[0], reader.text()
+    require(outcome in OUTCOMES, f"outcome is {outcome[:60]!r}, expected one of {', '.join(OUTCOMES)}")
+    found = Group(
+        group=group,
+        outcome=outcome,  # type: ignore[arg-type]
+        reason=reason,
+        slot=slot,
+        min_version=min_version,
+        samples_per_prompt=samples_per_prompt,
+        epoch=epoch,
+        row=row,
+        prompt=prompt,
+        prompt_ids=rows(reader.lists(), reader.ints())[0],
+        columns=reader.text(),
+        reward_names=tuple(rows(reader.lists(), reader.texts())[0]),
+        reward_weights=tuple(rows(reader.lists(), reader.doubles())[0]),
+        samples=_read_scored(reader, group=group),
+        created_ns=created_ns,
+        scored_ns=scored_ns,
+    )
+    return Part(part=part, parts=parts, group=found)
+
+
+def _read_scored(reader: Reader, *, group: int) -> tuple[ScoredSample, ...]:
+    low, high = reader.lists()
+    reader.structs()
+    columns = (read_samples(reader, group=group), reader.texts(), reader.doubles(), rows(reader.lists(), reader.doubles_or_none()))
+    return tuple(
+        ScoredSample(rollout=rollout, completion=completion, reward=reward, components=tuple(components))
+        for rollout, completion, reward, components in zip(*columns, strict=True)
+    )[low:high]

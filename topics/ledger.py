@@ -1,0 +1,159 @@
+"""`ledger`: the run's one ordered story, written by the trainer alone and read by everybody.
+
+A step is committed by exactly one entry; nothing that is not in here has happened."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Payload, Reader, Writer, rows
+from topics.errors import require
+from topics.fields import column, list_of, map_of
+from topics.headers import Headers, match, one_of, read_headers
+from topics.record import Record
+
+SCHEMA = "ledger/1"
+EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "run-closed"]
+ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
+
+_PLANNED = pa.struct(
+    [column("group", pa.int64()), column("sha256", pa.string()), column("partition", pa.int64()), column("offset", pa.int64())]
+)
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("seq", pa.int64()),
+        column("kind", pa.string()),
+        column("time_ns", pa.int64()),
+        column("step", pa.int64(), nullable=True),
+        column("version", pa.int64(), nullable=True),
+        column("plan", list_of(_PLANNED)),
+        column("boundaries", list_of(pa.int64())),
+        column("groups", list_of(pa.int64())),
+        column("loss_bits", pa.int64(), nullable=True),
+        column("grad_norm_bits", pa.int64(), nullable=True),
+        column("digest", pa.string(), nullable=True),
+        column("metrics", map_of(pa.float64())),
+        column("details", pa.string(), nullable=True),
+    ),
+)
+_REQUIRED = ("outcome",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One group of a step's plan: the digest says what was trained, partition and offset where to look for it first."""
+
+    group: int
+    sha256: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One event of the run; `None` and empty lists where a kind has no use for a field."""
+
+    seq: int
+    """Its place in the story, from 0."""
+    kind: EntryKind
+    time_ns: int
+    step: int | None = None
+    version: int | None = None
+    plan: tuple[Planned, ...] = ()
+    """The groups of a step, in the order in which they were trained."""
+    boundaries: tuple[int, ...] = ()
+    """Number of samples, in plan order, at which each micro-batch ends."""
+    groups: tuple[int, ...] = ()
+    """Groups that became stale."""
+    loss_bits: int | None = None
+    """Bits of the loss as an IEEE-754 double, read as int64."""
+    grad_norm_bits: int | None = None
+    """Bits of the gradient norm, likewise."""
+    digest: str | None = None
+    """Digest of the weights."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    details: str | None = None
+    """JSON: configuration, arithmetic fingerprint, reason, status."""
+
+
+def encode(entry: Entry) -> bytes:
+    """The payload of an entry."""
+    writer = Writer()
+    writer.int64s((entry.seq,))
+    writer.texts((entry.kind,))
+    writer.int64s((entry.time_ns,))
+    writer.int64s((entry.step,))
+    writer.int64s((entry.version,))
+    writer.lists((len(entry.plan),))
+    writer.structs(len(entry.plan))
+    writer.int64s([planned.group for planned in entry.plan])
+    writer.texts([planned.sha256 for planned in entry.plan])
+    writer.int64s([planned.partition for planned in entry.plan])
+    writer.int64s([planned.offset for planned in entry.plan])
+    for numbers in (entry.boundaries, entry.groups):
+        writer.lists((len(numbers),))
+        writer.int64s(numbers)
+    writer.int64s((entry.loss_bits,))
+    writer.int64s((entry.grad_norm_bits,))
+    writer.texts((entry.digest,))
+    writer.numbers_by_name(entry.metrics)
+    writer.texts((entry.details,))
+    return CODEC.encode(writer)
+
+
+def decode(value: Payload) -> Entry:
+    """The entry in a payload; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
+    """What an entry says on its outside; the outcome is its kind."""
+    return Headers(
+        run=run, schema=SCHEMA, policy_version_min=entry.version, policy_version_max=entry.version, outcome=entry.kind, worker=worker
+    )
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=ENTRY_KINDS)
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    found = check(record, run=run)
+    entry = decode(record.value)
+    match(found, outcome=entry.kind, policy_version_min=entry.version, policy_version_max=entry.version)
+    return found, entry
+
+
+def _build(reader: Reader) -> Entry:
+    seq, kind, time_ns = reader.int64(), reader.text(), reader.int64()
+    require(kind in ENTRY_KINDS, f"kind is {kind[:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
+    return Entry(
+        seq=seq,
+        kind=kind,  # type: ignore[arg-type]
+        time_ns=time_ns,
+        step=reader.int64s_or_none()[0],
+        version=reader.int64s_or_none()[0],
+        plan=_read_plan(reader),
+        boundaries=tuple(rows(reader.lists(), reader.int64s())[0]),
+        groups=tuple(rows(reader.lists(), reader.int64s())[0]),
+        loss_bits=reader.int64s_or_none()[0],
+        grad_norm_bits=reader.int64s_or_none()[0],
+        digest=reader.texts_or_none()[0],
+        metrics=reader.numbers_by_name(),
+        details=reader.texts_or_none()[0],
+    )
+
+
+def _read_plan(reader: Reader) -> tuple[Planned, ...]:
+    low, high = reader.lists()
+    reader.structs()
+    columns = (reader.int64s(), reader.texts(), reader.int64s(), reader.int64s())
+    return tuple(
+        Planned(group=group, sha256=sha256, partition=partition, offset=offset)
+        for group, sha256, partition, offset in zip(*columns, strict=True)
+    )[low:high]

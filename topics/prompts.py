@@ -1,0 +1,111 @@
+"""`prompts`: one prompt group to be sampled `samples_per_prompt` times. Feeder -> rollout workers, scorers.
+
+The prompt is tokenised once, by the feeder; nobody tokenises it again."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Int32s, Payload, Reader, Writer, rows
+from topics.equality import ByValue
+from topics.fields import column, list_of
+from topics.headers import Headers, match, read_headers
+from topics.record import Record
+
+SCHEMA = "prompts/1"
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("group", pa.int64()),
+        column("slot", pa.int64()),
+        column("min_version", pa.int64()),
+        column("samples_per_prompt", pa.int64()),
+        column("epoch", pa.int64()),
+        column("row", pa.int64()),
+        column("prompt", pa.string()),
+        column("messages", pa.string(), nullable=True),
+        column("token_ids", list_of(pa.int32())),
+        column("columns", pa.string()),
+        column("created_ns", pa.int64()),
+    ),
+)
+_REQUIRED = ("group", "policy-version-min")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt(ByValue):
+    """A prompt group that was admitted."""
+
+    group: int
+    slot: int
+    """Groups admitted minus groups dropped before this one."""
+    min_version: int
+    """The oldest policy version it may be sampled from."""
+    samples_per_prompt: int
+    epoch: int
+    row: int
+    """Index of its row in the data set."""
+    prompt: str
+    """The text as the model sees it, chat template included."""
+    messages: str | None
+    """JSON list of chat messages; `None` for a plain text prompt."""
+    token_ids: Int32s
+    """[L]"""
+    columns: str
+    """JSON object: the row's other columns, which reward functions get."""
+    created_ns: int
+
+
+def encode(prompt: Prompt) -> bytes:
+    """The payload of a prompt."""
+    writer = Writer()
+    for value in (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.epoch, prompt.row):
+        writer.int64s((value,))
+    writer.texts((prompt.prompt,))
+    writer.texts((prompt.messages,))
+    writer.lists((len(prompt.token_ids),))
+    writer.array(np.asarray(prompt.token_ids, np.int32))
+    writer.texts((prompt.columns,))
+    writer.int64s((prompt.created_ns,))
+    return CODEC.encode(writer)
+
+
+def decode(value: Payload) -> Prompt:
+    """The prompt in a payload; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
+    """What a prompt says on its outside; `policy-version-min` is the oldest version it may be sampled from."""
+    return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker)
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED)
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    found = check(record, run=run)
+    prompt = decode(record.value)
+    match(found, group=prompt.group, policy_version_min=prompt.min_version)
+    return found, prompt
+
+
+def _build(reader: Reader) -> Prompt:
+    return Prompt(
+        group=reader.int64(),
+        slot=reader.int64(),
+        min_version=reader.int64(),
+        samples_per_prompt=reader.int64(),
+        epoch=reader.int64(),
+        row=reader.int64(),
+        prompt=reader.text(),
+        messages=reader.texts_or_none()[0],
+        token_ids=rows(reader.lists(), reader.ints())[0],
+        columns=reader.text(),
+        created_ns=reader.int64(),
+    )

@@ -1,0 +1,74 @@
+"""`rollouts`: one finished sample: tokens, behaviour logprobs, loss mask, policy-version spans. Rollout workers -> scorers.
+
+The oldest policy version of a sample is the one that counts; it stands in the header."""
+
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Payload, Reader, Writer
+from topics.fields import column
+from topics.headers import Headers, match, one_of, read_headers
+from topics.record import Record
+from topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, read_samples, write_samples
+
+__all__ = ["CODEC", "FINISHES", "SCHEMA", "Finish", "Rollout", "check", "decode", "encode", "headers", "read"]
+
+SCHEMA = "rollouts/1"
+CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS))
+_REQUIRED = ("group", "sample", "policy-version-min", "policy-version-max")
+
+
+def encode(rollout: Rollout) -> bytes:
+    """The payload of a sample; raises `ValueError` where its arrays do not fit together."""
+    writer = Writer()
+    writer.int64s((rollout.group,))
+    write_samples(writer, (rollout,))
+    return CODEC.encode(writer)
+
+
+def decode(value: Payload) -> Rollout:
+    """The sample in a payload; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def headers(rollout: Rollout, *, run: str, attempt: int | None = None) -> Headers:
+    """What a sample says on its outside; the outcome is how it finished."""
+    return Headers(
+        run=run,
+        schema=SCHEMA,
+        group=rollout.group,
+        sample=rollout.sample,
+        policy_version_min=rollout.version_min,
+        policy_version_max=rollout.version_max,
+        outcome=rollout.finish,
+        worker=rollout.worker,
+        attempt=attempt,
+        tokens=len(rollout.token_ids),
+    )
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=FINISHES)
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, Rollout]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    found = check(record, run=run)
+    rollout = decode(record.value)
+    match(
+        found,
+        group=rollout.group,
+        sample=rollout.sample,
+        policy_version_min=rollout.version_min,
+        policy_version_max=rollout.version_max,
+        outcome=rollout.finish,
+        worker=rollout.worker,
+        tokens=len(rollout.token_ids),
+    )
+    return found, rollout
+
+
+def _build(reader: Reader) -> Rollout:
+    group = reader.int64()
+    return read_samples(reader, group=group)[0]

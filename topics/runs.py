@@ -1,0 +1,92 @@
+"""`penstock.runs`: run id -> configuration and status, compacted to the newest record of each. Launcher, trainer -> everybody.
+
+A worker needs a broker's address and a run id; everything else it finds in here."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Payload, Reader, Writer
+from topics.errors import require
+from topics.fields import column
+from topics.headers import Headers, match, one_of, read_headers
+from topics.record import Record
+
+SCHEMA = "runs/1"
+Status = Literal["created", "running", "finished", "stopped", "failed"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("run", pa.string()),
+        column("status", pa.string()),
+        column("config", pa.string()),
+        column("info", pa.string()),
+        column("created_ns", pa.int64()),
+        column("updated_ns", pa.int64()),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What is known of a run; its record's key is the run id."""
+
+    run: str
+    status: Status
+    config: str
+    """JSON: the whole configuration."""
+    info: str
+    """JSON: digests of tokenizer, template and stop ids; the reason of a failure."""
+    created_ns: int
+    updated_ns: int
+
+
+def encode(record: RunRecord) -> bytes:
+    """The payload of a run's record."""
+    writer = Writer()
+    for text in (record.run, record.status, record.config, record.info):
+        writer.texts((text,))
+    writer.int64s((record.created_ns,))
+    writer.int64s((record.updated_ns,))
+    return CODEC.encode(writer)
+
+
+def decode(value: Payload) -> RunRecord:
+    """The run's record in a payload; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def headers(record: RunRecord, *, run: str | None = None) -> Headers:
+    """What a run's record says on its outside; the outcome is its status."""
+    return Headers(run=record.run if run is None else run, schema=SCHEMA, outcome=record.status)
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return one_of(read_headers(record.headers, run=run, schema=SCHEMA), outcomes=STATUSES)
+
+
+def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:
+    """Headers and payload of a run's record, which must agree; any run's without `run`. Raises `Unusable`."""
+    wanted = run if run is not None else (record.key or b"").decode("ascii", "replace")
+    found = check(record, run=wanted)
+    decoded = decode(record.value)
+    match(found, run=decoded.run, outcome=decoded.status)
+    return found, decoded
+
+
+def _build(reader: Reader) -> RunRecord:
+    run, status = reader.text(), reader.text()
+    require(status in STATUSES, f"status is {status[:60]!r}, expected one of {', '.join(STATUSES)}")
+    return RunRecord(
+        run=run,
+        status=status,  # type: ignore[arg-type]
+        config=reader.text(),
+        info=reader.text(),
+        created_ns=reader.int64(),
+        updated_ns=reader.int64(),
+    )

@@ -1,0 +1,181 @@
+"""The columns of finished samples, as `rollouts` carries one of them and `groups` carries a group's.
+
+Logprobs are of the distribution that was sampled from; they are null, NaN in memory, on tokens the model did not draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from topics.codec import null_block
+from topics.columns import Block, Bools, Float32s, Int32s, Reader, Writer, rows
+from topics.equality import ByValue
+from topics.errors import Unusable
+from topics.fields import column, list_of
+
+Finish = Literal["stop", "length", "abort"]
+FINISHES: tuple[Finish, ...] = get_args(Finish)
+
+_TURN = pa.struct(
+    [
+        column("start", pa.int32()),
+        column("end", pa.int32()),
+        column("source", pa.string()),
+        column("finish", pa.string(), nullable=True),
+        column("reward", pa.float64(), nullable=True),
+    ]
+)
+_MEDIUM = pa.struct([column("sha256", pa.string()), column("mime", pa.string()), column("uri", pa.string())])
+_TRAJECTORY = (
+    column("segments", list_of(list_of(pa.int32())), nullable=True),
+    column("turns", list_of(_TURN), nullable=True),
+    column("messages", pa.string(), nullable=True),
+    column("environment", pa.string(), nullable=True),
+    column("environment_version", pa.string(), nullable=True),
+    column("environment_seed", pa.int64(), nullable=True),
+    column("media", list_of(_MEDIUM), nullable=True),
+)
+"""Columns of multi-turn trajectories; null for a single completion."""
+
+SAMPLE_FIELDS = (
+    column("sample", pa.int64()),
+    column("token_ids", list_of(pa.int32())),
+    column("behaviour_logprobs", list_of(pa.float32(), nullable=True)),
+    column("loss_mask", list_of(pa.bool_())),
+    column("span_versions", list_of(pa.int32())),
+    column("span_starts", list_of(pa.int32())),
+    column("finish", pa.string()),
+    column("temperature", pa.float64()),
+    column("top_p", pa.float64()),
+    column("top_k", pa.int64()),
+    column("started_ns", pa.int64()),
+    column("ended_ns", pa.int64()),
+    column("worker", pa.string()),
+    *_TRAJECTORY,
+)
+_NAMES = tuple(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY)])
+
+
+@lru_cache(maxsize=1024)
+def _no_trajectory(count: int) -> Block:
+    return null_block(_TRAJECTORY, rows=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout(ByValue):
+    """One finished sample of a group; T tokens drawn under S policy versions, one after the other."""
+
+    group: int
+    sample: int
+    token_ids: Int32s
+    """[T]"""
+    behaviour_logprobs: Float32s
+    """[T] natural logarithms; NaN on tokens the model did not draw."""
+    loss_mask: Bools
+    """[T] True on tokens to train."""
+    span_versions: Int32s
+    """[S] policy version of each span, S >= 1: an empty sample was begun under some version, too."""
+    span_starts: Int32s
+    """[S] index of the first token of each span; the first is 0, they never fall, T at most."""
+    finish: Finish
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 where there is no limit."""
+    started_ns: int
+    ended_ns: int
+    worker: str
+
+    @property
+    def version_min(self) -> int:
+        """The oldest policy version any of it was drawn from."""
+        return min(map(int, self.span_versions))
+
+    @property
+    def version_max(self) -> int:
+        """The newest policy version any of it was drawn from."""
+        return max(map(int, self.span_versions))
+
+
+def flaw(rollout: Rollout, *, gaps: bool = True) -> str | None:
+    """What is wrong with a sample's arrays, or `None`; `gaps` is False where it is known that no logprob is missing."""
+    tokens = len(rollout.token_ids)
+    if not tokens == len(rollout.behaviour_logprobs) == len(rollout.loss_mask):
+        return f"{tokens} tokens, {len(rollout.behaviour_logprobs)} logprobs, {len(rollout.loss_mask)} loss mask elements"
+    starts = rollout.span_starts.tolist()
+    if not starts or len(starts) != len(rollout.span_versions):
+        return f"{len(starts)} span starts, {len(rollout.span_versions)} span versions"
+    if starts[0] != 0 or starts[-1] > tokens or starts != sorted(starts):
+        return f"span starts {starts[:8]} do not divide {tokens} tokens"
+    if gaps and (rollout.loss_mask & np.isnan(rollout.behaviour_logprobs)).any():
+        return "a token in the loss mask has no logprob"
+    if rollout.finish not in FINISHES:
+        return f"finish is {rollout.finish[:60]!r}, expected one of {', '.join(FINISHES)}"
+    return None
+
+
+def write_samples(writer: Writer, rollouts: Sequence[Rollout]) -> None:
+    """Write `SAMPLE_FIELDS`, a row per rollout; raises `ValueError` for one whose arrays do not fit together."""
+    logprobs = _joined([rollout.behaviour_logprobs for rollout in rollouts], np.float32)
+    missing = np.isnan(logprobs)
+    gaps = bool(missing.any())
+    for rollout in rollouts:
+        if problem := flaw(rollout, gaps=gaps):
+            raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
+    writer.int64s([rollout.sample for rollout in rollouts])
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    writer.lists(lengths)
+    writer.array(_joined([rollout.token_ids for rollout in rollouts], np.int32))
+    writer.lists(lengths)
+    writer.array(logprobs, missing=missing if gaps else None)
+    writer.lists(lengths)
+    writer.array(_joined([rollout.loss_mask for rollout in rollouts], np.bool_))
+    spans = [len(rollout.span_versions) for rollout in rollouts]
+    writer.lists(spans)
+    writer.array(_joined([rollout.span_versions for rollout in rollouts], np.int32))
+    writer.lists(spans)
+    writer.array(_joined([rollout.span_starts for rollout in rollouts], np.int32))
+    writer.texts([rollout.finish for rollout in rollouts])
+    writer.doubles([rollout.temperature for rollout in rollouts])
+    writer.doubles([rollout.top_p for rollout in rollouts])
+    writer.int64s([rollout.top_k for rollout in rollouts])
+    writer.int64s([rollout.started_ns for rollout in rollouts])
+    writer.int64s([rollout.ended_ns for rollout in rollouts])
+    writer.texts([rollout.worker for rollout in rollouts])
+    writer.block(_no_trajectory(len(rollouts)))
+
+
+def read_samples(reader: Reader, *, group: int) -> list[Rollout]:
+    """Read `SAMPLE_FIELDS`: the samples of a group; raises `Unusable`."""
+    columns = (
+        reader.int64s(),
+        rows(reader.lists(), reader.ints()),
+        rows(reader.lists(), logprobs := reader.floats()),
+        rows(reader.lists(), reader.bools()),
+        rows(reader.lists(), reader.ints()),
+        rows(reader.lists(), reader.ints()),
+        reader.texts(),
+        reader.doubles(),
+        reader.doubles(),
+        reader.int64s(),
+        reader.int64s(),
+        reader.int64s(),
+        reader.texts(),
+    )
+    skipped = _no_trajectory(1)
+    reader.skip(nodes=len(skipped.nodes) // 2, buffers=len(skipped.sizes))
+    found = [Rollout(group=group, **dict(zip(_NAMES, row, strict=True))) for row in zip(*columns, strict=True)]
+    gaps = bool(np.isnan(logprobs).any())
+    for rollout in found:
+        if problem := flaw(rollout, gaps=gaps):
+            raise Unusable(f"sample {rollout.sample}: {problem}", kind="undecodable")
+    return found
+
+
+def _joined(arrays: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
+    if not arrays:
+        return np.empty(0, kind)
+    return np.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), kind)

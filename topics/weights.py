@@ -1,0 +1,205 @@
+"""`weights`: one manifest per policy version in partition 0, its bytes in chunks in the others. Trainer -> rollout workers.
+
+A manifest comes after its chunks and says where they are; a version counts when it is whole and its digest fits, or not at all."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from topics.codec import Codec
+from topics.columns import Payload, Reader, Writer, rows
+from topics.errors import require
+from topics.fields import column, list_of
+from topics.headers import Headers, match, read_headers
+from topics.record import Record
+
+SCHEMA = "weights/1"
+CHUNK_SCHEMA = "weights-chunk/1"
+ENCODINGS = ("full",)
+
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("version", pa.int64()),
+        column("step", pa.int64()),
+        column("base_version", pa.int64(), nullable=True),
+        column("nbytes", pa.int64()),
+        column("created_ns", pa.int64()),
+        column("encoding", pa.string()),
+        column("digest", pa.string()),
+        column("names", list_of(pa.string())),
+        column("dtypes", list_of(pa.string())),
+        column("shapes", list_of(list_of(pa.int64()))),
+        column("chunk_partitions", list_of(pa.int64())),
+        column("chunk_offsets", list_of(pa.int64())),
+        column("chunk_sizes", list_of(pa.int64())),
+        column("chunk_sha256", list_of(pa.string())),
+    ),
+)
+CHUNK_CODEC = Codec(CHUNK_SCHEMA, fields=(column("version", pa.int64()), column("index", pa.int64()), column("data", pa.binary())))
+_REQUIRED = ("policy-version-min",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A piece of a version's bytes."""
+
+    version: int
+    index: int
+    """Its place in the version, from 0."""
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a policy version consists of; tensors by name order, chunks by index."""
+
+    version: int
+    step: int
+    """Optimizer steps taken before it."""
+    encoding: str
+    """How the chunks become tensors: "full", their bytes one after the other."""
+    base_version: int | None
+    """The version the chunks are to be applied to; `None` when they stand alone."""
+    digest: str
+    """Hex SHA-256 over names, types, shapes and bytes of all tensors, independent of the chunks."""
+    nbytes: int
+    """Bytes in all chunks."""
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Element types, as "float32" or "bfloat16"."""
+    shapes: tuple[tuple[int, ...], ...]
+    chunk_partitions: tuple[int, ...]
+    chunk_offsets: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]
+    chunk_sha256: tuple[str, ...]
+    created_ns: int
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The payload of a manifest; raises `ValueError` where its lists do not fit together."""
+    if problem := _flaw(manifest):
+        raise ValueError(f"version {manifest.version}: {problem}")
+    writer = Writer()
+    for value in (manifest.version, manifest.step, manifest.base_version, manifest.nbytes, manifest.created_ns):
+        writer.int64s((value,))
+    writer.texts((manifest.encoding,))
+    writer.texts((manifest.digest,))
+    for texts in (manifest.names, manifest.dtypes):
+        writer.lists((len(texts),))
+        writer.texts(texts)
+    writer.lists((len(manifest.shapes),))
+    writer.lists([len(shape) for shape in manifest.shapes])
+    writer.int64s([size for shape in manifest.shapes for size in shape])
+    for numbers in (manifest.chunk_partitions, manifest.chunk_offsets, manifest.chunk_sizes):
+        writer.lists((len(numbers),))
+        writer.int64s(numbers)
+    writer.lists((len(manifest.chunk_sha256),))
+    writer.texts(manifest.chunk_sha256)
+    return CODEC.encode(writer)
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The payload of a chunk."""
+    writer = Writer()
+    writer.int64s((chunk.version,))
+    writer.int64s((chunk.index,))
+    writer.binaries((chunk.data,))
+    return CHUNK_CODEC.encode(writer)
+
+
+def decode(value: Payload) -> Manifest:
+    """The manifest in a payload; raises `Unusable`."""
+    return CODEC.decode(value, _build)
+
+
+def decode_chunk(value: Payload) -> Chunk:
+    """The chunk in a payload, its data a view of `value`; raises `Unusable`."""
+    return CHUNK_CODEC.decode(value, _build_chunk)
+
+
+def headers(manifest: Manifest, *, run: str, worker: str | None = None) -> Headers:
+    """What a manifest says on its outside."""
+    return Headers(run=run, schema=SCHEMA, policy_version_min=manifest.version, worker=worker)
+
+
+def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Headers:
+    """What a chunk says on its outside; `part` is its place in the version."""
+    return Headers(run=run, schema=CHUNK_SCHEMA, policy_version_min=chunk.version, part=chunk.index, worker=worker)
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a manifest of `run`, its payload untouched; raises `Unusable`."""
+    return read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED)
+
+
+def check_chunk(record: Record, *, run: str) -> Headers:
+    """The headers of a chunk of `run`, its payload untouched; raises `Unusable`."""
+    return read_headers(record.headers, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
+    """Headers and payload of a manifest of `run`, which must agree; raises `Unusable`."""
+    found = check(record, run=run)
+    manifest = decode(record.value)
+    match(found, policy_version_min=manifest.version)
+    return found, manifest
+
+
+def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
+    """Headers and payload of a chunk of `run`, which must agree; raises `Unusable`."""
+    found = check_chunk(record, run=run)
+    chunk = decode_chunk(record.value)
+    match(found, policy_version_min=chunk.version, part=chunk.index)
+    return found, chunk
+
+
+def _flaw(manifest: Manifest) -> str | None:
+    tensors = {len(manifest.names), len(manifest.dtypes), len(manifest.shapes)}
+    chunks = {len(manifest.chunk_partitions), len(manifest.chunk_offsets), len(manifest.chunk_sizes), len(manifest.chunk_sha256)}
+    if len(tensors) != 1 or len(chunks) != 1:
+        return f"lists of tensors have lengths {sorted(tensors)}, lists of chunks {sorted(chunks)}; each must be of one length"
+    if manifest.encoding not in ENCODINGS:
+        return f"encoding is {manifest.encoding[:60]!r}, expected one of {', '.join(ENCODINGS)}"
+    if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
+        return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
+    return None
+
+
+def _build(reader: Reader) -> Manifest:
+    version, step, base_version, nbytes, created_ns = (
+        reader.int64(),
+        reader.int64(),
+        reader.int64s_or_none()[0],
+        reader.int64(),
+        reader.int64(),
+    )
+    manifest = Manifest(
+        version=version,
+        step=step,
+        base_version=base_version,
+        nbytes=nbytes,
+        created_ns=created_ns,
+        encoding=reader.text(),
+        digest=reader.text(),
+        names=tuple(rows(reader.lists(), reader.texts())[0]),
+        dtypes=tuple(rows(reader.lists(), reader.texts())[0]),
+        shapes=_read_shapes(reader),
+        chunk_partitions=tuple(rows(reader.lists(), reader.int64s())[0]),
+        chunk_offsets=tuple(rows(reader.lists(), reader.int64s())[0]),
+        chunk_sizes=tuple(rows(reader.lists(), reader.int64s())[0]),
+        chunk_sha256=tuple(rows(reader.lists(), reader.texts())[0]),
+    )
+    problem = _flaw(manifest)
+    require(problem is None, problem or "")
+    return manifest
+
+
+def _read_shapes(reader: Reader) -> tuple[tuple[int, ...], ...]:
+    low, high = reader.lists()
+    bounds = reader.lists()
+    return tuple(tuple(shape) for shape in rows(bounds, reader.int64s())[low:high])
+
+
+def _build_chunk(reader: Reader) -> Chunk:
+    return Chunk(version=reader.int64(), index=reader.int64(), data=reader.binaries()[0])

@@ -1,0 +1,128 @@
+"""The evaluator: every n-th version on held-out prompts, greedy and sampled, to `metrics`.
+
+The rule: it reads the same weights as everybody and never delays training; to end a run early it can only ask.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from infra.children import ChildPool, Failed
+from infra.engines.requests import Completion, Engine, GroupRequest, Sampling
+from pipeline.control import Control
+from pipeline.engines import make_engine
+from pipeline.evaluation import EarlyStopping, due, summary
+from pipeline.rendering import Decoder, Renderer
+from pipeline.rewards import CHILD, Score, payload, spec
+from pipeline.runs import open_eval_data
+from pipeline.session import Session
+from pipeline.weights import fetch
+
+SEED_OFFSET = 1_000_003
+"""Keeps the evaluator's random numbers apart from the rollout workers', whose seeds are run.seed with the same group numbers."""
+
+
+def main(session: Session) -> None:
+    """Evaluate versions until the run is closed and its last version is done."""
+    os.nice(5)  # on a full machine rollouts and training come first
+    held = session.config.eval
+    if held.source is None:
+        raise ValueError("this run has no eval.source, so there is nothing to evaluate")
+    session.doing("loading the model", now=True)
+    evaluator = Evaluator.open(session)
+    control = Control(session.log, session.run)
+    stopping, done = EarlyStopping(held.target, held.patience), set[int]()
+    while not session.stop.is_set():
+        control.poll(0.2)
+        story = control.story
+        version = due(newest=story.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=story.closed is not None)
+        session.status()
+        if version is None:
+            if story.closed is not None:
+                break
+            session.doing("waiting for a version to evaluate")
+            continue
+        done.add(version)
+        session.doing(f"evaluating version {version}", now=True)
+        values = evaluator.evaluate(version, control)
+        if values is None:
+            break
+        reason = stopping.note(version=version, accuracy=values["greedy_accuracy"])
+        labels = {"source": held.source} | ({"ask": "stop", "reason": reason} if reason else {})
+        session.report(kind="eval", values={**values, "best_version": float(stopping.best_version or 0)}, labels=labels, version=version)
+    evaluator.close()
+    control.close()
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """An engine, the held-out prompts and the reward functions."""
+
+    session: Session
+    engine: Engine
+    pool: ChildPool[int]
+    decoder: Decoder
+    rows: list[tuple[Any, Any]]
+    """(data row, its token ids)"""
+
+    @classmethod
+    def open(cls, session: Session) -> "Evaluator":
+        """Load the model and render the held-out prompts."""
+        config = session.config
+        dataset = open_eval_data(config)
+        renderer = Renderer(config.model.path, chat_template=config.data.chat_template, max_prompt_tokens=config.data.max_prompt_tokens)
+        rows = [(dataset[i], renderer.render(dataset[i])) for i in range(len(dataset))]
+        reward = config.reward
+        pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=1, timeout_s=reward.timeout_s)
+        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows)
+
+    def evaluate(self, version: int, control: Control) -> dict[str, float] | None:
+        """Greedy accuracy, avg@k and pass@k of one version; None when the worker was stopped meanwhile."""
+        session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
+        started = time.monotonic()
+        self.engine.load_weights(version, fetch(session.log, control.story.manifests[version], run=session.run))
+        longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
+        outcomes: dict[bool, dict[int, list[bool]]] = {}
+        for greedy, rows in ((True, 1), (False, held.samples)):
+            how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
+            for index, (row, (text, token_ids)) in enumerate(self.rows):
+                if session.stop.is_set():
+                    return None
+                session.status()
+                request = GroupRequest(
+                    group=index, prompt_ids=token_ids, samples=tuple(range(rows)), rows=rows, seed=session.config.run.seed + SEED_OFFSET, sampling=how
+                )
+                completions = self._draw(request)
+                texts = [self.decoder.decode(completion.token_ids) for completion in completions]
+                self.pool.submit(index, payload(texts, prompt=text, messages=row.messages, columns=row.columns))
+            outcomes[greedy] = self._scored()
+        order = range(len(self.rows))
+        values = summary(greedy=[outcomes[True][i][0] for i in order], sampled=[outcomes[False][i] for i in order])
+        session.say(f"version {version}: greedy {values['greedy_accuracy']:.3f}, sampled {values['sampled_accuracy']:.3f}")
+        return {**values, "eval_s": time.monotonic() - started}
+
+    def close(self) -> None:
+        """End the children and let go of the model."""
+        self.pool.close()
+        self.engine.close()
+
+    def _draw(self, request: GroupRequest) -> list[Completion]:
+        self.engine.submit(request)
+        completions: list[Completion] = []
+        while not self.engine.idle:
+            completions += self.engine.step()
+        return sorted(completions, key=lambda completion: completion.sample)
+
+    def _scored(self) -> dict[int, list[bool]]:
+        """By prompt, whether each completion earned everything there is to earn."""
+        reward = self.session.config.reward
+        full = sum(reward.weights or [1.0] * len(reward.functions))
+        found: dict[int, list[bool]] = {}
+        while self.pool.pending:
+            for result in self.pool.poll(1.0):
+                if isinstance(result, Failed):
+                    raise ValueError(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
+                found[result.key] = [value >= full - 1e-9 for value in Score.of(result.result).rewards]
+            self.session.status()
+        return found

@@ -1,0 +1,263 @@
+"""The scorer: `prompts` p and `rollouts` p become `groups` p, in Kafka transactions.
+
+The rule: until its record stands in `groups`, only the scorer that owns the partition decides how a group ends; a broken reward is
+`failed` and a dead letter, never a zero.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+from infra.children import ChildPool, Done, Failed
+from infra.errors import LostPartition, OutcomeUnknown
+from infra.log import Assigned, Event, Member, Records, Revoked, Transactions
+from pipeline.advantages import handle_truncated, zero_variance
+from pipeline.control import Control
+from pipeline.grouping import OpenGroup, PartitionGroups, WorkingTime
+from pipeline.rendering import Decoder
+from pipeline.rewards import CHILD, Score, payload, spec
+from pipeline.session import Session
+from topics import groups, prompts, rollouts
+from topics.errors import Unusable
+from topics.groups import Group, ScoredSample
+from topics.record import Outgoing, Record
+
+CONTROL_EVERY_S = 0.5
+
+
+def main(session: Session) -> None:
+    """Score groups until the run is closed."""
+    config = session.config
+    session.check_model()
+    topics = [session.topic("prompts"), session.topic("rollouts")]
+    control = Control(session.log, session.run)
+    transactions = session.log.transactions(f"{session.run}.{session.worker}")
+    reward = config.reward
+    pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=config.scorer.processes, timeout_s=reward.timeout_s)
+    member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
+    scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
+    looked = 0.0
+    try:
+        while control.story.closed is None and not session.stop.is_set():
+            scorer.turn()
+            if time.monotonic() - looked > CONTROL_EVERY_S:
+                looked = time.monotonic()
+                control.poll(0.0)
+    finally:
+        pool.close()
+        member.close(5.0)
+        transactions.close()
+        control.close()
+
+
+@dataclass(slots=True)
+class Scorer:
+    """The scorer's state between two turns of its loop."""
+
+    session: Session
+    member: Member
+    transactions: Transactions
+    pool: ChildPool[int]
+    decoder: Decoder
+    owned: dict[int, PartitionGroups] = field(default_factory=dict)
+    clock: WorkingTime = field(default_factory=WorkingTime)
+    _scoring: dict[int, tuple[int, OpenGroup]] = field(default_factory=dict)
+
+    def turn(self) -> None:
+        """Take what arrived, have complete groups scored, write what was scored."""
+        for event in self.member.take(0.001 if self._scoring else 0.1):
+            self._on(event)
+        self.clock.tick(working=self.member.outage_s == 0)
+        ended = [self._ended(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
+        ended += self._abandoned()
+        self._write([group for group in ended if group is not None])
+        self.session.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
+        self.session.doing("scoring" if self._scoring else "waiting for samples")
+        self.session.status()
+
+    def _on(self, event: Event) -> None:
+        match event:
+            case Assigned():
+                self._assigned(event)
+            case Revoked():
+                for _, partition in event.partitions:
+                    self.owned.pop(partition, None)
+            case Records():
+                for record in event.records:
+                    self._received(record)
+
+    def _assigned(self, event: Assigned) -> None:
+        for (topic, partition), committed in event.partitions.items():
+            state = self.owned.setdefault(partition, PartitionGroups(partition))
+            if topic == self.session.topic("prompts"):
+                state.prompts_position = committed.offset or 0
+            else:
+                state.rollouts_position = committed.offset or 0
+        self._read_finished(sorted({partition for _, partition in event.partitions}))
+
+    def _read_finished(self, partitions: list[int]) -> None:
+        """Learn from `groups` which groups of these partitions have ended."""
+        if not partitions:
+            return
+        tail = self.session.log.tail({(self.session.topic("groups"), partition): "earliest" for partition in partitions})
+        for record in tail.read_to_end(120.0):
+            try:
+                headers = groups.check(record, run=self.session.run)
+            except Unusable:
+                continue  # the trainer owns reading `groups`
+            if headers.group is not None and record.partition in self.owned:
+                self.owned[record.partition].finish(headers.group)
+        tail.close()
+
+    def _received(self, record: Record) -> None:
+        state = self.owned.get(record.partition)
+        if state is None:
+            return
+        if record.topic == self.session.topic("prompts"):
+            self._prompt(state, record)
+        else:
+            self._sample(state, record)
+
+    def _prompt(self, state: PartitionGroups, record: Record) -> None:
+        state.prompts_position = record.offset + 1
+        try:
+            with self.session.costs.decoding():
+                prompt = prompts.read(record, run=self.session.run)[1]
+        except Unusable:
+            return  # the rollout workers own reading `prompts`
+        if state.add_prompt(record, prompt, now_s=self.clock.now_s):
+            self._submit(state, prompt.group)
+
+    def _sample(self, state: PartitionGroups, record: Record) -> None:
+        state.rollouts_position = record.offset + 1
+        try:
+            headers = rollouts.check(record, run=self.session.run)
+            assert headers.group is not None and headers.sample is not None
+            if state.has(headers.group, headers.sample):
+                if headers.group not in state.finished or headers.group in state.open:
+                    self.session.duplicate(f"sample {headers.sample} of group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
+                return
+            if headers.sample >= self.session.rules.samples_per_prompt:
+                raise Unusable(f"sample {headers.sample} of group {headers.group}: a group has {self.session.rules.samples_per_prompt}", kind="mismatch")
+            with self.session.costs.decoding():
+                rollout = rollouts.read(record, run=self.session.run)[1]
+        except Unusable as error:
+            self.session.dead_letter(record, error)
+            return
+        state.add_sample(record, rollout, now_s=self.clock.now_s)
+        self._submit(state, rollout.group)
+
+    def _submit(self, state: PartitionGroups, number: int) -> None:
+        """Have a group scored once all its samples are there."""
+        group = state.open[number]
+        if not group.complete or group.submitted:
+            return
+        assert group.prompt is not None
+        group.submitted = True
+        self._scoring[number] = (state.partition, group)
+        completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in group.ordered()]
+        messages = json.loads(group.prompt.messages) if group.prompt.messages else None
+        columns = json.loads(group.prompt.columns)
+        self.pool.submit(number, payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns))
+
+    def _ended(self, result: Done[int] | Failed[int]) -> Group | None:
+        """A scored, filtered or failed group, from what its rewards say."""
+        partition, group = self._scoring.pop(result.key)
+        state = self.owned.get(partition)
+        if state is None or state.open.get(group.group) is not group:
+            return None  # the partition went to another owner meanwhile
+        config = self.session.config
+        samples = group.ordered()
+        completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in samples]
+        if isinstance(result, Failed):
+            return self._failed(group, result.reason)
+        score = Score.of(result.result)
+        rewards: list[float] = list(score.rewards)
+        if config.algorithm.truncated == "penalise":
+            cut = [sample.finish == "length" for sample in samples]
+            rewards = handle_truncated(rewards, truncated=cut, rule="penalise", penalty=config.algorithm.truncated_penalty)[0].tolist()
+        self.session.add("groups")
+        scored = tuple(
+            ScoredSample(rollout=sample, completion=text, reward=reward, components=components)
+            for sample, text, reward, components in zip(samples, completions, rewards, score.components, strict=True)
+        )
+        if config.algorithm.filter_zero_variance and zero_variance(rewards):
+            return self._group(group, "filtered", f"every sample has the reward {rewards[0]:g}", scored)
+        return self._group(group, "scored", None, scored)
+
+    def _failed(self, group: OpenGroup, reason: str) -> Group:
+        assert group.prompt_record is not None
+        self.session.dead_letter(group.prompt_record, Unusable(f"reward of group {group.group}: {reason}", kind="reward-failed"))
+        return self._group(group, "failed", reason, ())
+
+    def _abandoned(self) -> list[Group]:
+        """Incomplete groups past their deadline, in working time; and samples that belong to no prompt."""
+        ended = []
+        deadline = self.session.config.scorer.group_deadline_s
+        for state in self.owned.values():
+            for group in state.overdue(now_s=self.clock.now_s, deadline_s=deadline):
+                assert group.prompt is not None
+                there = f"{len(group.samples)} of {group.prompt.samples_per_prompt} samples after {deadline:g} s"
+                ended.append(self._group(group, "abandoned", there, ()))
+            for group in state.orphans(now_s=self.clock.now_s):
+                del state.open[group.group]
+                for record in group.records.values():
+                    self.session.dead_letter(record, Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan"))
+        return ended
+
+    def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
+        prompt, reward = group.prompt, self.session.config.reward
+        assert prompt is not None
+        return Group(
+            group=prompt.group,
+            outcome=outcome,
+            reason=reason,
+            slot=prompt.slot,
+            min_version=prompt.min_version,
+            samples_per_prompt=prompt.samples_per_prompt,
+            epoch=prompt.epoch,
+            row=prompt.row,
+            prompt=prompt.prompt,
+            prompt_ids=prompt.token_ids,
+            columns=prompt.columns,
+            reward_names=tuple(reward.functions),
+            reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
+            samples=samples,
+            created_ns=prompt.created_ns,
+            scored_ns=time.time_ns(),
+        )
+
+    def _write(self, ended: list[Group]) -> None:
+        """Commit outcomes and offsets together; when their fate is unknown, the log is asked."""
+        if not ended:
+            return None
+        where = {group.group: p for p, state in self.owned.items() for group in ended if group.group in state.open}
+        ended = [group for group in ended if group.group in where]
+        records: list[Outgoing] = []
+        with self.session.costs.encoding():
+            for group in ended:
+                for headers, value in groups.encode_parts(group, run=self.session.run, worker=self.session.worker):
+                    key, partition = str(group.group).encode(), where[group.group]
+                    records.append(Outgoing(topic=self.session.topic("groups"), partition=partition, key=key, headers=headers.encode(), value=value))
+        kept = {group.group: self.owned[where[group.group]].open.pop(group.group) for group in ended}
+        offsets = self._offsets({where[group.group] for group in ended})
+        for number, held in kept.items():
+            self.owned[where[number]].open[number] = held
+        try:
+            self.transactions.commit(records, offsets=offsets, member=self.member.membership())
+        except LostPartition:
+            return None  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
+        except OutcomeUnknown:
+            self._read_finished(sorted({where[group.group] for group in ended}))
+            return self._write([group for group in ended if group.group in self.owned[where[group.group]].open])
+        for group in ended:
+            self.owned[where[group.group]].finish(group.group)
+        return None
+
+    def _offsets(self, partitions: set[int]) -> dict[tuple[str, int], tuple[int, str]]:
+        found: dict[tuple[str, int], tuple[int, str]] = {}
+        for partition in partitions:
+            at_prompts, at_rollouts = self.owned[partition].offsets()
+            found[self.session.topic("prompts"), partition] = (at_prompts, "")
+            found[self.session.topic("rollouts"), partition] = (at_rollouts, "")
+        return found

@@ -1,0 +1,198 @@
+"""The tracker: `ledger` and `metrics` become points of one MLflow run and lines of `metrics.jsonl`; at the end, the report.
+
+The rule: a point is made from its record alone, dated by it, so that a tracker that starts again makes the same points and none twice.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from infra.broker.state import state_directory
+from infra.tracking import Point, Target, Uploader, without_credentials
+from pipeline.points import Points, flatten, without_secrets
+from pipeline.points_file import PointsFile
+from pipeline.report import as_text, collect
+from pipeline.session import Session
+from pipeline.view import RunView
+from topics.catalogue import RUNS_TOPIC
+from topics.errors import Unusable
+from topics.ledger import Entry
+from topics.metrics import Measurement
+from topics.record import Record
+
+POLL_S = 0.5
+QUIET_S = 10.0
+"""A worker that is still at it reports each second; after so long without a word it will not send its last measurement."""
+CLOSED_S = 3.0
+"""Wait at least so long after the run was closed: a worker may not have said anything yet."""
+SETTLE_S = 2.0
+"""Time for groups scored before a version was published to arrive, before that version's reward is called final."""
+MLFLOW_END_S = 30.0
+MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+def main(session: Session) -> None:
+    """Follow the run until it is closed and its workers have ended, or until told to stop; leaves a report either way."""
+    directory = state_directory() / "runs" / session.run
+    directory.mkdir(parents=True, exist_ok=True)
+    uploader = _uploader(session)
+    tracker = Tracker(session, directory=directory, uploader=uploader)
+    try:
+        tracker.follow()
+        tracker.end()
+    finally:
+        tracker.close()
+
+
+class Tracker:
+    """Reads a run's topics, passes the points on, and says who MLflow's run is."""
+
+    def __init__(self, session: Session, *, directory: Path, uploader: Uploader | None) -> None:
+        self.session, self.directory, self.uploader = session, directory, uploader
+        self.view = RunView(run=session.run)
+        self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.rules)
+        self.file = PointsFile(directory / "metrics.jsonl")
+        self._owned = {RUNS_TOPIC, session.topic("ledger"), session.topic("metrics")}
+        names = [*sorted(self._owned), session.topic("groups")]
+        starts = {(name, partition): "earliest" for name in names for partition in range(session.log.partitions(name) or 0)}
+        self._tail = session.log.tail(starts)
+        self._heard: dict[str, float] = {}
+        self._published: deque[tuple[float, int]] = deque()
+        self._closed_at: float | None = None
+        self._announced = False
+
+    def follow(self) -> None:
+        """Pass on what is there and what comes, until nothing more is to be expected."""
+        session = self.session
+        session.doing("reading the log")
+        self._take(self._tail.read_to_end(120.0))
+        while not session.stop.is_set() and not self._over():
+            self._take(self._tail.poll(POLL_S))
+            self._announce()
+            session.doing(self._state())
+            session.status()
+        self._take(self._tail.read_to_end(60.0))
+
+    def end(self) -> None:
+        """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
+        session, uploader = self.session, self.uploader
+        session.doing("writing the report", now=True)
+        self._pass_on(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
+        run_id = uploader.wait_for_run(MLFLOW_END_S / 3) if uploader else None
+        self._announce()
+        report = collect(session.log, session.run, mlflow_run_id=run_id)
+        if uploader is not None:
+            report["mlflow_uri"] = uploader.shown_uri
+        files = self._write(report)
+        if uploader is None:
+            return
+        if self.view.ended:
+            done = uploader.finish(MLFLOW_STATUS[self.view.status], artifacts=files, timeout_s=MLFLOW_END_S)
+        else:  # the run goes on, or was cut off: another tracker can take up from here
+            done = uploader.leave(MLFLOW_END_S)
+        if not done:
+            session.say(
+                f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in the log; "
+                f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
+            )
+
+    def close(self) -> None:
+        """Stop reading and close the file."""
+        self._tail.close()
+        self.file.close()
+
+    def _take(self, records: Iterable[Record]) -> None:
+        now = time.monotonic()
+        for record in records:
+            owned = record.topic in self._owned
+            duplicates = sum(self.view.duplicates.values())
+            try:
+                found = self.view.fold(record)
+            except Unusable as error:
+                if owned:
+                    self.session.dead_letter(record, error)
+                continue
+            if owned and sum(self.view.duplicates.values()) > duplicates:
+                self.session.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
+            if found is None:
+                continue
+            source = record.topic.removeprefix(f"{self.session.run}.")
+            if isinstance(found, Measurement):
+                self._heard[found.worker] = now
+            self._pass_on(self.points.of(found, record, source=source))
+            if isinstance(found, Entry) and found.kind == "version" and found.version is not None:
+                self._published.append((now, found.version))
+        while self._published and self._published[0][0] < now - SETTLE_S:
+            version = self._published.popleft()[1]
+            self._pass_on(self.points.rewards(self.view, before=version - self.session.rules.max_lag))
+        self.file.flush()
+
+    def _pass_on(self, found: Iterable[Any]) -> None:
+        for line in found:
+            self.file.write(line)
+            self.session.add("points")
+            if self.uploader is not None:
+                points = [
+                    Point(key=key, value=value, timestamp_ms=line.timestamp_ms, step=line.step) for key, value in line.values.items()
+                ]
+                self.uploader.put(points, source=line.source, number=line.number)
+
+    def _announce(self) -> None:
+        """Tell the log which MLflow run this is, so that a report finds it."""
+        if self.uploader is not None and not self._announced and self.uploader.run_id is not None:
+            labels = {"mlflow_run_id": self.uploader.run_id, "mlflow_uri": self.uploader.shown_uri}
+            self.session.report(kind="progress", values={}, labels=labels)
+            self._announced = True
+
+    def _state(self) -> str:
+        if self._closed_at is not None:
+            return "waiting for the workers to end"
+        waiting = self.uploader.queued if self.uploader else 0
+        return f"{waiting} points wait for MLflow" if waiting > 1000 else "following the run"
+
+    def _over(self) -> bool:
+        """Whether the run was closed and everybody has said their last word, or has been silent for long."""
+        now = time.monotonic()
+        if not self.view.ended:
+            return False
+        self._closed_at = self._closed_at or now
+        if now - self._closed_at < CLOSED_S:
+            return False
+        others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
+        return all(worker.ended or now - self._heard.get(worker.worker, 0.0) > QUIET_S for worker in others)
+
+    def _write(self, report: dict[str, Any]) -> list[Path]:
+        config = without_secrets(json.loads(self.session.record.config))
+        contents = {
+            "config.json": json.dumps(config, indent=2),
+            "report.json": json.dumps(report, indent=2),
+            "report.txt": as_text(report, directory=self.directory),
+        }
+        for name, text in contents.items():
+            beside = self.directory / f".{name}.tmp"
+            beside.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
+            beside.replace(self.directory / name)
+        return [self.directory / name for name in contents]
+
+
+def _uploader(session: Session) -> Uploader | None:
+    chosen = session.config.mlflow
+    if not chosen.enabled:
+        return None
+    state = state_directory()
+    config = without_secrets(json.loads(session.record.config))
+    local = chosen.tracking_uri is None
+    target = Target(
+        run=session.run,
+        uri=chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}",
+        experiment=chosen.experiment,
+        artifacts=(state / "mlartifacts").as_uri() if local else None,
+        params=flatten(config),
+        tags={"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock"},
+        start_ms=session.record.created_ns // 1_000_000,
+    )
+    session.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
+    return Uploader(target, say=session.say)
