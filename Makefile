@@ -58,6 +58,7 @@ check: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python tests/test_readme.py
 
 # No index URL, so that no host name gets into the lock.
 lock: $(STAMP)/environment

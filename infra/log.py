@@ -70,6 +70,14 @@ Commits = Mapping[Partition, tuple[int, str]]
 """Partition -> (offset of the next record to read, metadata of at most 4 KiB)."""
 
 
+def check_commits(offsets: Commits) -> None:
+    """Raise ValueError for commit metadata that a broker would refuse."""
+    for (topic, partition), (_, metadata) in offsets.items():
+        size = len(metadata.encode())
+        if size > MAX_COMMIT_METADATA:
+            raise ValueError(f"commit metadata of {topic}/{partition} has {size} bytes, at most {MAX_COMMIT_METADATA} fit")
+
+
 class Pending(Protocol):
     """A record on its way."""
 
@@ -135,7 +143,7 @@ class Log(Protocol):
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
     ) -> Member: ...
-    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 3.0) -> Producer: ...
+    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 5.0) -> Producer: ...
     def transactions(self, transactional_id: str, *, timeout_s: float = 15.0, give_up_s: float = 120.0) -> Transactions: ...
     def costs(self) -> dict[str, float]: ...
     def close(self) -> None: ...

@@ -1,16 +1,14 @@
-"""MLflow: one MLflow run per pipeline run, and a thread that brings points to it however often the server goes away.
+"""MLflow: one MLflow run per pipeline run.
 
-The rule: nobody waits for MLflow. What it has got is noted in the run's own tag, so that a restarted tracker goes on behind it.
+The rule: a pipeline run never has a second one. How far its log was read is noted in a tag, so that a restarted tracker goes on there.
 """
 
 import importlib
 import json
 import logging
 import os
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +23,8 @@ MAX_POINTS = 1000
 """Metrics in one request: the server's limit."""
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 500
-LONGEST_PAUSE_S = 15.0
-GATHER_S = 2.0
-"""Points of so long go into one request, which costs as much as a single one."""
 
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -76,6 +72,8 @@ class MlflowRun:
             self.run_id: str = found.info.run_id
             self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
             self._describe()
+            if found.info.status != "RUNNING":  # a tracker before this one was told to stop
+                self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:
         """Send at most `MAX_POINTS` points, and note how far each source has been read."""
@@ -122,108 +120,6 @@ class MlflowRun:
             self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMS])
 
 
-class Uploader:
-    """Brings points to MLflow from a thread of its own, with growing pauses while the server does not answer."""
-
-    def __init__(self, target: Target, *, say: Callable[[str], None]) -> None:
-        self.shown_uri = without_credentials(target.uri)
-        self.run_id: str | None = None
-        self._target, self._say = target, say
-        self._waiting: deque[tuple[str, int, tuple[Point, ...]]] = deque()
-        self._changed = threading.Condition()
-        self._ending: tuple[str, tuple[Path, ...]] | None = None
-        self._stopped = self._done = False
-        self._mlflow_run: MlflowRun | None = None
-        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
-
-    @property
-    def queued(self) -> int:
-        """Points that MLflow has not got yet."""
-        with self._changed:
-            return sum(len(points) for _, _, points in self._waiting)
-
-    def put(self, points: Sequence[Point], *, source: str, number: int) -> None:
-        """Hand over what the record `number` of `source` says; dropped when MLflow has got it in an earlier life."""
-        with self._changed:
-            self._waiting.append((source, number, tuple(points)))
-            self._changed.notify()
-
-    def wait_for_run(self, timeout_s: float) -> str | None:
-        """The MLflow run's id, as soon as the server has answered."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
-            return self.run_id
-
-    def finish(self, status: str, *, artifacts: Sequence[Path], timeout_s: float) -> bool:
-        """Deliver what is left, attach the files, set the status; False when the time was not enough."""
-        with self._changed:
-            self._ending = (status, tuple(artifacts))
-            self._changed.notify()
-        self._thread.join(timeout_s)
-        return self._done
-
-    def leave(self, timeout_s: float) -> bool:
-        """Deliver what is left and stop; the MLflow run stays open for the next tracker."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join(timeout_s)
-        return self._done
-
-    def _work(self) -> None:
-        pause, silent = 0.5, False
-        while not self._done:
-            try:
-                self._advance()
-            except TrackingError as error:
-                if not silent:
-                    self._say(f"{error}; the run goes on, and its points wait in the log")
-                silent = True
-                # Asked to end, it tries on without a pause worth naming: the caller has set the limit.
-                time.sleep(min(pause, 1.0) if self._ending or self._stopped else pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
-                continue
-            if silent:
-                self._say(f"MLflow at {self.shown_uri} answers again")
-            pause, silent = 0.5, False
-
-    def _advance(self) -> None:
-        """One step towards MLflow having everything: connect, send a batch, or end."""
-        if self._mlflow_run is None:
-            self._mlflow_run = MlflowRun(self._target)
-            with self._changed:
-                self.run_id = self._mlflow_run.run_id
-                self._changed.notify_all()
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ending or self._stopped)
-            self._changed.wait_for(lambda: self._ending or self._stopped or len(self._waiting) >= MAX_POINTS, GATHER_S)
-            taken, points, position = self._batch(self._mlflow_run.position)
-        if points or position:
-            self._mlflow_run.log(points, position=position)
-        with self._changed:
-            for _ in range(taken):
-                self._waiting.popleft()
-            if self._waiting or not (self._ending or self._stopped):
-                return
-        if self._ending is not None:
-            self._mlflow_run.finish(self._ending[0], artifacts=self._ending[1])
-        self._done = True
-
-    def _batch(self, have: Mapping[str, int]) -> tuple[int, list[Point], dict[str, int]]:
-        points: list[Point] = []
-        position: dict[str, int] = {}
-        taken = 0
-        for source, number, found in self._waiting:
-            if taken and len(points) + len(found) > MAX_POINTS:
-                break
-            taken += 1
-            if number >= have.get(source, 0):
-                points += found
-                position[source] = number + 1
-        return taken, points, position
-
-
 def without_credentials(uri: str) -> str:
     """The address without user and password, fit to be shown.
 
@@ -261,8 +157,11 @@ def _translated(uri: str) -> Iterator[None]:
     except TrackingError:
         raise
     except _foreign_errors() as error:
-        cause = " ".join(str(error).split())
-        raise TrackingError(f"MLflow at {without_credentials(uri)} does not take points ({type(error).__name__}: {cause[:160]})") from error
+        cause = _CREDENTIALS.sub("//", " ".join(str(error).split()))
+        # The client wraps whatever the connection ran into in sentences of its own.
+        silent = isinstance(error, OSError) or "failed with exception" in cause
+        said = "does not answer" if silent else f"refuses: {cause[:200]}"
+        raise TrackingError(f"MLflow at {without_credentials(uri)} {said}") from error
 
 
 def _foreign_errors() -> tuple[type[BaseException], ...]:

@@ -1,7 +1,15 @@
-"""Which engine a configuration names; the heavy ones are imported when they are made."""
+"""Which engine and which backend a configuration names; the heavy ones are imported when they are made.
 
+The rule: one model is loaded at a time in a process, because transformers changes global state while it loads.
+"""
+
+import threading
+
+from infra.backends import Backend, open_backend
 from infra.engines.requests import Engine
 from pipeline.config import Config
+
+_LOADING = threading.Lock()
 
 
 def make_engine(config: Config) -> Engine:
@@ -11,6 +19,35 @@ def make_engine(config: Config) -> Engine:
         from infra.engines.toy_engine import ToyEngine
 
         return ToyEngine()
-    from infra.engines.transformers_engine import TransformersEngine
+    with _LOADING:
+        import torch
 
-    return TransformersEngine(config.model.path, dtype=rollout.dtype, device=rollout.device, threads=rollout.threads)
+        from infra.engines.transformers_engine import TransformersEngine
+
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if rollout.device == "auto" else rollout.device
+        return TransformersEngine(config.model.path, dtype=rollout.dtype, device=device, threads=rollout.threads)
+
+
+def make_backend(config: Config, *, steps: int) -> Backend:
+    """A backend with the initial model and a learning rate schedule over `steps` steps. Raises `BackendError`."""
+    chosen = config.trainer
+    own = {"zero_stage": chosen.zero_stage} if chosen.backend == "deepspeed" else {}
+    with _LOADING:
+        return open_backend(
+            chosen.backend,
+            model_path=config.model.path,
+            lr=chosen.lr,
+            dtype=chosen.dtype,
+            device=chosen.device,
+            betas=(chosen.betas[0], chosen.betas[1]),
+            weight_decay=chosen.weight_decay,
+            lr_schedule=chosen.lr_schedule,
+            warmup_steps=chosen.warmup_steps,
+            total_steps=steps,
+            max_grad_norm=chosen.max_grad_norm,
+            threads=chosen.threads,
+            seed=config.run.seed,
+            gradient_checkpointing=chosen.gradient_checkpointing,
+            reference=config.algorithm.kl_coef > 0,
+            **own,
+        )

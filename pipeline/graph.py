@@ -80,7 +80,13 @@ _ROLES = (
     _role(
         "trainer",
         does="trains on scored groups, publishes policy versions and writes the run's one story",
-        reads={"groups": "samples with rewards", "ledger": "what was done before", "weights": "versions that exist already"},
+        reads={
+            "groups": "samples with rewards",
+            "ledger": "what was done before",
+            "weights": "versions that exist already",
+            "metrics": "an evaluator's wish to end the run",
+            "prompts": "headers, at the end: which groups nobody used",
+        },
         writes={
             "ledger": "steps, stale groups, versions, the end",
             "weights": "manifests and chunks",
@@ -101,7 +107,7 @@ _ROLES = (
     _role(
         "tracker",
         does="copies the story and the measurements to MLflow and metrics.jsonl",
-        reads={"ledger": "steps and versions", "metrics": "measurements"},
+        reads={"ledger": "steps and versions", "metrics": "measurements", "groups": "headers: rewards of all scored samples"},
         writes={"metrics": _REPORTS["metrics"], "dead-letters": _REPORTS["dead-letters"]},
         single=True,
         extras=("tracking",),

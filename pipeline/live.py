@@ -5,7 +5,7 @@ The rule: it only reads; a run does the same whether anybody watches or not.
 
 import time
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -98,15 +98,16 @@ class LiveView:
             known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(found.values.items()) if key.endswith("_accuracy")]
             self._print(f"version {found.version}: {', '.join(known)}", style="blue")
 
-    def _frame(self) -> object:
+    def _frame(self) -> RenderableType:
         now = time.monotonic()
         silent = {worker: now - heard for worker, heard in self._heard.items()}
-        outage = float(getattr(self._tail, "outage_s", 0.0))
-        return frame(self.view, now_s=time.time(), silent=silent, outage_s=outage, height=self._console.size.height)
+        outage = self._tail.outage_s if self._tail else 0.0
+        width, height = self._console.size
+        return frame(self.view, now_s=time.time(), silent=silent, outage_s=outage, width=width, height=height)
 
     def _draw(self) -> None:
         assert self._live is not None
-        self._live.update(self._frame(), refresh=True)  # type: ignore[arg-type]
+        self._live.update(self._frame(), refresh=True)
 
     def _print(self, text: str, *, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline import bottleneck
+from pipeline.facts import StepFacts, WorkerView
 from pipeline.report_text import STATUS_STYLES, duration, sparkline
-from pipeline.view import RunView, StepFacts, WorkerView, mean_reward
+from pipeline.view import RunView
 
 ROLE_ORDER = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
 ROLE_STYLES = {"feeder": "cyan", "rollout": "magenta", "scorer": "yellow", "trainer": "green", "evaluator": "blue"}
@@ -22,12 +23,17 @@ SPEED_STEPS = 20
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is marked."""
 HEADER_LINES = 10
+WIDE = 96
+"""Columns of a terminal with room for every number of a worker."""
+COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
 
 
-def frame(view: RunView, *, now_s: float, silent: Mapping[str, float], outage_s: float = 0.0, height: int = 40) -> RenderableType:
-    """The whole picture; `silent` says for how many seconds nothing was heard of each worker."""
+def frame(
+    view: RunView, *, now_s: float, silent: Mapping[str, float], outage_s: float = 0.0, width: int = 120, height: int = 40
+) -> RenderableType:
+    """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker."""
     parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s), Text("")]
-    parts.append(_workers(view, silent=silent, rows=max(4, height - HEADER_LINES)))
+    parts.append(_workers(view, silent=silent, rows=max(4, height - HEADER_LINES), all_columns=width >= WIDE))
     chosen = view.config.get("schedule", {})
     sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
     subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
@@ -58,7 +64,7 @@ def line(view: RunView, *, now_s: float) -> str:
     elif (found := bottleneck.find(view)) is not None:
         parts.append(_named(found))
     if view.dead_letters:
-        parts.append(f"{len(view.dead_letters)} dead letters")
+        parts.append(_letters(view))
     return "  ".join(parts)
 
 
@@ -113,7 +119,8 @@ def _learning(view: RunView) -> Text:
     if view.reward is None:
         text.append("no samples are scored yet", style="dim")
     else:
-        text.append(f"{view.reward:.3f} ", style="bold").append(sparkline(_curve(view)), style="green")
+        curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
+        text.append(f"{view.reward:.3f} ", style="bold").append(curve, style="green")
     if view.evals:
         version = max(view.evals)
         values = view.evals[version].values
@@ -135,19 +142,21 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     elif not view.ended:
         text.append(" · starting" if not view.steps else "", style="dim")
     if view.dead_letters:
-        text.append(f" · {len(view.dead_letters)} dead letters", style="yellow")
+        text.append(f" · {_letters(view)}", style="yellow")
     return text
 
 
-def _workers(view: RunView, *, silent: Mapping[str, float], rows: int) -> Table:
+def _workers(view: RunView, *, silent: Mapping[str, float], rows: int, all_columns: bool) -> Table:
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
-    for name in ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu"):
-        table.add_column(name, justify="right", no_wrap=True)
+    kept = [place for place, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
+    for place in kept:
+        table.add_column(COLUMNS[place], justify="right", no_wrap=True)
     found = _ordered(view)
     for worker in found[:rows]:
-        table.add_row(*_row(view, worker, silent_s=silent.get(worker.worker, 0.0)), style="dim" if worker.ended else "")
+        name, doing, *numbers = _row(view, worker, silent_s=silent.get(worker.worker, 0.0))
+        table.add_row(name, doing, *(numbers[place] for place in kept), style="dim" if worker.ended else "")
     if len(found) > rows:
         table.add_row(f"and {len(found) - rows} more", style="dim")
     return table
@@ -189,15 +198,6 @@ def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None
     return groups, samples, tokens
 
 
-def _curve(view: RunView) -> list[float | None]:
-    """Reward by version."""
-    by_version: dict[int, list[int]] = {}
-    for group, facts in view.groups.items():
-        if facts.version_min is not None:
-            by_version.setdefault(facts.version_min, []).append(group)
-    return [mean_reward([view.groups[group] for group in by_version[version]]) for version in sorted(by_version)]
-
-
 def _ordered(view: RunView) -> list[WorkerView]:
     place = {role: number for number, role in enumerate(ROLE_ORDER)}
 
@@ -205,6 +205,11 @@ def _ordered(view: RunView) -> list[WorkerView]:
         return place.get(worker.role, len(place)), worker.ended, len(worker.worker), worker.worker
 
     return sorted(view.workers.values(), key=order)
+
+
+def _letters(view: RunView) -> str:
+    count = len(view.dead_letters)
+    return f"{count} dead letter{'s' if count != 1 else ''}"
 
 
 def _named(found: bottleneck.Bottleneck) -> str:

@@ -5,7 +5,6 @@ once. Everything per token is [B, L-1], aligned to next-token positions as in `T
 `(logprobs, batch, ...) -> (loss sum, statistics)` of that kind.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -147,28 +146,24 @@ def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
 
 
 def summarise(sums: Mapping[str, float]) -> Stats:
-    """A step's summed statistics as means over its tokens, and the effective sample size.
+    """A step's summed statistics as means over its `tokens`, its `loss` (`loss_sum` / `denominator`) and the effective sample size.
 
     `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights w = current / behaviour (arXiv 2509.19128); clamping first
-    hides the tail it is there to show. `kl` and `kl_reference` are k3 means, `clip_fraction` is of tokens whose gradient was cut off.
+    hides the tail it is there to show. `kl` is k3 between proximal and current policy, `kl_behaviour` and `kl_reference` likewise;
+    `clip_fraction` is of tokens whose gradient was cut off. An own loss's `NAME_sum` comes out as the mean NAME.
     """
     tokens = sums["tokens"]
     if not tokens:
         return {"tokens": 0.0}
-    result = {
-        "tokens": tokens,
-        "clip_fraction": sums["clipped"] / tokens,
-        "ratio": sums["ratio_sum"] / tokens,
-        "kl": sums["kl_sum"] / tokens,
-        "kl_behaviour": sums["kl_behaviour_sum"] / tokens,
-        "ess": sums["weight_sum"] ** 2 / (tokens * sums["weight_square_sum"]) if sums["weight_square_sum"] else math.nan,
-    }
+    result = {"tokens": tokens}
+    if "clipped" in sums:
+        result["clip_fraction"] = sums["clipped"] / tokens
+    if sums.get("weight_squares"):
+        result["ess"] = sums["weight_sum"] ** 2 / (tokens * sums["weight_squares"])
     if "loss_sum" in sums:
         result["loss"] = sums["loss_sum"] / sums["denominator"]
-    for name in ("kl_reference", "entropy"):
-        if f"{name}_sum" in sums:
-            result[name] = sums[f"{name}_sum"] / tokens
-    return result
+    means = {name.removesuffix("_sum"): value / tokens for name, value in sums.items() if name.endswith("_sum")}
+    return means | result
 
 
 @torch.no_grad()
@@ -179,7 +174,7 @@ def _importance_sums(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, m
     return {
         "tokens": mask.sum(),
         "weight_sum": weight.sum(),
-        "weight_square_sum": (weight * weight).sum(),
+        "weight_squares": (weight * weight).sum(),
         "kl_behaviour_sum": ((torch.expm1(-log_weight) + log_weight) * mask).sum(),
     }
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.facts import Tally
 from pipeline.schedule import Schedule
-from pipeline.view import Folded, GroupFacts, RunView, mean_reward
+from pipeline.view import Folded, RunView
 from topics.ledger import Entry
 from topics.metrics import Measurement
 from topics.record import Record
@@ -64,20 +65,14 @@ class Points:
 
     def rewards(self, view: RunView, *, before: int) -> Iterator[Line]:
         """Mean reward of all scored samples by version, for the versions below `before` that were not given yet, in their order."""
-        if self._rewarded + 1 >= before:
-            return
-        by_version: dict[int, list[GroupFacts]] = {}
-        for facts in view.groups.values():
-            if facts.version_min is not None and facts.outcome in ("scored", "filtered"):
-                by_version.setdefault(facts.version_min, []).append(facts)
         for version in range(self._rewarded + 1, before):
             self._rewarded = version
-            reward = mean_reward(by_version.get(version, []))
-            if reward is None or not self._published:
+            tally = view.rewards.get(version, Tally())
+            if tally.mean is None or not self._published:
                 continue
             # Dated by the entry that made this version too old to be drawn from, or by the last one there is.
             overtaken = min(version + self._schedule.max_lag + 1, max(self._published))
-            values = {"reward": reward, "reward_samples": float(sum(facts.samples for facts in by_version[version]))}
+            values = {"reward": tally.mean, "reward_samples": float(tally.samples)}
             yield Line(
                 source="reward",
                 number=version,

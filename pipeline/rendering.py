@@ -1,6 +1,6 @@
 """From a row to token ids, once, and from token ids back to text; and the digests by which workers know that they mean the same tokens.
 
-The rule: a prompt is tokenised here and nowhere else. Only `Renderer` needs transformers, and it is the feeder's alone.
+The rule: a prompt is tokenised here and nowhere else. Only a `Renderer` with a chat template needs transformers, and it is the feeder's.
 """
 
 import hashlib
@@ -38,15 +38,15 @@ class Renderer:
 
     def __init__(self, model_directory: str | Path, *, chat_template: str = "auto", max_prompt_tokens: int = 1024) -> None:
         folder = model_folder(model_directory)
-        template = chat_template_of(folder, chat_template)
-        from transformers import AutoTokenizer
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        # The border to a library that reads a person's files: its errors have no common kind.
-        except Exception as error:
-            raise ValueError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
-        self._template, self._mode, self._limit = template, chat_template, max_prompt_tokens
+        self._template, self._mode, self._limit = chat_template_of(folder, chat_template), chat_template, max_prompt_tokens
+        self._light: Any = None
+        self._full: Any = None
+        settings = _json(folder / "tokenizer_config.json")
+        # transformers takes 8 CPU-seconds to import: plain text without tokens that only its settings add goes without it.
+        if self._template is None and not settings.get("add_bos_token") and not settings.get("add_eos_token"):
+            self._light = _light_tokenizer(folder)
+        else:
+            self._full = _full_tokenizer(folder)
 
     def render(self, row: Row) -> tuple[str, NDArray[np.int32]]:
         """The prompt's text and its token ids, int32 [L].
@@ -55,7 +55,10 @@ class Renderer:
             DataError: with the row's place: too long, empty, messages without a template, or a template that refuses them.
         """
         text = self._text(row)
-        ids = self._tokenizer(text, add_special_tokens=self._template is None, return_attention_mask=False)["input_ids"]
+        if self._light is not None:
+            ids = self._light.encode(text).ids
+        else:
+            ids = self._full(text, add_special_tokens=self._template is None, return_attention_mask=False)["input_ids"]
         if not ids:
             raise DataError(f"{row.origin}: the prompt has no tokens")
         if len(ids) > self._limit:
@@ -70,7 +73,7 @@ class Renderer:
             return row.prompt
         messages = row.messages if row.messages is not None else [{"role": "user", "content": row.prompt}]
         try:
-            text = self._tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False, add_generation_prompt=True)
+            text = self._full.apply_chat_template(messages, chat_template=self._template, tokenize=False, add_generation_prompt=True)
         # The border to a template, which may raise anything.
         except Exception as error:
             raise DataError(f"{row.origin}: the chat template refuses the prompt: {' '.join(str(error).split())[:300]}") from error
@@ -81,14 +84,7 @@ class Decoder:
     """Text of token ids, without special tokens, by the light `tokenizers` library."""
 
     def __init__(self, model_directory: str | Path) -> None:
-        folder = model_folder(model_directory)
-        from tokenizers import Tokenizer
-
-        try:
-            self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        # The library raises plain Exception for a file it cannot read.
-        except Exception as error:
-            raise ValueError(f"model.path: cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        self._tokenizer = _light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """The text of one completion."""
@@ -142,6 +138,26 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
     if chat_template == "on":
         raise ValueError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
     return None
+
+
+def _light_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # The library raises plain Exception for a file it cannot read.
+    except Exception as error:
+        raise ValueError(f"model.path: cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _full_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    # The border to a library that reads a person's files: its errors have no common kind.
+    except Exception as error:
+        raise ValueError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _stop_ids(folder: Path) -> list[int]:

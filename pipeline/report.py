@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from infra.log import Log
+from infra.log import Log, Partition, Start
+from pipeline.facts import StepFacts, together
 from pipeline.report_text import as_text, render
 from pipeline.schedule import DROPPED, MODES
-from pipeline.view import GroupFacts, RunView, StepFacts, mean_reward
+from pipeline.view import RunView
 from topics.catalogue import RUNS_TOPIC, TOPICS
 from topics.errors import Unusable
 
@@ -42,13 +43,13 @@ def load(log: Log, run: str, *, topics: Iterable[str] = ALL) -> RunView:
     """Fold these topics of a run up to their ends; records nobody can use are passed over."""
     view = RunView(run=run)
     names = [RUNS_TOPIC, *(f"{run}.{topic}" for topic in topics)]
-    starts = {(name, partition): "earliest" for name in names for partition in range(log.partitions(name) or 0)}
+    starts: dict[Partition, Start] = {(name, partition): "earliest" for name in names for partition in range(log.partitions(name) or 0)}
     if not starts:
         return view
     tail = log.tail(starts)
     try:
         # Full batches are folded as they come, so that a long run's records are never in memory together.
-        while len(records := tail.poll(1.0)) >= 100:
+        while len(records := tail.poll(0.2)) >= 100:
             _fold(view, records)
         _fold(view, records)
         _fold(view, tail.read_to_end(READ_LIMIT_S))
@@ -60,7 +61,7 @@ def load(log: Log, run: str, *, topics: Iterable[str] = ALL) -> RunView:
 def summarise(view: RunView) -> dict[str, Any]:
     """The report of a run that was read: the keys and their definitions are those of `report --json`."""
     steps = [view.steps[number] for number in sorted(view.steps)]
-    found = {
+    found: dict[str, Any] = {
         "run": view.run,
         "status": view.status,
         "reason": view.details.get("reason"),
@@ -91,7 +92,8 @@ def summarise(view: RunView) -> dict[str, Any]:
     }
     wall = found["time"]["train_s"]
     found["throughput"] = {name + "_per_s": found[name] / wall if wall else None for name in ("samples", "tokens")}
-    return _plain(found)
+    strict: dict[str, Any] = _plain(found)
+    return strict
 
 
 def tenth(steps: int) -> int:
@@ -121,19 +123,13 @@ def _schedule(view: RunView) -> dict[str, Any]:
 
 def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
     """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps."""
-    by_version: dict[int, list[GroupFacts]] = {}
-    for facts in view.groups.values():
-        if facts.version_min is not None and facts.outcome in ("scored", "filtered"):
-            by_version.setdefault(facts.version_min, []).append(facts)
     window = tenth(steps)
-    first = [facts for version, found in by_version.items() if version * per_version < window for facts in found]
-    last = [facts for version, found in by_version.items() if (version + 1) * per_version > steps - window for facts in found]
-    buckets: dict[int, list[GroupFacts]] = {}
-    width = max(1, math.ceil(len(by_version) / CURVE_POINTS))
-    for place, version in enumerate(sorted(by_version)):
-        buckets.setdefault(place // width, []).extend(by_version[version])
-    curve = [mean_reward(found) for found in buckets.values()]
-    return {"first": mean_reward(first), "last": mean_reward(last) if steps else None, "curve": curve}
+    first = together(tally for version, tally in view.rewards.items() if version * per_version < window)
+    last = together(tally for version, tally in view.rewards.items() if (version + 1) * per_version > steps - window)
+    versions = sorted(view.rewards)
+    width = max(1, math.ceil(len(versions) / CURVE_POINTS))
+    curve = [together(view.rewards[version] for version in versions[low : low + width]).mean for low in range(0, len(versions), width)]
+    return {"first": first.mean, "last": last.mean if steps else None, "curve": curve}
 
 
 def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | None]:

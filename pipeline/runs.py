@@ -18,7 +18,9 @@ from infra.errors import PenstockError
 from infra.log import Log
 from pipeline.config import Config, ConfigError, nearest, to_json
 from pipeline.data import check, open_dataset
-from pipeline.rendering import digests
+from pipeline.plugins import source_digest
+from pipeline.rendering import Renderer, digests
+from pipeline import rewards
 from pipeline.schedule import versions_of
 from topics import runs as topic
 from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
@@ -55,10 +57,18 @@ def inspect(config: Config, *, say: Callable[[str], None] = print) -> dict[str, 
         found = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
         say(f"checking the prompts of {data.source}")
+        renderer = Renderer(model, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
         dataset = open_data(config)
-        check(dataset)
+        check(dataset, also=renderer.render)
+        scoring = rewards.resolve(config.reward.functions, config.reward.weights)
+        scoring.check(dataset[0].columns)
         if config.eval.source is not None:
-            check(open_eval_data(config))
+            held_out = open_eval_data(config)
+            check(held_out, also=renderer.render)
+            scoring.check(held_out[0].columns)
+        for function in (config.algorithm.loss, config.advantage):
+            if ":" in function:
+                source_digest(function)
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
     rows, steps = len(dataset), config.steps(len(dataset))

@@ -7,8 +7,9 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from pipeline.facts import GroupFacts, StepFacts, Tally, WorkerView, together
 from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from topics.catalogue import RUNS_TOPIC
 from topics.dead_letters import DeadLetter
@@ -18,74 +19,12 @@ from topics.metrics import Measurement
 from topics.record import Record
 from topics.runs import RunRecord
 
-RATE_WINDOW = 10
-"""Statuses, one a second, over which a worker's rates are taken."""
+SCORED = frozenset({"scored", "filtered"})
+"""Outcomes with a reward for every sample."""
 RECENT_GROUPS = 64
 """Groups behind the moving mean of the reward."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
-
-
-class GroupFacts(NamedTuple):
-    """What the headers of a group's outcome say."""
-
-    outcome: str
-    samples: int
-    tokens: int
-    reward_mean: float | None
-    version_min: int | None
-
-
-class StepFacts(NamedTuple):
-    """A committed optimizer step, without the places of its groups."""
-
-    step: int
-    version: int
-    time_s: float
-    groups: tuple[int, ...]
-    metrics: dict[str, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class WorkerView:
-    """One worker as its measurements describe it; a restarted one keeps its name and gets a new incarnation."""
-
-    worker: str
-    role: str
-    incarnation: str = ""
-    time_ns: int = 0
-    values: dict[str, float] = field(default_factory=dict)
-    """Newest values of the newest incarnation."""
-    labels: dict[str, str] = field(default_factory=dict)
-    ended: bool = False
-    incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Last cumulative values of each incarnation."""
-    _recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
-
-    def add(self, found: Measurement) -> None:
-        """Take in a measurement; one of an earlier incarnation counts for the totals only."""
-        self.incarnations.setdefault(found.incarnation, {}).update(found.values)
-        if found.incarnation != self.incarnation:
-            if found.time_ns < self.time_ns:
-                return
-            self.incarnation, self.ended = found.incarnation, False
-            self._recent.clear()
-        self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
-        self.labels = {**self.labels, **found.labels}
-        self.ended = self.ended or found.kind == "final"
-        if found.kind == "status":
-            self._recent.append((found.time_ns, found.values))
-
-    def total(self, name: str) -> float:
-        """A cumulative value over all incarnations."""
-        return sum(values.get(name, 0.0) for values in self.incarnations.values())
-
-    def rate(self, name: str) -> float | None:
-        """A cumulative value per second over the last few statuses, None before there are two."""
-        having = [(time_ns, values[name]) for time_ns, values in self._recent if name in values]
-        if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
-            return None
-        return (having[-1][1] - having[0][1]) / (having[-1][0] - having[0][0]) * 1e9
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +51,9 @@ class RunView:
     """Records that were ignored because an earlier one says the same, by topic."""
     mlflow: dict[str, str] = field(default_factory=dict)
     """run_id and uri, once the tracker has said them."""
-    recent: deque[GroupFacts] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
+    rewards: dict[int, Tally] = field(default_factory=dict)
+    """All scored samples, filtered ones included, by the oldest policy version of their group."""
+    _recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
     _entries: set[int] = field(default_factory=set)
     _measured: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -177,8 +118,10 @@ class RunView:
             return None
         facts = GroupFacts(found.outcome, found.samples or 0, found.tokens or 0, found.reward_mean, found.policy_version_min)
         self.groups[found.group] = facts
-        if facts.reward_mean is not None and facts.samples:
-            self.recent.append(facts)
+        if facts.outcome in SCORED and facts.reward_mean is not None and facts.version_min is not None:
+            tally = Tally(facts.samples, facts.samples * facts.reward_mean)
+            self.rewards[facts.version_min] = self.rewards.get(facts.version_min, Tally()).plus(tally)
+            self._recent.append(tally)
         return found
 
     def _fold_prompts(self, record: Record) -> Headers | None:
@@ -214,10 +157,13 @@ class RunView:
     @property
     def status(self) -> str:
         """finished, stopped or failed once the ledger or the run's record says so, else created or running."""
-        said = self.record.status if self.record else "created"
         if self.closed is not None:
             return str(self.details.get("status", "finished"))
-        return "running" if said == "created" and self.opened is not None else said
+        said = self.record.status if self.record else "created"
+        since = self.record.updated_ns if self.record and said == "stopped" else 0
+        # A stopped run that is resumed is known by the workers that report again.
+        resumed = said == "stopped" and any(worker.time_ns > since and not worker.ended for worker in self.workers.values())
+        return "running" if resumed or (said == "created" and self.opened is not None) else said
 
     @property
     def ended(self) -> bool:
@@ -252,7 +198,7 @@ class RunView:
     @property
     def reward(self) -> float | None:
         """Moving mean over all scored samples of the last groups, before any filter."""
-        return mean_reward(list(self.recent))
+        return together(self._recent).mean
 
 
 _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
@@ -263,17 +209,6 @@ _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
     "rollouts": RunView._fold_rollouts,
     "dead-letters": RunView._fold_dead_letters,
 }
-
-
-def mean_reward(facts: list[GroupFacts]) -> float | None:
-    """Mean reward over the samples of these groups, None without any.
-
-    Example:
-        mean_reward([GroupFacts("scored", 3, 9, 1.0, 0), GroupFacts("filtered", 1, 3, 0.0, 0)])  # -> 0.75
-    """
-    scored = [(found.samples, found.reward_mean) for found in facts if found.reward_mean is not None and found.samples]
-    count = sum(samples for samples, _ in scored)
-    return sum(samples * reward for samples, reward in scored) / count if count else None
 
 
 def _object(text: str | None) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _split(payload: Payload) -> _Message:
 
 
 def _cut(view: memoryview, start: int, metadata: memoryview, layout: BatchLayout) -> _Message:
-    (length,) = struct.unpack_from("<q", metadata, layout.body)
+    length = numbers_of("q", 1).unpack_from(metadata, layout.body)[0] if layout.body else 0
     if not 0 <= length <= len(view) - start:
         raise ValueError(f"a body of {length} bytes is announced, {len(view) - start} are there")
     return _Message(metadata, layout, view[start : start + length], view[start + length :])

@@ -20,6 +20,7 @@ Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 _PADDING = tuple(bytes(-size & 7) for size in range(8))
+Number = TypeVar("Number", bound=np.generic)
 Elements = TypeVar("Elements", Int32s, Float32s, Bools, list[int], list[str], list[float], list[float | None])
 
 
@@ -190,19 +191,17 @@ class Reader:
 
     def ints(self) -> Int32s:
         """A column of int32 without nulls, as an array."""
-        length = self._length()
-        return np.frombuffer(self._body, np.int32, length, self._start()) if length else np.empty(0, np.int32)
+        return self._array(self._length(), np.int32)
 
     def floats(self) -> Float32s:
         """A column of float32 as an array; nulls are NaN."""
         length, valid = self._validity()
-        values = np.frombuffer(self._body, np.float32, length, self._start()) if length else np.empty(0, np.float32)
+        values = self._array(length, np.float32)
         return values if valid is None else np.where(valid, values, np.float32("nan"))
 
     def bools(self) -> Bools:
         """A column of booleans without nulls, as an array."""
-        length = self._length()
-        return self._from_bits(length)
+        return self._from_bits(self._length())
 
     def numbers_by_name(self) -> dict[str, float]:
         """One row of a map from strings to double."""
@@ -235,6 +234,8 @@ class Reader:
 
     def _binaries(self, length: int) -> list[memoryview]:
         bounds, start, body = self._bounds(length), self._start(), self._body
+        if length == 1:
+            return [body[start + bounds[0] : start + bounds[1]]]
         return [body[start + low : start + high] for low, high in pairwise(bounds)]
 
     def _bounds(self, length: int) -> tuple[int, ...]:
@@ -267,8 +268,13 @@ class Reader:
         self._buffer += 2
         return start
 
+    def _array(self, length: int, kind: type[Number]) -> NDArray[Number]:
+        start = self._start()
+        # Even for no elements numpy wants to begin within the body.
+        return np.frombuffer(self._body, kind, length, start) if length else np.empty(0, kind)
+
     def _from_bits(self, length: int) -> Bools:
-        packed = np.frombuffer(self._body, np.uint8, (length + 7) // 8, self._start()) if length else np.empty(0, np.uint8)
+        packed = self._array((length + 7) // 8, np.uint8)
         return np.unpackbits(packed, count=length, bitorder="little").view(np.bool_)
 
 
@@ -278,6 +284,8 @@ def rows(bounds: Sequence[int], values: Elements) -> list[Elements]:
     Example:
         rows((0, 2, 3), ["a", "b", "c"])  # -> [["a", "b"], ["c"]]
     """
+    if len(bounds) == 2:
+        return [values[bounds[0] : bounds[1]]]
     return [values[low:high] for low, high in pairwise(bounds)]
 
 

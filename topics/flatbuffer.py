@@ -10,7 +10,7 @@ RECORD_BATCH = 3
 """The value of `MessageHeader` for a record batch."""
 
 _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 1, 2, 3
-_BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
+_BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 1, 2, 3
 _U8, _U16, _I32, _U32 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<i"), struct.Struct("<I")
 Bytes = bytes | bytearray | memoryview
 
@@ -18,10 +18,8 @@ Bytes = bytes | bytearray | memoryview
 class BatchLayout(NamedTuple):
     """Positions in the metadata of one record-batch message; nodes and buffers are pairs of int64."""
 
-    rows: int
-    """Position of the int64 row count."""
     body: int
-    """Position of the int64 body length."""
+    """Position of the int64 body length; 0 where the message leaves it out, because there is no body."""
     nodes: int
     node_count: int
     buffers: int
@@ -42,8 +40,7 @@ def batch_layout(metadata: Bytes) -> BatchLayout:
     nodes = _follow(metadata, _required(metadata, batch, _BATCH_NODES))
     buffers = _follow(metadata, _required(metadata, batch, _BATCH_BUFFERS))
     return BatchLayout(
-        rows=_required(metadata, batch, _BATCH_LENGTH),
-        body=_required(metadata, message, _MESSAGE_BODY_LENGTH),
+        body=_slot(metadata, message, _MESSAGE_BODY_LENGTH),
         nodes=nodes + 4,
         node_count=_U32.unpack_from(metadata, nodes)[0],
         buffers=buffers + 4,

@@ -121,7 +121,7 @@ def write_samples(writer: Writer, rollouts: Sequence[Rollout]) -> None:
     """Write `SAMPLE_FIELDS`, a row per rollout; raises `ValueError` for one whose arrays do not fit together."""
     logprobs = _joined([rollout.behaviour_logprobs for rollout in rollouts], np.float32)
     missing = np.isnan(logprobs)
-    gaps = bool(missing.any())
+    gaps = bool(np.count_nonzero(missing))
     for rollout in rollouts:
         if problem := flaw(rollout, gaps=gaps):
             raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
@@ -168,7 +168,7 @@ def read_samples(reader: Reader, *, group: int) -> list[Rollout]:
     skipped = _no_trajectory(1)
     reader.skip(nodes=len(skipped.nodes) // 2, buffers=len(skipped.sizes))
     found = [Rollout(group=group, **dict(zip(_NAMES, row, strict=True))) for row in zip(*columns, strict=True)]
-    gaps = bool(np.isnan(logprobs).any())
+    gaps = bool(np.count_nonzero(np.isnan(logprobs)))
     for rollout in found:
         if problem := flaw(rollout, gaps=gaps):
             raise Unusable(f"sample {rollout.sample}: {problem}", kind="undecodable")

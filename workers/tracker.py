@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.broker.state import state_directory
-from infra.tracking import Point, Target, Uploader, without_credentials
+from infra.log import Partition, Start
+from infra.tracking import Point, Target, without_credentials
+from infra.uploader import Uploader
 from pipeline.points import Points, flatten, without_secrets
 from pipeline.points_file import PointsFile
 from pipeline.report import as_text, collect
@@ -30,7 +32,10 @@ CLOSED_S = 3.0
 """Wait at least so long after the run was closed: a worker may not have said anything yet."""
 SETTLE_S = 2.0
 """Time for groups scored before a version was published to arrive, before that version's reward is called final."""
-MLFLOW_END_S = 30.0
+MLFLOW_END_S = 60.0
+"""For what MLflow lacks when the run is over."""
+STOPPED_S = 10.0
+"""The same where somebody waits for this process to end."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -57,7 +62,8 @@ class Tracker:
         self.file = PointsFile(directory / "metrics.jsonl")
         self._owned = {RUNS_TOPIC, session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), session.topic("groups")]
-        starts = {(name, partition): "earliest" for name in names for partition in range(session.log.partitions(name) or 0)}
+        counts = {name: session.log.partitions(name) or 0 for name in names}
+        starts: dict[Partition, Start] = {(name, number): "earliest" for name, count in counts.items() for number in range(count)}
         self._tail = session.log.tail(starts)
         self._heard: dict[str, float] = {}
         self._published: deque[tuple[float, int]] = deque()
@@ -74,14 +80,14 @@ class Tracker:
             self._announce()
             session.doing(self._state())
             session.status()
-        self._take(self._tail.read_to_end(60.0))
+        self._take(self._tail.read_to_end(STOPPED_S))
 
     def end(self) -> None:
         """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
         session, uploader = self.session, self.uploader
         session.doing("writing the report", now=True)
         self._pass_on(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
-        run_id = uploader.wait_for_run(MLFLOW_END_S / 3) if uploader else None
+        run_id = uploader.wait_for_run(STOPPED_S) if uploader else None
         self._announce()
         report = collect(session.log, session.run, mlflow_run_id=run_id)
         if uploader is not None:
@@ -89,11 +95,8 @@ class Tracker:
         files = self._write(report)
         if uploader is None:
             return
-        if self.view.ended:
-            done = uploader.finish(MLFLOW_STATUS[self.view.status], artifacts=files, timeout_s=MLFLOW_END_S)
-        else:  # the run goes on, or was cut off: another tracker can take up from here
-            done = uploader.leave(MLFLOW_END_S)
-        if not done:
+        uploader.finish(self._mlflow_status(), artifacts=files)
+        if not self._delivered(uploader):
             session.say(
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in the log; "
                 f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
@@ -156,13 +159,30 @@ class Tracker:
     def _over(self) -> bool:
         """Whether the run was closed and everybody has said their last word, or has been silent for long."""
         now = time.monotonic()
-        if not self.view.ended:
-            return False
+        if self.view.closed is None and self.view.status not in ("finished", "failed"):
+            return False  # a stopped run may be resumed
         self._closed_at = self._closed_at or now
         if now - self._closed_at < CLOSED_S:
             return False
         others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
         return all(worker.ended or now - self._heard.get(worker.worker, 0.0) > QUIET_S for worker in others)
+
+    def _mlflow_status(self) -> str:
+        """How MLflow shows a run that ends here; one that was cut off can be resumed, and is then RUNNING again."""
+        if self.view.closed is None and any(worker.labels.get("status") == "failed" for worker in self.view.workers.values()):
+            return "FAILED"
+        return MLFLOW_STATUS.get(self.view.status, "KILLED")
+
+    def _delivered(self, uploader: Uploader) -> bool:
+        """Wait for MLflow, less long once this process was told to stop."""
+        began, stopped = time.monotonic(), None
+        while not uploader.wait(0.25):
+            now = time.monotonic()
+            stopped = stopped or (now if self.session.stop.is_set() else None)
+            if now - began > MLFLOW_END_S or (stopped is not None and now - stopped > STOPPED_S):
+                return False
+            self.session.status()
+        return True
 
     def _write(self, report: dict[str, Any]) -> list[Path]:
         config = without_secrets(json.loads(self.session.record.config))

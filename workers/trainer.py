@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from infra.backends import Backend, open_backend
+from infra.backends import Backend
 from infra.broker.state import state_directory
 from infra.errors import PenstockError
 from infra.log import Start, Tail
@@ -18,6 +18,7 @@ from pipeline import schedule as rules
 from pipeline.arrivals import Arrivals
 from pipeline.chronicle import Chronicle
 from pipeline.control import Story
+from pipeline.engines import make_backend
 from pipeline.learner import Objective, Step, StepOutcome
 from pipeline.runs import mark
 from pipeline.session import Session
@@ -68,30 +69,6 @@ def chunk_partitions(session: Session) -> int:
     return (session.log.partitions(session.topic("weights")) or 2) - 1
 
 
-def make_backend(session: Session) -> Backend:
-    """The backend the configuration names, with the initial model."""
-    config, chosen = session.config, session.config.trainer
-    own = {"zero_stage": chosen.zero_stage} if chosen.backend == "deepspeed" else {}
-    return open_backend(
-        chosen.backend,
-        model_path=config.model.path,
-        lr=chosen.lr,
-        dtype=chosen.dtype,
-        device=chosen.device,
-        betas=(chosen.betas[0], chosen.betas[1]),
-        weight_decay=chosen.weight_decay,
-        lr_schedule=chosen.lr_schedule,
-        warmup_steps=chosen.warmup_steps,
-        total_steps=session.steps,
-        max_grad_norm=chosen.max_grad_norm,
-        threads=chosen.threads,
-        seed=config.run.seed,
-        gradient_checkpointing=chosen.gradient_checkpointing,
-        reference=config.algorithm.kl_coef > 0,
-        **own,
-    )
-
-
 @dataclass(slots=True)
 class Trainer:
     """The trainer's state between two steps."""
@@ -117,7 +94,7 @@ class Trainer:
         follow[session.topic("weights"), 0] = "earliest"
         if session.config.eval.target is not None or session.config.eval.patience is not None:
             follow[session.topic("metrics"), 0] = "earliest"
-        backend = make_backend(session)
+        backend = make_backend(session.config, steps=session.steps)
         return cls(session, chronicle, backend, Objective.of(session.config), Arrivals(session, session.rules), session.log.tail(follow))
 
     def begin(self, past: Sequence[Entry]) -> None:

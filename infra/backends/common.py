@@ -37,6 +37,7 @@ def choose_device(device: str) -> torch.device:
 def fix_arithmetic(settings: BackendSettings) -> None:
     """Threads, seed and deterministic kernels, for the whole process; an operation that has no deterministic form only warns."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+    os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)  # transformers may import deepspeed, which else prints its guess
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)

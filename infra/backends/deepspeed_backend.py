@@ -14,7 +14,7 @@ import torch
 from infra.backends import LossFunction, StepResult
 from infra.backends.batch import TokenBatch
 from infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, sync_directory
-from infra.backends.process_group import import_deepspeed, join_process_group, leave_process_group
+from infra.backends.process_group import import_deepspeed, join_process_group
 from infra.errors import BackendError
 from infra.tensors import TensorBytes
 from infra.torch_tensors import fitting, from_bytes, tensor_bytes
@@ -55,7 +55,7 @@ class DeepSpeedBackend(LocalModel):
         self.engine.backward(loss * self.world_size)
         self.has_gradient = True
         extra = {"entropy_sum": entropy} if self.settings.entropy else {}
-        return {"loss_sum": float(loss.detach()), **extra, **stats}
+        return {"loss_sum": float(loss.detach()), "tokens": float(batch.tokens), **extra, **stats}
 
     def step(self, *, denominator: float) -> StepResult:
         """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
@@ -121,10 +121,9 @@ class DeepSpeedBackend(LocalModel):
         return super().fingerprint() | {"deepspeed": self.deepspeed.__version__, "zero_stage": self.zero_stage}
 
     def close(self) -> None:
-        """Free DeepSpeed's buffers and hooks and leave the process group."""
+        """Free DeepSpeed's buffers and hooks; the process group stays until the process ends."""
         self.engine.destroy()
         self.engine = self.optimizer = None
-        leave_process_group()
         super().close()
 
     def _config(self) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 The rule: one process needs no network at all; several take theirs from the launcher's environment (torchrun's variables).
 """
 
+import atexit
 import importlib
 import logging
 import os
 import socket
 import sys
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ def import_deepspeed(device: torch.device) -> Any:
     """The deepspeed module for this device's kind, with its log held down to errors."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; else it guesses and prints a warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's collectives, once a parameter
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
@@ -37,18 +40,16 @@ def join_process_group(deepspeed: Any, device: torch.device, *, timeout_s: float
             os.environ.setdefault(name, value)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    if not torch.distributed.is_initialized() or deepspeed.comm.comm.cdb is None:
+        atexit.register(_leave_process_group)  # not on close: DeepSpeed keeps subgroups for the life of the process
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
     size: int = torch.distributed.get_world_size()
     return size
 
 
-def leave_process_group() -> None:
-    """Close the group, so that the process ends without waiting for it."""
+def _leave_process_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-        comm = sys.modules.get("deepspeed.comm.comm")
-        if comm is not None:
-            comm.cdb = None  # type: ignore[attr-defined]
 
 
 def _loopback() -> str:

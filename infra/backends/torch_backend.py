@@ -46,7 +46,7 @@ class TorchBackend(LocalModel):
         self._gather_gradients()
         self.has_gradient = True
         extra = {"entropy_sum": entropy} if self.settings.entropy else {}
-        return {"loss_sum": float(loss.detach()), **extra, **stats}
+        return {"loss_sum": float(loss.detach()), "tokens": float(batch.tokens), **extra, **stats}
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:

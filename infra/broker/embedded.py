@@ -106,7 +106,7 @@ def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool
 
 
 def status(home: Path | None = None) -> BrokerInfo:
-    """Return what runs, changing nothing."""
+    """Return what runs, starting and stopping nothing."""
     return _Place(state_directory() if home is None else home.absolute()).info()
 
 
@@ -122,21 +122,33 @@ def _launch(place: _Place, chosen: ports.Ports, progress: Callable[[str], None])
     (place.directory / "tmp").mkdir()
     (place.directory / "log4j2.properties").write_text(settings.LOG4J)
     jvm = (*settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()))
-    archive = cds.flags(java, class_path=class_path, jvm=jvm, directory=place.directory / "cds")
     if not place.identity.exists():
         progress("preparing the broker's storage")
-        _format(place, chosen, [str(java.program), *jvm, *cds.reading_only(archive), "-cp", class_path])
+        _format(place, chosen, [str(java.program), *jvm, "-cp", class_path])
     _write_properties(place, chosen, data="data")
     progress("starting the broker")
     since = _size(place.log)
-    command = [str(java.program), *jvm, *archive, "-cp", class_path, "kafka.Kafka", "server.properties"]
+    for _ in range(2):
+        archive = cds.flags(java, class_path=class_path, jvm=jvm, directory=place.directory / "cds")
+        if _run(place, chosen, [str(java.program), *jvm, *archive, "-cp", class_path]):
+            return
+        if _errors(place, since):
+            break
+        cds.drop(place.directory / "cds")  # Java itself died: a damaged archive can do that, so once more without
+    raise BrokerError(f"the broker stopped while starting: {_errors(place, since) or _last_lines(_text(place.console))}; see {place.log}")
+
+
+def _run(place: _Place, chosen: ports.Ports, java: list[str]) -> bool:
+    """Start Kafka and return whether it came to serve."""
+    command = [*java, "kafka.Kafka", "server.properties"]
     process.spawn(command, directory=place.directory, output=place.console, pid_file=place.pid_file)
+    ready = False
     try:
-        if not _await_ready(place, chosen.client):
-            raise BrokerError(f"the broker stopped while starting: {_reason(place, since)}; its log is {place.log}")
-    except BaseException:  # also Ctrl-C: a broker that nobody was told of must not stay behind
-        _end(place, timeout_s=2.0)
-        raise
+        ready = _await_ready(place, chosen.client)
+    finally:
+        if not ready:  # Ctrl-C too: a broker that nobody was told of must not stay behind
+            _end(place, timeout_s=2.0)
+    return ready
 
 
 def _write_properties(place: _Place, chosen: ports.Ports, *, data: str) -> None:
@@ -174,19 +186,25 @@ def _await_ready(place: _Place, port: int) -> bool:
     return True
 
 
-def _reason(place: _Place, since: int) -> str:
-    """Return the last errors of the broker's log since this start, or what Java itself said."""
-    with place.log.open("rb") if place.log.exists() else place.console.open("rb") as file:
-        file.seek(min(since, _size(Path(file.name))))
-        written = file.read().decode(errors="replace")
-    errors = re.findall(r"^\[[^\]]*\] (?:ERROR|FATAL) (.*)$", written, re.MULTILINE)
-    causes = re.findall(r"^(?:Caused by: )?[\w.$]+(?:Exception|Error): .*$", written, re.MULTILINE)
-    return _last_lines("\n".join(errors[-2:] + causes[-1:]) or place.console.read_text(errors="replace"))
+def _errors(place: _Place, since: int) -> str:
+    """Return the last errors and their exception from the broker's log after byte `since`, empty when there are none."""
+    text = _text(place.log, since=since)
+    errors = re.findall(r"^\[[^\]]*\] (?:ERROR|FATAL) (.*)$", text, re.MULTILINE)
+    causes = re.findall(r"^(?:Caused by: )?[\w.$]+(?:Exception|Error): .*$", text, re.MULTILINE)
+    return _last_lines("\n".join(errors[-2:] + causes[-1:])) if errors else ""
 
 
 def _last_lines(text: str, *, lines: int = 3, characters: int = 500) -> str:
     kept = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
     return " | ".join(kept)[-characters:] or "it said nothing"
+
+
+def _text(path: Path, *, since: int = 0) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(since if since <= _size(path) else 0)  # smaller than before: it was rotated meanwhile
+        return file.read().decode(errors="replace")
 
 
 def _size(path: Path) -> int:

@@ -55,7 +55,7 @@ class Costs:
     def totals(self) -> dict[str, float]:
         """CPU seconds so far: `send_s`, `poll_s` on callers' and members' threads, `io_s` on I/O threads."""
         with self._lock:
-            sums: dict[str, float] = dict(self._ended)
+            sums = {str(kind): seconds for kind, seconds in self._ended.items()}
             for meter in self._meters:
                 sums[meter.kind] += meter.seconds
             for thread, kind in self._threads.items():

@@ -16,6 +16,9 @@ from infra.errors import Fenced, LogError, LogUnreachable, LostPartition, Outcom
 from infra.kafka import patches
 from infra.kafka.settings import Connection
 
+# Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
+logging.getLogger("kafka").addHandler(logging.NullHandler())
+
 NEVER_WRITTEN = (
     errors.MessageSizeTooLargeError,
     errors.RecordListTooLargeError,

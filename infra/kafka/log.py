@@ -81,7 +81,7 @@ class KafkaLog:
         )
 
     def producer(
-        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 3.0
+        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 5.0
     ) -> KafkaProducerOfRecords:
         """A writer of single records; `linger_ms` 0 for single records that somebody waits for."""
         return KafkaProducerOfRecords(

@@ -124,7 +124,10 @@ class KafkaMember:
         self._hold(full)
         polled = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records)
         if polled:
-            self._buffer.put([record for part in polled.values() for record in part])
+            records = [record for part in polled.values() for record in part]
+            self._buffer.put(records)
+            if len(records) < reading.GATHER_BELOW:
+                time.sleep(reading.GATHER_S)
         if self._incoming is not None:
             self._begin()
         self._send_commits(reading.to_kafka(self._buffer.unsent_commits()))

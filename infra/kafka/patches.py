@@ -103,7 +103,7 @@ def _read_in_large_pieces() -> None:
 
 
 def _running_join_is_remembered() -> None:
-    """A join caused by changed metadata clears its own cause; when poll() times out inside it the join is forgotten and the member hangs."""
+    """A join caused by changed metadata clears its own cause; when poll() times out inside it it is forgotten: the member hangs."""
     consumer: Any = coordinator_consumer.ConsumerCoordinator
     stock = consumer.need_rejoin
 

@@ -98,12 +98,12 @@ class KafkaProducerOfRecords:
 
     def _append(self, outgoing: Outgoing) -> Any:
         """Give the record to the client, waiting for the topic's metadata while the broker is away."""
+        self._admin.require([(outgoing.topic, outgoing.partition)])  # a missing topic would be waited for in vain
         deadline = time.monotonic() + self._give_up_s
         while True:
             try:
                 return internals.append(self._kafka, outgoing)
             except errors.KafkaTimeoutError as error:
-                self._admin.require([(outgoing.topic, outgoing.partition)])  # a missing topic would be waited for in vain
                 if time.monotonic() > deadline:
                     raise SendFailed(f"no broker told about {outgoing.topic} for {self._give_up_s:.0f} s") from error
             except (errors.KafkaError, ValueError) as error:

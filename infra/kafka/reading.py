@@ -15,8 +15,13 @@ from infra.kafka import edge, internals, settings
 from infra.kafka.costs import Costs
 from infra.kafka.internals import io_thread
 from infra.kafka.settings import Connection
-from infra.log import MAX_COMMIT_METADATA, Commits, Committed, Partition
+from infra.log import Commits, Committed, Partition, check_commits
 from topics.record import Record
+
+GATHER_S = 0.01
+"""After a poll that brought only a few records the next one waits this long: a round trip costs as much as 50 small records."""
+GATHER_BELOW = 64
+"""Polls that brought more than this are followed by the next at once."""
 
 _SPIN_S = 0.02
 """A poll that waited less than this and brought nothing is followed by a pause, so that an outage costs no CPU."""
@@ -64,9 +69,7 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:
     """Commits as the client library wants them; raises ValueError for metadata that is too long."""
-    for (topic, partition), (_, metadata) in offsets.items():
-        if len(metadata.encode()) > MAX_COMMIT_METADATA:
-            raise ValueError(f"commit metadata of {topic}/{partition} has {len(metadata.encode())} bytes, at most {MAX_COMMIT_METADATA} fit")
+    check_commits(offsets)
     return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
 
 

@@ -25,6 +25,7 @@ class KafkaTail:
         self._consumer: Any = None
         offsets = self._resolve(starts)
         self._meter = costs.meter("poll_s")
+        self._few_until = 0.0
         self._outage = reading.Outage()
         self._consumer = reading.make_consumer(connection, costs, group=group, committed=committed)
         self._assign(offsets)
@@ -60,12 +61,15 @@ class KafkaTail:
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
         """Records that are there within `timeout_s`, in offset order within each partition; possibly none."""
         began, end = time.thread_time(), time.monotonic() + timeout_s
+        if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
+            time.sleep(min(pause, timeout_s))
         left = timeout_s
         while not (polled := reading.poll(self._consumer, left, max_records)):
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
         records = [record for part in polled.values() for record in part]
+        self._few_until = time.monotonic() + reading.GATHER_S if 0 < len(records) < reading.GATHER_BELOW else 0.0
         self._meter.seconds += time.thread_time() - began
         return records
 

@@ -58,6 +58,10 @@ class KafkaTransactions:
         began = time.thread_time()
         deadline = time.monotonic() + self._give_up_s
         try:
+            self._admin.require((record.topic, record.partition) for record in records)  # a missing one would be waited for in vain
+        except LogError as error:
+            raise SendFailed(f"nothing was written as {self._id}: {error}") from error
+        try:
             while True:
                 try:
                     self._open(deadline)
@@ -83,8 +87,6 @@ class KafkaTransactions:
         except (errors.KafkaError, ValueError, TypeError) as error:
             cause = internals.first_error(kafka) or error  # what later calls say is only that something failed before
             self._drop()
-            if isinstance(cause, errors.KafkaTimeoutError):
-                self._admin.require((record.topic, record.partition) for record in records)  # a missing topic only times out
             raise self._unwritten(cause) from cause
         try:
             internals.commit_transaction(kafka, self._timeout_s)
@@ -124,8 +126,9 @@ class KafkaTransactions:
 
     def _open(self, deadline: float) -> None:
         """Make the producer unless there is one; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
+        fenced = Fenced(f"another process writes as {self._id} now: this one must stop")
         if self._fenced:
-            raise Fenced(f"another process writes as {self._id} now: this one must stop")
+            raise fenced
         configs = settings.transactional(self._connection, transactional_id=self._id, timeout_s=self._timeout_s)
         while self._kafka is None:
             kafka: Any = None
@@ -138,7 +141,9 @@ class KafkaTransactions:
             except errors.KafkaError as error:
                 internals.close_producer(kafka, 0)
                 self._fenced = isinstance(error, errors.ProducerFencedError)
-                if self._fenced or time.monotonic() > deadline or isinstance(error, _FINAL):
+                if self._fenced:
+                    raise fenced from error
+                if time.monotonic() > deadline or isinstance(error, _FINAL):
                     raise edge.translate(error, f"cannot write as {self._id}") from error
             else:
                 self._kafka = kafka

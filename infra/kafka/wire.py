@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import kafka.consumer.fetcher as fetcher
-import kafka.net.selector as selector
 from kafka import errors
+from kafka.consumer import fetcher
+from kafka.net import selector
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder, DefaultRecordMetadata
 from kafka.record.util import decode_varint, encode_varint
 

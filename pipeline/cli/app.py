@@ -18,7 +18,6 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 app = typer.Typer(
     name="penstock",
     help="RL post-training of language models as independent workers over Apache Kafka.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -57,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     try:
-        return int(app([word for word in given if word != "--debug"], prog_name="penstock", standalone_mode=False) or OK)
+        status = _invoke([word for word in given if word != "--debug"])
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -71,6 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message:
             print(f"penstock: {message}", file=sys.stderr)
         return status
+
+
+def _invoke(words: list[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("penstock", words or ["--help"]) as context:
+            return int(command.invoke(context) or OK)
+    except typer.Exit as ended:
+        return ended.exit_code
 
 
 def explain(error: Exception) -> tuple[str, int]:

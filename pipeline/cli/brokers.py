@@ -6,7 +6,7 @@ import typer
 
 from pipeline.cli.common import Json, emit, say
 
-app = typer.Typer(help="This machine's own Apache Kafka broker: start, stop, status.", no_args_is_help=True)
+app = typer.Typer(help="This machine's own Apache Kafka broker: start, stop, status.")
 
 
 @app.command()

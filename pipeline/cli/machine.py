@@ -7,7 +7,7 @@ import typer
 
 from pipeline.cli.common import Bootstrap, Json, emit, say
 
-model_app = typer.Typer(help="Models to begin with.", no_args_is_help=True)
+model_app = typer.Typer(help="Models to begin with.")
 
 
 @model_app.callback()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeline.cli.common import Bootstrap, Json, Security, connected, emit, say, security_settings
+from pipeline.cli.common import Bootstrap, Json, Security, at, connected, emit, say, security_settings
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -18,19 +18,40 @@ RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the new run: 
 
 
 def run(
-    config: ConfigFile,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")] = None,
     *,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run that was stopped, instead of CONFIG.")
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the numbers that follow from the configuration and start nothing.")
     ] = False,
     run_id: RunId = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view, as without a terminal.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
     json: Json = False,
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
-    from pipeline.config import load
+    from pipeline.config import ConfigError, load
 
+    if resume is not None:
+        if config is not None or overrides or dry_run or run_id is not None:
+            raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --set, --run-id or --dry-run")
+        from pipeline import launcher
+        from pipeline.runs import resolve
+
+        with at(bootstrap, security) as log:
+            return launcher.resume(resolve(log, resume), log=log, say=say, live=not plain and not json, json_out=json)
+    if config is None:
+        raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")
+    if bootstrap != "embedded" or security:
+        settings = [
+            f'kafka.bootstrap="{bootstrap}"',
+            *(f'kafka.security.{key}="{value}"' for key, value in security_settings(security).items()),
+        ]
+        overrides = [*settings, *(overrides or [])]
     loaded = load(config, overrides or [])
     if dry_run:
         _print_arithmetic(loaded, json=json)

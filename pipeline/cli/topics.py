@@ -6,7 +6,7 @@ import typer
 
 from pipeline.cli.common import Bootstrap, Json, Run, Security, at, emit
 
-app = typer.Typer(help="Look at what flows: list, tail, show.", no_args_is_help=True)
+app = typer.Typer(help="Look at what flows: list, tail, show.")
 
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="prompts, rollouts, groups, weights, ledger, metrics or dead-letters.")]
 

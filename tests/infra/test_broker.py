@@ -136,15 +136,29 @@ def test_a_broker_that_cannot_start_says_why_in_one_line_and_leaves_no_process(h
     assert not embedded.status(home).running
 
 
-def test_a_remembered_port_that_was_taken_gives_one_line_with_a_way_out(home: Path) -> None:
-    bootstrap = embedded.status(home).bootstrap
+def test_a_remembered_port_that_was_taken_gives_one_line_with_a_way_out(started_twice: tuple[Path, set[int]]) -> None:
+    home, _ = started_twice
     embedded.stop(home)
-    port = int(bootstrap.rpartition(":")[2])
+    port = int(embedded.status(home).bootstrap.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)), pytest.raises(BrokerError) as caught:
         embedded.start(home=home)
     assert f"port {port} " in str(caught.value)
     assert "--port" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_class_archive_does_not_keep_the_broker_from_starting(started_twice: tuple[Path, set[int]]) -> None:
+    home, _ = started_twice
+    embedded.stop(home)
+    shared, own = (home / "broker" / "cds").resolve(), home / "broker" / "own"
+    own.mkdir()
+    for archive in shared.glob("*.jsa"):
+        (own / archive.name.replace(f".{archive.stat().st_size}.", ".100000.")).write_bytes(archive.read_bytes()[:100_000])
+    (home / "broker" / "cds").unlink(missing_ok=True)
+    own.rename(home / "broker" / "cds")
+    again = embedded.start(home=home)
+    assert again.pid is not None
+    os.kill(again.pid, signal.SIGKILL)  # stopped, it would spend seconds on a new archive
 
 
 def test_records_of_16_mib_pass_through_the_session_broker(broker: str, run_id: str) -> None:

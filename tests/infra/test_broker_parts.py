@@ -190,7 +190,11 @@ def test_a_process_deaf_to_sigterm_is_killed_and_said_not_to_have_ended_by_itsel
     assert process.start_mark(pid) is None
 
 
-@pytest.mark.parametrize("answer", [b"", b"\x00", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x08" + b"\x00" * 8, b"\xff" * 64])
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\x00", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x08" + b"\x00" * 8, b"\xff" * 64],
+    ids=["nothing", "a-byte", "http", "no-brokers", "negative-size"],
+)
 def test_what_is_not_a_kafka_broker_is_not_taken_for_one(answer: bytes) -> None:
     server = socket.create_server(("127.0.0.1", 0))
 

@@ -1,4 +1,4 @@
-"""A small run told record by record with the real codecs, for the tests of those who only read; `python -m tests.pipeline.a_run` shows it live."""
+"""A small run told record by record with the real codecs, for the tests of those who only read."""
 
 import json
 from collections import Counter
@@ -37,7 +37,7 @@ class Teller:
         self.measured: Counter[str] = Counter()
         self.next_group = 0
 
-    def record(self, status: str = "created") -> Outgoing:
+    def record(self, status: Any = "created") -> Outgoing:
         info = json.dumps({"steps": self.steps, "rows": 64, "git": "abc123"})
         found = runs.RunRecord(
             run=self.run, status=status, config=json.dumps(self.config), info=info, created_ns=self.created_ns, updated_ns=self._ns
@@ -46,7 +46,7 @@ class Teller:
             topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(), value=runs.encode(found)
         )
 
-    def entry(self, kind: str, **fields: Any) -> Outgoing:
+    def entry(self, kind: Any, **fields: Any) -> Outgoing:
         entry = Entry(seq=self.seq, kind=kind, time_ns=self._ns, **fields)
         self.seq += 1
         return self._out("ledger", None, ledger.headers(entry, run=self.run), ledger.encode(entry))
@@ -59,16 +59,17 @@ class Teller:
 
     def closed(self, status: str = "finished", *, steps: int | None = None, reason: str = "") -> Outgoing:
         done = self.steps if steps is None else steps
-        return self.entry("run-closed", step=done, digest=f"{done:064x}", details=json.dumps({"status": status, "reason": reason, "unused": 1}))
+        details = json.dumps({"status": status, "reason": reason, "unused": 1})
+        return self.entry("run-closed", step=done, digest=f"{done:064x}", details=details)
 
     def measured_by(
-        self, worker: str, kind: str = "status", *, incarnation: str = "a", version: int | None = None, labels: Any = None, **values: float
+        self, worker: str, kind: Any = "status", *, incarnation: str = "a", version: int | None = None, labels: Any = None, **values: float
     ) -> Outgoing:
         seq = self.measured[worker + incarnation]
         self.measured[worker + incarnation] += 1
         found = Measurement(
             worker=worker,
-            role=worker.split("-")[0],
+            role=worker.partition("-")[0],
             incarnation=incarnation,
             seq=seq,
             kind=kind,
@@ -79,7 +80,7 @@ class Teller:
         )
         return self._out("metrics", worker.encode(), metrics.headers(found, run=self.run), metrics.encode(found))
 
-    def group(self, rewards: list[float], *, version: int, outcome: str = "scored", tokens: int = 3) -> list[Outgoing]:
+    def group(self, rewards: list[float], *, version: int, outcome: Any = "scored", tokens: int = 3) -> list[Outgoing]:
         """A prompt, its samples and its outcome; `tokens` for each sample."""
         number, self.next_group = self.next_group, self.next_group + 1
         prompt = prompts.Prompt(
@@ -173,7 +174,8 @@ class Teller:
         for _ in members:
             yield from self.group([reward] * 4, version=step)
         done = float(step + 1)
-        yield self.measured_by("rollout-0", version=step, samples=8 * done, tokens=24 * done, groups=2 * done, generate_s=0.7 * done, cpu_s=done)
+        counts: dict[str, Any] = {"samples": 8 * done, "tokens": 24 * done, "groups": 2 * done}
+        yield self.measured_by("rollout-0", version=step, generate_s=0.7 * done, cpu_s=done, **counts)
         yield self.measured_by("trainer", step=done, cpu_s=0.4 * done)
         self.now_s += 1.0
         yield self.step(step, members, begun_s=begun, reward=reward)

@@ -62,6 +62,16 @@ def test_a_chat_template_is_applied_where_there_is_one_and_special_tokens_are_si
     assert Renderer(folder, chat_template=str(own)).render(row("hi"))[0] == "Q: hi\nA:"
 
 
+def test_plain_prompts_get_the_same_ids_with_and_without_transformers(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    light = Renderer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    full = Renderer(folder)
+    for prompt in ("2+2=", "grüß 🙂", " a  b\n", "<s>x</s>"):
+        assert light.render(row(prompt))[1].tolist() == full.render(row(prompt))[1].tolist()
+
+
 def test_the_decoder_leaves_special_tokens_out(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     _, ids = Renderer(folder).render(row("42"))
@@ -121,11 +131,11 @@ def test_stop_ids_come_from_the_model_its_generation_config_and_its_tokenizer(tm
     assert digests(folder)["stop_ids"] == [3, 5, 9, 257]
 
 
-def test_digests_and_decoder_do_without_transformers(tmp_path: Path) -> None:
+def test_digests_decoder_and_plain_prompts_do_without_transformers(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     script = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pipeline.rendering import Decoder, digests\n"
-        f"digests({str(folder)!r}); Decoder({str(folder)!r}).decode([1, 2])\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pipeline.rendering import Decoder, Renderer, digests\n"
+        f"digests({str(folder)!r}); Decoder({str(folder)!r}).decode([1, 2]); Renderer({str(folder)!r})\n"
         "print([name for name in ('transformers', 'torch') if name in sys.modules])\n"
     )
     assert subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True, text=True).stdout.strip() == "[]"

@@ -43,7 +43,7 @@ def test_topics_may_be_interleaved_in_any_way(seed: int) -> None:
         if not waiting[topic]:
             del waiting[topic]
     view, expected = folded(mixed), folded(records)
-    for name in ("record", "closed", "steps", "versions", "groups", "samples", "admitted", "evals", "workers"):
+    for name in ("record", "closed", "steps", "versions", "groups", "samples", "admitted", "evals", "workers", "rewards"):
         assert getattr(view, name) == getattr(expected, name), name
 
 
@@ -58,7 +58,8 @@ def test_a_record_that_was_seen_before_changes_nothing_and_is_counted() -> None:
     assert view.samples == once.samples
     assert view.groups == once.groups
     assert view.workers == once.workers
-    assert view.recent == once.recent
+    assert view.reward == once.reward
+    assert view.rewards == once.rewards
     assert sum(view.duplicates.values()) == len([record for record in records if record.topic != "penstock.runs"])
     assert not once.duplicates
 

@@ -1,0 +1,146 @@
+"""Each repair of the client library against the fault it repairs, on a real broker; the faults are shown on the library as it is."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import kafka
+import pytest
+from kafka.net.transport import KafkaTCPTransport
+
+from infra.kafka import internals, patches
+from infra.kafka.log import KafkaLog
+from infra.kafka.member import KafkaMember
+from tests.infra.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
+from topics.catalogue import TopicSpec
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def small_topic(log: KafkaLog, run_id: str) -> str:
+    """A topic with two partitions that refuses records above 1 MB."""
+    topic = f"{run_id}.small"
+    log.create_topics({topic: TopicSpec(name=topic, partitions=2, configs={"max.message.bytes": "1000000"})})
+    return topic
+
+
+def shown(fault: str, how: str, broker: str, topic: str) -> dict[str, Any]:
+    """What `fault` looks like with the library as it is ("stock") or "repaired"."""
+    command = [sys.executable, "-m", "tests.infra.stock_faults", fault, how, broker, topic]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+def test_the_repairs_are_for_the_installed_version_and_refuse_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kafka.__version__ == patches.VERSION, "kafka-python has moved: read each repair's reason again before changing VERSION"
+    patches.apply()
+    monkeypatch.setattr(patches, "_applied", [])
+    monkeypatch.setattr(kafka, "__version__", "3.0.13")
+    with pytest.raises(RuntimeError, match=r"kafka-python==3\.0\.12"):
+        patches.apply()
+
+
+def test_without_the_fast_checksum_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_applied", [])
+    monkeypatch.setattr(patches.record_util, "crc32c_c", None)
+    with pytest.raises(RuntimeError, match="install crc32c"):
+        patches.apply()
+
+
+def test_a_join_that_outlasts_a_poll_is_not_forgotten(broker: str, log: KafkaLog, run_id: str) -> None:
+    stock, repaired = make_topics(log, run_id, "stock", "repaired", partitions=2)
+    assert shown("late_second_join", "stock", broker, stock) == {"stable": False, "late_joins": True, "owned": 2}
+    assert shown("late_second_join", "repaired", broker, repaired) == {"stable": True, "late_joins": True, "owned": 4}
+
+
+def test_a_join_that_ends_between_two_polls_is_used(broker: str, small_topic: str) -> None:
+    assert shown("short_polls", "stock", broker, small_topic)["joins"] > 5
+    repaired = shown("short_polls", "repaired", broker, small_topic)
+    assert repaired["owned"] == 2
+    assert repaired["joins"] <= 3
+
+
+def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, log: KafkaLog, small_topic: str) -> None:
+    refused = "MessageSizeTooLargeError"
+    assert shown("refused_record", "stock", broker, small_topic)["outcomes"] == ["written", refused, refused, refused]
+    assert shown("refused_record", "repaired", broker, small_topic)["outcomes"] == ["written", refused, "written", "written"]
+    before = len(values_in(log, small_topic))
+    producer = log.producer()
+    pending = [producer.send(outgoing(small_topic, value)) for value in (b"a", bytes(2 << 20), b"b", b"c")]
+    assert [one.offset(WAIT_S) for one in (pending[0], *pending[2:])] == [before, before + 1, before + 2]
+    assert "cannot write to" in str(pending[1].error())
+    producer.close()
+
+
+def test_a_committed_transaction_has_all_its_records(broker: str, log: KafkaLog, run_id: str) -> None:
+    specs = {
+        name: TopicSpec(name=name, partitions=1, configs={"max.message.bytes": "1000000"}) for name in (f"{run_id}.stock", f"{run_id}.repaired")
+    }
+    log.create_topics(specs)
+    stock, repaired = specs
+    assert shown("commit_without_its_record", "stock", broker, stock) == {"committed": ["0", "1", "2"], "found": []}
+    assert shown("commit_without_its_record", "repaired", broker, repaired) == {"committed": ["0", "1", "2"], "found": ["0", "1", "2"]}
+
+
+def test_a_large_answer_is_read_in_few_calls() -> None:
+    patches.apply()
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    sent = theirs.send(bytes(200_000))
+    calls = []
+
+    class Counting:
+        def recv(self, size: int) -> bytes:
+            calls.append(size)
+            return ours.recv(size)
+
+    data, failure = KafkaTCPTransport._sock_recv(SimpleNamespace(_sock=Counting()))
+    assert (len(data), failure) == (sent, None)
+    assert len(calls) <= 3
+    theirs.close()
+    _, failure = KafkaTCPTransport._sock_recv(SimpleNamespace(_sock=ours))
+    assert "disconnected" in str(failure)
+    ours.close()
+
+
+def test_a_lone_member_needs_one_join(log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"x"])
+    heard = Heard(log.member(f"{run_id}.group", [topic]))
+    listen(heard, until=lambda: bool(heard.records))
+    heard.events += heard.member.take(1.5)
+    assert heard.assigned.membership.generation == 1
+    assert len(heard.records) == 1
+    heard.member.close()
+
+
+def test_a_member_without_a_completed_join_is_made_anew(log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"x"])
+    joined, consumers = internals.has_joined, []
+
+    def hangs_at_first(consumer: Any) -> bool:
+        if consumer not in consumers:
+            consumers.append(consumer)
+        return consumer is not consumers[0] and joined(consumer)
+
+    monkeypatch.setattr(internals, "has_joined", hangs_at_first)
+    member = KafkaMember(
+        log._connection, log._costs, log._admin, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, start_at=None, join_limit_s=1.0
+    )
+    heard = Heard(member)
+    listen(heard, until=lambda: len(consumers) == 2 and len(heard.records) == 2 and len(heard.owned) == 4)
+    member.close()

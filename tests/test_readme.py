@@ -1,0 +1,169 @@
+"""What README and docs say is there is there: the tree, the commands, the files and the configuration's keys.
+
+`python tests/test_readme.py` rewrites the tree in README.md from the first sentence of each module's docstring.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("topics", "infra", "pipeline", "workers", "penstock")
+BEGIN, END = "<!-- tree -->\n```\n", "```\n<!-- /tree -->"
+WIDTH = 26
+SHOWN = 104
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+UNNAMED = {"__pycache__", "build", "dist"}
+"""Folders that are made here and not part of the repository, beside hidden ones and `*.egg-info`."""
+
+
+def gist(path: Path) -> str:
+    """The first clause of a module's docstring.
+
+    Example:
+        gist(ROOT / "topics" / "record.py")  # -> "A record as the log carries it: bytes and headers, not yet believed"
+    """
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = " ".join(text.split("\n\n")[0].split())
+    first = re.sub(r"^`[^`]*`: ", "", first)
+    first = re.split(r"(?<!Dr)\. |\.$|; |, so that ", first, maxsplit=1)[0]
+    if len(first) <= SHOWN:
+        return first
+    short = first.partition(": ")[0]
+    return short if SHOWN // 3 < len(short) <= SHOWN else first[:SHOWN].rsplit(" ", 1)[0].rstrip(",:") + " …"
+
+
+def lines_of(folder: Path, *, indent: int) -> Iterator[str]:
+    """A package's files, then its folders, each with its gist."""
+    for path in sorted(folder.glob("*.py")):
+        if path.name != "__init__.py":
+            yield f"{' ' * indent + path.name:<{WIDTH}} {gist(path)}"
+    for inner in sorted(path for path in folder.iterdir() if (path / "__init__.py").exists()):
+        yield f"{' ' * indent + inner.name + '/':<{WIDTH}} {gist(inner / '__init__.py')}"
+        yield from lines_of(inner, indent=indent + 2)
+
+
+def tree() -> str:
+    """The four packages as README.md draws them."""
+    lines: list[str] = []
+    for name in PACKAGES:
+        if (ROOT / name / "__init__.py").exists():
+            lines += [f"{name + '/':<{WIDTH}} {gist(ROOT / name / '__init__.py')}", *lines_of(ROOT / name, indent=2)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def drawn(text: str) -> str:
+    """The tree in a README."""
+    return text.partition(BEGIN)[2].partition(END)[0]
+
+
+def test_the_tree_in_the_readme_is_the_one_on_disk() -> None:
+    assert drawn(DOCS[0].read_text(encoding="utf-8")) == tree(), "rewrite it with: python tests/test_readme.py"
+
+
+def test_the_readme_has_a_line_for_every_folder_and_for_no_other() -> None:
+    text = DOCS[0].read_text(encoding="utf-8").partition("## The repository")[2]
+    named = set(re.findall(r"^\| `([a-z.]+)/` \|", text, re.MULTILINE))
+    there = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.*"))}
+    there = {name for name in there if name not in UNNAMED and not name.startswith(".") and not name.endswith(".egg-info")}
+    assert named == there
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    named = re.findall(
+        r"`((?:topics|infra|pipeline|workers|tests|examples|docs|benchmarks|\.ci)/[\w./-]*)`", path.read_text(encoding="utf-8")
+    )
+    named += re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+    missing = [name for name in named if not (ROOT / name).exists() and not (path.parent / name).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_command_that_is_named_exists(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pipeline.cli import main
+
+    for words, options in set(commands(path.read_text(encoding="utf-8"))):
+        assert main([*words, "--help"]) == 0, f"{path.name}: penstock {' '.join(words)}"
+        shown = capsys.readouterr().out
+        assert [option for option in options if option not in shown] == [], f"{path.name}: penstock {' '.join(words)}"
+
+
+def commands(text: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Each `penstock ...` in code: its command words and its long options."""
+    for line in re.findall(r"`(?:\.venv/bin/)?penstock ([^`]+)`", text) + re.findall(
+        r"^\s*(?:\.venv/bin/)?penstock ([^#\n]+)", text, re.MULTILINE
+    ):
+        words = line.split()
+        depth = 2 if words[0] in ("topics", "broker", "model") else 1
+        options = tuple(word.partition("=")[0] for word in words if word.startswith("--"))
+        for alternative in words[depth - 1].split("|") if len(words) >= depth else [""]:
+            yield tuple(filter(None, [*words[: depth - 1], alternative])), options
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_every_make_target_that_is_named_exists(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))) <= targets
+
+
+def test_the_foreign_reader_in_the_docs_reads_a_run(broker: str, run_id: str) -> None:
+    from infra.kafka.log import KafkaLog
+    from tests.pipeline.a_run import Teller
+    from topics.catalogue import topics_of
+
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "topics.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code.splitlines()) <= 15
+    assert not any(name in code for name in ("topics.", "infra", "pipeline")), "it is to read without our code"
+    log = KafkaLog(broker, client_id="test")
+    log.create_topics(topics_of(run_id, partitions=2), replication_factor=1)
+    producer = log.producer()
+    for record in Teller(run_id).group([1.0, 0.0, 1.0], version=0):
+        producer.send(record)
+    producer.flush(30.0)
+    log.close()
+    done = subprocess.run([sys.executable, "-c", code, broker, run_id], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"0 {sample} 0 stop 3" for sample in range(3)]
+
+
+def documented() -> dict[str, str]:
+    """section.key -> default, as docs/configuration.md has it."""
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    found = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name = section.partition("\n")[0].strip("[] `")
+        found |= {f"{name}.{key}": default for key, default in re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)}
+    return found
+
+
+def test_every_key_of_the_configuration_is_documented_with_its_default() -> None:
+    from pydantic_core import PydanticUndefined
+
+    from pipeline.config import Config
+
+    expected = {}
+    for section, field in Config.model_fields.items():
+        assert field.annotation is not None
+        for key, inner in field.annotation.model_fields.items():
+            default = inner.get_default(call_default_factory=True)
+            if default is PydanticUndefined:
+                shown = "required"
+            elif default is None:
+                shown = "-"
+            else:
+                shown = f"`{json.dumps(default)}`"
+            expected[f"{section}.{key}"] = shown
+    assert documented() == expected
+
+
+if __name__ == "__main__":
+    readme = DOCS[0].read_text(encoding="utf-8")
+    before, after = readme.partition(BEGIN)[0], readme.partition(END)[2]
+    DOCS[0].write_text(before + BEGIN + tree() + END + after, encoding="utf-8")

@@ -1,0 +1,234 @@
+"""Headers are checked before payloads are opened, and both must tell the same."""
+
+import hashlib
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.topics.strategies import EXAMPLES, a_group, a_prompt, a_rollout, group_records
+from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from topics.errors import Unusable
+from topics.headers import Headers
+from topics.record import Record, key_of
+
+MODULES = {
+    "prompts": prompts,
+    "rollouts": rollouts,
+    "weights": weights,
+    "ledger": ledger,
+    "metrics": metrics,
+    "dead-letters": dead_letters,
+    "runs": runs,
+}
+NAMES = sorted(MODULES)
+
+
+def record_of(headers, value, *, key=b"r"):
+    raw = headers.encode() if isinstance(headers, Headers) else headers
+    return Record(topic="t", partition=0, offset=5, timestamp_ms=1, key=key, headers=raw, value=value)
+
+
+def written(name, **changes):
+    module = MODULES[name]
+    return record_of(replace(module.headers(EXAMPLES[name], run="r"), **changes), module.encode(EXAMPLES[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_read(name):
+    headers, found = MODULES[name].read(written(name), run="r")
+    assert found == EXAMPLES[name]
+    assert headers == MODULES[name].headers(EXAMPLES[name], run="r") == MODULES[name].check(written(name), run="r")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("changes", "kind"), [({"run": "other"}, "foreign-run"), ({"schema": "x/9"}, "schema-version")])
+def test_a_record_of_another_run_or_schema_is_refused_before_its_payload_is_decoded(name, changes, kind):
+    record = replace(written(name, **changes), value=b"never opened")
+    with pytest.raises(Unusable) as error:
+        MODULES[name].read(record, run="r")
+    assert error.value.kind == kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_record_without_headers_is_refused(name):
+    with pytest.raises(Unusable) as error:
+        MODULES[name].read(replace(written(name), headers=()), run="r")
+    assert error.value.kind == "missing-header"
+
+
+LIES = [
+    ("prompts", {"group": 4}),
+    ("prompts", {"policy_version_min": 5}),
+    ("rollouts", {"group": 4}),
+    ("rollouts", {"sample": 0}),
+    ("rollouts", {"policy_version_min": 5}),
+    ("rollouts", {"policy_version_max": 6}),
+    ("rollouts", {"outcome": "length"}),
+    ("rollouts", {"worker": "rollout-1"}),
+    ("rollouts", {"tokens": 21}),
+    ("weights", {"policy_version_min": 3}),
+    ("ledger", {"outcome": "stale"}),
+    ("ledger", {"policy_version_min": 3}),
+    ("metrics", {"worker": "scorer-1"}),
+    ("metrics", {"outcome": "final"}),
+    ("dead-letters", {"outcome": "mismatch"}),
+    ("runs", {"outcome": "failed"}),
+]
+
+
+@pytest.mark.parametrize(("name", "lie"), LIES)
+def test_a_header_that_contradicts_the_payload_is_a_mismatch(name, lie):
+    record = written(name, **lie)
+    MODULES[name].check(record, run="r")
+    with pytest.raises(Unusable) as error:
+        MODULES[name].read(record, run="r")
+    assert error.value.kind == "mismatch"
+
+
+@pytest.mark.parametrize("name", ["rollouts", "ledger", "metrics", "runs"])
+def test_an_outcome_nobody_knows_is_a_bad_header(name):
+    with pytest.raises(Unusable, match="expected one of") as error:
+        MODULES[name].check(written(name, outcome="what"), run="r")
+    assert error.value.kind == "bad-header"
+
+
+def test_a_sample_says_its_oldest_and_newest_version_on_its_outside():
+    rollout = a_rollout()
+    assert (rollout.version_min, rollout.version_max) == (4, 5)
+    headers = rollouts.headers(rollout, run="r", attempt=2)
+    assert (headers.policy_version_min, headers.policy_version_max, headers.attempt, headers.tokens) == (4, 5, 2, 20)
+
+
+def test_chunks_have_a_schema_of_their_own_and_share_memory_with_their_record():
+    chunk = EXAMPLES["weights-chunk"]
+    record = record_of(weights.chunk_headers(chunk, run="r"), weights.encode_chunk(chunk))
+    headers, found = weights.read_chunk(record, run="r")
+    assert (headers.schema, headers.part, found) == ("weights-chunk/1", 1, chunk)
+    assert np.shares_memory(np.frombuffer(found.data, np.uint8), np.frombuffer(record.value, np.uint8))
+    with pytest.raises(Unusable) as error:
+        weights.check(record, run="r")
+    assert error.value.kind == "schema-version"
+    lie = record_of(replace(weights.chunk_headers(chunk, run="r"), part=2), record.value)
+    with pytest.raises(Unusable, match="'part' is 2"):
+        weights.read_chunk(lie, run="r")
+
+
+def test_a_runs_record_is_found_by_its_key_when_no_run_is_asked_for():
+    assert runs.read(written("runs"))[1] == EXAMPLES["runs"]
+    with pytest.raises(Unusable) as error:
+        runs.read(replace(written("runs"), key=b"other"))
+    assert error.value.kind == "foreign-run"
+
+
+def test_a_dead_letter_holds_the_record_whole():
+    record = record_of((("run", b"\xff"), ("run", b""), ("x", None)), b"\0\xff" * 9, key=None)
+    letter = dead_letters.from_record(record, kind="undecodable", reason="caf\udce9", worker="scorer-0", time_ns=7)
+    found = dead_letters.decode(dead_letters.encode(letter))
+    assert (found.headers, found.value, found.key, found.offset) == (record.headers, record.value, None, 5)
+    assert found.reason == "caf?"
+
+
+def test_records_with_arrays_are_equal_by_value():
+    assert a_prompt() == a_prompt()
+    assert a_prompt() != a_prompt(group=4)
+    assert a_rollout() != a_rollout(tokens=4)
+    assert a_rollout() != 3
+    rollout = a_rollout()
+    rollout.token_ids[0] = 9
+    assert rollout != a_rollout()
+
+
+def test_a_key_is_the_number_in_decimal():
+    assert key_of(17) == b"17"
+
+
+def records_of(parts):
+    return [record_of(headers, value) for headers, value in parts]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(group=group_records(max_samples=6), max_bytes=st.integers(1, 40_000))
+def test_a_group_comes_back_from_any_number_of_parts(group, max_bytes):
+    parts = groups.encode_parts(group, run="r", worker="scorer-0", max_bytes=max_bytes)
+    assert groups.decode_parts([value for _, value in parts]) == group
+    headers, found = groups.read(records_of(parts), run="r")
+    assert found == group
+    assert headers == parts[0][0]
+
+
+def test_a_small_group_is_one_record_and_its_headers_are_over_all_its_samples():
+    ((headers, value),) = groups.encode_parts(a_group(), run="r", worker="scorer-0")
+    assert headers == Headers(
+        run="r",
+        schema="groups/1",
+        group=3,
+        policy_version_min=4,
+        policy_version_max=5,
+        outcome="scored",
+        worker="scorer-0",
+        part=0,
+        parts=1,
+        samples=3,
+        tokens=60,
+        reward_mean=math.fsum([0, 1 / 3, 2 / 3]) / 3,
+        sha256=hashlib.sha256(value).hexdigest(),
+    )
+    assert groups.read(record_of(headers, value), run="r") == (headers, a_group())
+    assert groups.decode(groups.encode(a_group())) == a_group()
+
+
+def test_a_group_without_samples_claims_no_versions_and_no_mean():
+    group = a_group(samples=0)
+    ((headers, value),) = groups.encode_parts(group, run="r", worker="scorer-0")
+    assert (headers.policy_version_min, headers.policy_version_max, headers.reward_mean, headers.samples, headers.tokens) == (
+        None,
+        None,
+        None,
+        0,
+        0,
+    )
+    assert groups.read(record_of(headers, value), run="r")[1] == group
+
+
+def test_a_large_group_is_split_between_samples_under_the_limit_and_all_parts_name_one_digest():
+    group = a_group(samples=40, tokens=500)
+    limit = 60_000
+    parts = groups.encode_parts(group, run="r", worker="scorer-0", max_bytes=limit)
+    assert len(parts) > 3
+    assert max(len(value) for _, value in parts) <= limit
+    assert min(len(value) for _, value in parts[:-1]) > limit / 2
+    assert [headers.part for headers, _ in parts] == list(range(len(parts)))
+    assert {headers.sha256 for headers, _ in parts} == {hashlib.sha256(b"".join(value for _, value in parts)).hexdigest()}
+    assert {(headers.parts, headers.samples, headers.tokens) for headers, _ in parts} == {(len(parts), 40, 20_000)}
+    assert groups.read(records_of(parts), run="r")[1] == group
+
+
+def test_parts_that_are_missing_swapped_or_of_another_group_are_refused():
+    parts = [value for _, value in groups.encode_parts(a_group(samples=40, tokens=500), run="r", worker="s", max_bytes=60_000)]
+    others = [value for _, value in groups.encode_parts(a_group(samples=40, tokens=500, group=4), run="r", worker="s", max_bytes=60_000)]
+    for wrong in (parts[:-1], parts[1:], parts[::-1], [], [*parts[:-1], others[-1]]):
+        with pytest.raises(Unusable) as error:
+            groups.decode_parts(wrong)
+        assert error.value.kind == "undecodable"
+
+
+def test_a_group_whose_headers_contradict_it_is_a_mismatch():
+    ((headers, value),) = groups.encode_parts(a_group(), run="r", worker="scorer-0")
+    lies = {"group": 4, "outcome": "filtered", "policy_version_min": 3, "samples": 2, "tokens": 61, "reward_mean": 0.5, "sha256": "0" * 64}
+    for field, lie in lies.items():
+        with pytest.raises(Unusable) as error:
+            groups.read(record_of(replace(headers, **{field: lie}), value), run="r")
+        assert error.value.kind == "mismatch", field
+    with pytest.raises(Unusable, match="part 1 of 1") as error:
+        groups.check(record_of(replace(headers, part=1), value), run="r")
+    assert error.value.kind == "bad-header"
+
+
+def test_a_sample_of_another_group_is_not_written():
+    group = replace(a_group(), group=4)
+    with pytest.raises(ValueError, match="group 4: sample 0 belongs to group 3"):
+        groups.encode(group)
