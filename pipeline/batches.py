@@ -103,7 +103,7 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
     """Right-padded arrays of one micro-batch, rows in the order given."""
     if not sequences:
         raise ValueError("a micro-batch needs at least one sequence")
-    rows, width = len(sequences), max(2, max(sequence.length for sequence in sequences))
+    rows, width = len(sequences), max(2, *(sequence.length for sequence in sequences))
     input_ids = np.zeros((rows, width), np.int64)
     attention = np.zeros((rows, width), np.bool_)
     trained = np.zeros((rows, width - 1), np.bool_)

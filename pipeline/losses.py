@@ -52,7 +52,9 @@ def policy_loss(
     return torch.where(mask, loss, 0.0), stats
 
 
-def truncated_importance(proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor, *, cap: float) -> torch.Tensor:
+def truncated_importance(
+    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor, *, cap: float
+) -> torch.Tensor:
     """min(cap, proximal / behaviour) per token, 1 outside `mask`, without gradient: truncated importance weights (arXiv 2509.19128)."""
     log_weight = torch.where(mask, proximal_logprobs - behaviour_logprobs, 0.0).detach()
     return log_weight.exp().clamp(max=cap)

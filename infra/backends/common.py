@@ -37,7 +37,8 @@ def choose_device(device: str) -> torch.device:
 def fix_arithmetic(settings: BackendSettings) -> None:
     """Threads, seed and deterministic kernels, for the whole process; an operation that has no deterministic form only warns."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
-    os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)  # transformers may import deepspeed, which else prints its guess
+    # transformers imports deepspeed where it is installed, which prints a guess unless it is told
+    os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -116,7 +117,7 @@ class LocalModel:
             return [{"params": parameters}]
         matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
         rest = [parameter for parameter in parameters if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": rest}]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": rest}]
         return [group for group in groups if group["params"]]
 
     def adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

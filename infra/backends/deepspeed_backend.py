@@ -32,8 +32,8 @@ class DeepSpeedBackend(LocalModel):
         """Takes the fields of `BackendSettings` and `zero_stage`; bfloat16 needs stage 2 or 3, which sum gradients in float32."""
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
-        if settings.get("dtype", "float32") != "float32" and zero_stage < 2:
-            raise ValueError(f"dtype = {settings['dtype']!r} needs zero_stage 2 or 3: below, DeepSpeed sums gradients in {settings['dtype']}")
+        if settings.get("dtype") == "bfloat16" and zero_stage < 2:
+            raise ValueError(f"dtype = 'bfloat16' needs zero_stage 2 or 3, not {zero_stage}: below, gradients are not summed in float32")
         self.zero_stage = zero_stage
         self.deepspeed = import_deepspeed(choose_device(settings.get("device", "auto")))
         super().__init__(**settings)

@@ -85,7 +85,8 @@ def batch_logprobs(model: Any, batch: TokenBatch, *, device: torch.device, entro
 
 def _drawn(logits: torch.Tensor, token_ids: torch.Tensor, temperature: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
     flat = logits.reshape(-1, logits.shape[-1])
-    result: tuple[torch.Tensor, torch.Tensor] = _DrawnLogprobs.apply(flat, token_ids.reshape(-1), _scale(flat, token_ids.shape, temperature))
+    scale = _scale(flat, token_ids.shape, temperature)
+    result: tuple[torch.Tensor, torch.Tensor] = _DrawnLogprobs.apply(flat, token_ids.reshape(-1), scale)
     return result
 
 

@@ -22,8 +22,11 @@ def stop(*, json: Json = False) -> None:
     """Stop it; its data stays."""
     from infra.broker import embedded
 
-    embedded.stop()
-    _show(embedded.status(), json=json)
+    ran = embedded.stop()
+    if json:
+        _show(embedded.status(), json=True)
+    else:
+        print("stopped; its data stays" if ran else "it was not running")
 
 
 @app.command()

@@ -51,7 +51,7 @@ def late_second_join(bootstrap: str, topic: str) -> dict[str, Any]:
     admin = KafkaAdminClient(bootstrap_servers=bootstrap)
     admin.create_partitions({topic: 4})
     admin.close()
-    _poll_until(consumer, 8, 100, lambda: coordinator.stable() and len(consumer.assignment()) == 4)
+    _poll_until(consumer, 5, 100, lambda: coordinator.stable() and len(consumer.assignment()) == 4)
     return {"stable": coordinator.stable(), "late_joins": len(answers) >= late[0], "owned": len(consumer.assignment())}
 
 

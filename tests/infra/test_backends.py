@@ -179,8 +179,7 @@ def test_training_goes_on_bit_for_bit_from_a_saved_state(opened, tmp_path, name,
 @pytest.mark.parametrize(("name", "own"), [*SOME, ("torch", {"dtype": "bfloat16"}), ("deepspeed", {"zero_stage": 2, "dtype": "bfloat16"})])
 def test_loaded_weights_are_the_ones_that_are_trained_on(opened, name, own):
     backend = opened(name, **own)
-    other = [t for t in backend.weights()]
-    changed = to_bytes((t.name, from_bytes(t) * 1.5) for t in other)
+    changed = to_bytes((t.name, from_bytes(t) * 1.5) for t in backend.weights())
     backend.load_weights(changed)
     assert digest(backend.weights()) == digest(changed)
     with pytest.raises(ValueError, match="another model"):
@@ -197,13 +196,13 @@ def test_bfloat16_weights_are_published_and_small_updates_add_up_in_float32(open
     ends = []
     for backend in backends:
         start = {tensor.name: from_bytes(tensor).float() for tensor in backend.weights()}
-        for _ in range(30):
+        for _ in range(15):
             take_step(backend, [batch_of(1), batch_of(2)])
         assert {tensor.dtype for tensor in backend.weights()} == {"bfloat16"}
         ends.append({tensor.name: from_bytes(tensor).float() - start[tensor.name] for tensor in backend.weights()})
-    # 30 steps of 2e-5 in bfloat16 weights of 1 (norms) would each round away; the matrices' small weights must have moved on the whole
+    # most steps of 2e-5 round away in a bfloat16 weight of 0.02, whose spacing is 1.2e-4: what is seen has added up in the masters
     name = "model.layers.0.mlp.up_proj.weight"
-    assert ends[0][name].abs().mean() > 10 * 2e-5
+    assert ends[0][name].abs().mean() > 5 * 2e-5
     cosine = torch.nn.functional.cosine_similarity(ends[0][name].flatten(), ends[1][name].flatten(), dim=0)
     assert float(cosine) > 0.9
 

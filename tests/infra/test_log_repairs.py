@@ -4,7 +4,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import kafka
 import pytest
 from kafka.net.transport import KafkaTCPTransport
 
+from infra.errors import SendFailed
 from infra.kafka import internals, patches
 from infra.kafka.log import KafkaLog
 from infra.kafka.member import KafkaMember
@@ -27,19 +28,20 @@ def log(broker: str) -> Iterator[KafkaLog]:
 
 
 @pytest.fixture
-def small_topic(log: KafkaLog, run_id: str) -> str:
-    """A topic with two partitions that refuses records above 1 MB."""
-    topic = f"{run_id}.small"
-    log.create_topics({topic: TopicSpec(name=topic, partitions=2, configs={"max.message.bytes": "1000000"})})
-    return topic
+def small_topics(log: KafkaLog, run_id: str) -> list[str]:
+    """Two topics that refuse records above 1 MB."""
+    names = [f"{run_id}.stock", f"{run_id}.repaired"]
+    log.create_topics({name: TopicSpec(name=name, partitions=1, configs={"max.message.bytes": "1000000"}) for name in names})
+    return names
 
 
-def shown(fault: str, how: str, broker: str, topic: str) -> dict[str, Any]:
-    """What `fault` looks like with the library as it is ("stock") or "repaired"."""
-    command = [sys.executable, "-m", "tests.infra.stock_faults", fault, how, broker, topic]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return outcome
+def shown(fault: str, broker: str, topics: Sequence[str]) -> list[dict[str, Any]]:
+    """What `fault` looks like with the library as it is, and repaired; both at once, each in a process and a topic of its own."""
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "tests.infra.stock_faults", fault, how, broker, topic], stdout=subprocess.PIPE, text=True)
+        for how, topic in zip(("stock", "repaired"), topics, strict=True)
+    ]
+    return [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
 
 
 def test_the_repairs_are_for_the_installed_version_and_refuse_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,38 +61,52 @@ def test_without_the_fast_checksum_nothing_starts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_join_that_outlasts_a_poll_is_not_forgotten(broker: str, log: KafkaLog, run_id: str) -> None:
-    stock, repaired = make_topics(log, run_id, "stock", "repaired", partitions=2)
-    assert shown("late_second_join", "stock", broker, stock) == {"stable": False, "late_joins": True, "owned": 2}
-    assert shown("late_second_join", "repaired", broker, repaired) == {"stable": True, "late_joins": True, "owned": 4}
+    stock, repaired = shown("late_second_join", broker, make_topics(log, run_id, "stock", "repaired", partitions=2))
+    assert stock == {"stable": False, "late_joins": True, "owned": 2}
+    assert repaired == {"stable": True, "late_joins": True, "owned": 4}
 
 
-def test_a_join_that_ends_between_two_polls_is_used(broker: str, small_topic: str) -> None:
-    assert shown("short_polls", "stock", broker, small_topic)["joins"] > 5
-    repaired = shown("short_polls", "repaired", broker, small_topic)
+def test_a_join_that_ends_between_two_polls_is_used(broker: str, log: KafkaLog, run_id: str) -> None:
+    stock, repaired = shown("short_polls", broker, make_topics(log, run_id, "stock", "repaired", partitions=2))
+    assert stock["joins"] > 5
     assert repaired["owned"] == 2
     assert repaired["joins"] <= 3
 
 
-def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, log: KafkaLog, small_topic: str) -> None:
+def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, log: KafkaLog, small_topics: list[str]) -> None:
+    stock, repaired = shown("refused_record", broker, small_topics)
     refused = "MessageSizeTooLargeError"
-    assert shown("refused_record", "stock", broker, small_topic)["outcomes"] == ["written", refused, refused, refused]
-    assert shown("refused_record", "repaired", broker, small_topic)["outcomes"] == ["written", refused, "written", "written"]
-    before = len(values_in(log, small_topic))
+    assert stock["outcomes"] == ["written", refused, refused, refused]
+    assert repaired["outcomes"] == ["written", refused, "written", "written"]
+
+
+def test_our_producer_goes_on_after_a_refused_record_and_the_flush_tells_of_it(log: KafkaLog, small_topics: list[str]) -> None:
     producer = log.producer()
-    pending = [producer.send(outgoing(small_topic, value)) for value in (b"a", bytes(2 << 20), b"b", b"c")]
-    assert [one.offset(WAIT_S) for one in (pending[0], *pending[2:])] == [before, before + 1, before + 2]
-    assert "cannot write to" in str(pending[1].error())
+    pending = [producer.send(outgoing(small_topics[0], value)) for value in (b"a", bytes(2 << 20), b"b")]
+    with pytest.raises(SendFailed, match="cannot write to"):
+        producer.flush(WAIT_S)
+    assert [pending[0].offset(WAIT_S), pending[2].offset(WAIT_S)] == [0, 1]
+    assert pending[1].done()
+    assert isinstance(pending[1].error(), SendFailed)
+    producer.flush(WAIT_S)
     producer.close()
 
 
-def test_a_committed_transaction_has_all_its_records(broker: str, log: KafkaLog, run_id: str) -> None:
-    specs = {
-        name: TopicSpec(name=name, partitions=1, configs={"max.message.bytes": "1000000"}) for name in (f"{run_id}.stock", f"{run_id}.repaired")
-    }
-    log.create_topics(specs)
-    stock, repaired = specs
-    assert shown("commit_without_its_record", "stock", broker, stock) == {"committed": ["0", "1", "2"], "found": []}
-    assert shown("commit_without_its_record", "repaired", broker, repaired) == {"committed": ["0", "1", "2"], "found": ["0", "1", "2"]}
+def test_a_committed_transaction_has_all_its_records(broker: str, log: KafkaLog, small_topics: list[str]) -> None:
+    stock, repaired = shown("commit_without_its_record", broker, small_topics)
+    assert stock == {"committed": ["0", "1", "2"], "found": []}
+    assert repaired == {"committed": ["0", "1", "2"], "found": ["0", "1", "2"]}
+
+
+def test_our_transactions_go_on_after_a_refused_record(log: KafkaLog, small_topics: list[str]) -> None:
+    topic, _ = small_topics
+    writer = log.transactions("our-transactions-go-on")
+    for number in range(2):
+        with pytest.raises(SendFailed, match="nothing was written"):
+            writer.commit([outgoing(topic, b"lost"), outgoing(topic, bytes(2 << 20))])
+        writer.commit([outgoing(topic, b"%d" % number)])
+    writer.close()
+    assert values_in(log, topic) == [b"0", b"1"]
 
 
 def test_a_large_answer_is_read_in_few_calls() -> None:
@@ -138,9 +154,8 @@ def test_a_member_without_a_completed_join_is_made_anew(log: KafkaLog, run_id: s
         return consumer is not consumers[0] and joined(consumer)
 
     monkeypatch.setattr(internals, "has_joined", hangs_at_first)
-    member = KafkaMember(
-        log._connection, log._costs, log._admin, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, start_at=None, join_limit_s=1.0
-    )
+    parts = (log._connection, log._costs, log._admin)
+    member = KafkaMember(*parts, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, start_at=None, join_limit_s=1.0)
     heard = Heard(member)
     listen(heard, until=lambda: len(consumers) == 2 and len(heard.records) == 2 and len(heard.owned) == 4)
     member.close()

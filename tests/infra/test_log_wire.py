@@ -36,13 +36,13 @@ def read(raw: bytes) -> list[Any]:
 
 
 @given(_records)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_our_batches_are_the_librarys_byte_for_byte(rows: Rows) -> None:
     assert build(rows, packed=True) == build(rows, packed=False)
 
 
 @given(_records)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_we_read_what_the_library_reads(rows: Rows) -> None:
     raw = build(rows, packed=False)
     theirs = [(one.offset, one.timestamp, one.key, one.value, tuple(one.headers)) for one in DefaultRecordBatch(raw)]
@@ -52,7 +52,7 @@ def test_we_read_what_the_library_reads(rows: Rows) -> None:
 
 
 @given(_records, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_damaged_batch_is_a_corrupt_record_and_nothing_worse(rows: Rows, data: st.DataObject) -> None:
     raw = bytearray(build(rows, packed=True))
     start = DefaultRecordBatch(bytes(raw))._pos

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -43,7 +45,7 @@ def test_micro_batches_keep_the_order_and_the_budget(lengths, budget):
 @given(LENGTHS, BUDGETS)
 def test_a_micro_batch_is_closed_only_by_a_sequence_that_does_not_fit(lengths, budget):
     batches = list(micro_batches(made(lengths), token_budget=budget))
-    for batch, after in zip(batches, batches[1:], strict=False):
+    for batch, after in itertools.pairwise(batches):
         widened = [*batch, after[0]]
         assert len(widened) * max(s.length for s in widened) > budget
 
@@ -85,7 +87,7 @@ def test_a_batch_that_trains_nothing_still_has_a_column_to_run():
 
 
 def test_a_logprob_the_model_did_not_draw_becomes_zero_and_a_trained_one_must_be_finite():
-    good = dict(group=0, sample=0, prompt_ids=np.int32([1]), completion_ids=np.int32([2, 3]), advantage=1.0)
+    good = {"group": 0, "sample": 0, "prompt_ids": np.int32([1]), "completion_ids": np.int32([2, 3]), "advantage": 1.0}
     logprobs = np.float32([np.nan, -1])
     batch = pack([TokenSequence(**good, behaviour_logprobs=logprobs, loss_mask=np.array([False, True]))])
     np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[0, -1]]))
