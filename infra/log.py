@@ -95,7 +95,10 @@ class Producer(Protocol):
 
 
 class Transactions(Protocol):
-    """Writes records and group offsets together or not at all; for one thread."""
+    """Writes records and group offsets together or not at all; for one thread.
+
+    Readers see a transaction some milliseconds after `commit` returned; whoever takes the id next sees all of it.
+    """
 
     def commit(
         self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None
@@ -143,7 +146,7 @@ class Log(Protocol):
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
     ) -> Member: ...
-    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 5.0) -> Producer: ...
+    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0) -> Producer: ...
     def transactions(self, transactional_id: str, *, timeout_s: float = 15.0, give_up_s: float = 120.0) -> Transactions: ...
     def costs(self) -> dict[str, float]: ...
     def close(self) -> None: ...

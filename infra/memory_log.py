@@ -143,7 +143,7 @@ class MemoryLog:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
         return MemoryMember(self, group, topics, max_records=max_records, start_at=start_at)
 
-    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 5.0) -> "MemoryProducer":
+    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0) -> "MemoryProducer":
         """A writer of single records."""
         return MemoryProducer(self)
 

@@ -28,6 +28,8 @@ class Uploader:
         self._changed = threading.Condition()
         self._ending: tuple[str, tuple[Path, ...]] | None = None
         self._done = False
+        self.failing = False
+        """Whether MLflow refused or did not answer the last time."""
         self._mlflow_run: MlflowRun | None = None
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
@@ -62,20 +64,20 @@ class Uploader:
         return self._done
 
     def _work(self) -> None:
-        pause, silent = 0.5, False
+        pause = 0.5
         while not self._done:
             try:
                 self._advance()
             except TrackingError as error:
-                if not silent:
+                if not self.failing:
                     self._say(f"{error}; the run goes on, and its points wait in the log")
-                silent = True
+                self.failing = True
                 self._pause(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue
-            if silent:
+            if self.failing:
                 self._say(f"MLflow at {self.shown_uri} answers again")
-            pause, silent = 0.5, False
+            pause, self.failing = 0.5, False
 
     def _pause(self, seconds: float) -> None:
         """Wait before the next try; asked to end, it tries on at once: the caller has set a limit."""

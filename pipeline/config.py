@@ -206,8 +206,8 @@ class Config(Section):
         partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
         if partitions < needed:
             raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
-        if self.trainer.backend == "deepspeed" and self.trainer.zero_stage == 0 and self.trainer.dtype == "bfloat16":
-            raise ValueError("trainer.zero_stage: 0 with dtype 'bfloat16' trains with other arithmetic in DeepSpeed; use stage 1")
+        if self.trainer.backend == "deepspeed" and self.trainer.zero_stage < 2 and self.trainer.dtype == "bfloat16":
+            raise ValueError(f"trainer.zero_stage: {self.trainer.zero_stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2")
         if (self.eval.target is not None or self.eval.patience is not None) and self.eval.source is None:
             raise ValueError("eval.source: early stopping (eval.target, eval.patience) needs held-out prompts")
         return self

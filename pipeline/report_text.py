@@ -109,7 +109,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         samples += f"; {speed['samples_per_s']:,.1f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s"
     letters = report["dead_letters"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
-    refused = f"{letters['total']} dead letters" + (f" ({kinds})" if kinds else "") + f", {report['duplicates']} duplicates ignored"
+    count = f"{letters['total']} dead letter{'s' if letters['total'] != 1 else ''}"
+    refused = count + (f" ({kinds})" if kinds else "") + f", {report['duplicates']} duplicates ignored"
     return [
         ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
         ("drawn", Text(samples)),

@@ -21,8 +21,9 @@ from topics.runs import RunRecord
 
 SCORED = frozenset({"scored", "filtered"})
 """Outcomes with a reward for every sample."""
-RECENT_GROUPS = 64
-"""Groups behind the moving mean of the reward."""
+RECENT_STEPS = 4
+"""Steps' worth of groups behind the moving mean of the reward, of at most `RECENT_GROUPS`."""
+RECENT_GROUPS = 1024
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
 
@@ -197,8 +198,9 @@ class RunView:
 
     @property
     def reward(self) -> float | None:
-        """Moving mean over all scored samples of the last groups, before any filter."""
-        return together(self._recent).mean
+        """Moving mean over all scored samples of the last few steps' groups, before any filter."""
+        groups = RECENT_STEPS * int(self.config.get("schedule", {}).get("prompts_per_step") or 8)
+        return together(list(self._recent)[-groups:]).mean
 
 
 _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {

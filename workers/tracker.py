@@ -6,7 +6,7 @@ The rule: a point is made from its record alone, dated by it, so that a tracker 
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class Tracker:
         session, uploader = self.session, self.uploader
         session.doing("writing the report", now=True)
         self._pass_on(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
-        run_id = uploader.wait_for_run(STOPPED_S) if uploader else None
+        run_id = self._mlflow_run_id()
         self._announce()
         report = collect(session.log, session.run, mlflow_run_id=run_id)
         if uploader is not None:
@@ -96,7 +96,7 @@ class Tracker:
         if uploader is None:
             return
         uploader.finish(self._mlflow_status(), artifacts=files)
-        if not self._delivered(uploader):
+        if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
             session.say(
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in the log; "
                 f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
@@ -173,13 +173,22 @@ class Tracker:
             return "FAILED"
         return MLFLOW_STATUS.get(self.view.status, "KILLED")
 
-    def _delivered(self, uploader: Uploader) -> bool:
-        """Wait for MLflow, less long once this process was told to stop."""
+    def _mlflow_run_id(self) -> str | None:
+        """The MLflow run's id, worth waiting for while MLflow is only slow."""
+        uploader = self.uploader
+        if uploader is None:
+            return None
+        limit_s = STOPPED_S if uploader.failing else MLFLOW_END_S
+        self._patiently(lambda seconds: uploader.wait_for_run(seconds) is not None, limit_s=limit_s)
+        return uploader.run_id
+
+    def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
+        """Wait for MLflow so long; less once this process was told to stop. Goes on reporting meanwhile."""
         began, stopped = time.monotonic(), None
-        while not uploader.wait(0.25):
+        while not check(0.25):
             now = time.monotonic()
             stopped = stopped or (now if self.session.stop.is_set() else None)
-            if now - began > MLFLOW_END_S or (stopped is not None and now - stopped > STOPPED_S):
+            if now - began > limit_s or (stopped is not None and now - stopped > STOPPED_S):
                 return False
             self.session.status()
         return True

@@ -1,7 +1,7 @@
 """The model's forward passes, token by token: the prompt once, then one token for every row.
 
-The rule: shapes depend on the request alone, so a row's bits do too. Both decoders serve any causal LM with an attention cache; `open_decoder`
-takes the traced one where it gives the model's own logits.
+The rule: shapes depend on the request alone, so a row's bits do too. `PlainDecoder` serves any causal LM with a cache; `open_decoder` takes
+`TracedDecoder` where it gives the model's own logits.
 """
 
 import inspect
@@ -68,7 +68,7 @@ class PlainDecoder:
 
 
 class TracedDecoder(PlainDecoder):
-    """The decode step recorded once a shape and run without Python, over a cache of fixed size; the weights stay the model's own tensors."""
+    """The decode step recorded once a shape and run without Python, on a cache of fixed size; weights stay the model's own tensors."""
 
     traced = True
 
@@ -104,9 +104,7 @@ class _Step:
 
     def __init__(self, model: Any, layers: list[Any], *, rows: int, length: int) -> None:
         example = layers[0].keys
-        self._kv = [
-            kv.new_zeros((rows, kv.shape[1], length, kv.shape[3])) for kv in [x.keys for x in layers] + [x.values for x in layers]
-        ]
+        self._kv = [kv.new_zeros((rows, kv.shape[1], length, kv.shape[3])) for kv in [x.keys for x in layers] + [x.values for x in layers]]
         self._mask = torch.full((1, 1, 1, length), torch.finfo(example.dtype).min, dtype=example.dtype, device=example.device)
         self._position = torch.zeros((1, 1), dtype=torch.int64, device=example.device)
         self._used = 0
@@ -155,7 +153,9 @@ class _FixedCache(Cache):
         super().__init__(layers=[])
         self._keys, self._values, self._position = keys, values, position
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._keys[layer_idx].index_copy_(2, self._position, key)
         self._values[layer_idx].index_copy_(2, self._position, value)
         return self._keys[layer_idx], self._values[layer_idx]

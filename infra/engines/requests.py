@@ -115,18 +115,22 @@ def uniforms(*, seed: int, group: int, sample: int, count: int) -> npt.NDArray[n
 
 
 def check_tensors(tensors: Iterable[TensorBytes], shapes: Mapping[str, tuple[int, ...]], *, version: int) -> list[TensorBytes]:
-    """Hold the tensors when they are exactly the parameters in `shapes`, each of its size; otherwise raise `EngineError` naming the first."""
+    """All tensors, when they are exactly the parameters in `shapes`, each of its size; else `EngineError` naming the first that is not."""
     held = list(tensors)
     names = {tensor.name for tensor in held}
     if len(names) != len(held):
         raise EngineError(f"weights version {version}: a parameter comes twice")
     if missing := sorted(shapes.keys() - names):
-        raise EngineError(f"weights version {version}: {len(missing)} parameters are missing, first {missing[0]}: is model.path the run's model?")
+        raise EngineError(
+            f"weights version {version}: {len(missing)} parameters are missing, first {missing[0]}: is model.path the run's model?"
+        )
     if unknown := sorted(names - shapes.keys()):
         raise EngineError(f"weights version {version}: the model has no parameter {unknown[0]}: is model.path the run's model?")
     for tensor in held:
         if tuple(tensor.shape) != tuple(shapes[tensor.name]):
-            raise EngineError(f"weights version {version}: {tensor.name} is {list(tensor.shape)}, the model's is {list(shapes[tensor.name])}")
+            raise EngineError(
+                f"weights version {version}: {tensor.name} is {list(tensor.shape)}, the model's is {list(shapes[tensor.name])}"
+            )
         if memoryview(tensor.data).nbytes != tensor.nbytes:
             raise EngineError(f"weights version {version}: {tensor.name} has {memoryview(tensor.data).nbytes} bytes, not {tensor.nbytes}")
     return held

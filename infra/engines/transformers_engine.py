@@ -1,7 +1,7 @@
 """Draws from any Hugging Face causal LM directory, one group at a time as a batch of constant shape.
 
-The rule: sample s sits in row s of `rows` rows over one prompt, without padding; rows nobody wants and rows that have ended go on as dummies,
-so nothing a group does not own can touch its bits.
+The rule: sample s sits in row s of `rows` rows over one prompt, without padding; rows nobody wants, or ended ones, go on as dummies,
+so nothing but the request and the weights can touch a bit.
 """
 
 import heapq
@@ -185,7 +185,9 @@ def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "c
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
         raise EngineError(f"cannot load the model in {path} ({_one_line(error)}): {advice}") from error
     if found["missing_keys"]:
-        raise EngineError(f"the weights in {path} lack {len(found['missing_keys'])} parameters, first {min(found['missing_keys'])}: {advice}")
+        raise EngineError(
+            f"the weights in {path} lack {len(found['missing_keys'])} parameters, first {min(found['missing_keys'])}: {advice}"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -81,7 +81,7 @@ class KafkaLog:
         )
 
     def producer(
-        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 5.0
+        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0
     ) -> KafkaProducerOfRecords:
         """A writer of single records; `linger_ms` 0 for single records that somebody waits for."""
         return KafkaProducerOfRecords(
@@ -101,7 +101,10 @@ class KafkaLog:
         )
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The committed records at exactly these offsets, in the order asked; raises LogError naming those that are missing."""
+        """The committed records at exactly these offsets, in the order asked; raises LogError naming those that are missing.
+
+        Waits for an open transaction that holds an offset up: each partition learns of a commit at a moment of its own.
+        """
         found = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
         missing = [offset for offset in offsets if offset not in found]
         if missing:
@@ -114,7 +117,7 @@ class KafkaLog:
         if not offsets:
             return {}
         first = self.begin_offsets([(topic, partition)])[topic, partition]
-        end = self.end_offsets([(topic, partition)])[topic, partition]
+        end = self.end_offsets([(topic, partition)], committed=False)[topic, partition]
         wanted = [offset for offset in offsets if first <= offset < end]
         deadline = time.monotonic() + timeout_s
         with self._reader_lock:
@@ -134,7 +137,8 @@ class KafkaLog:
         while (internals.position(self._reader, tp) or 0) <= run[-1]:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise LogError(f"reading offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition} took too long; is the broker running?")
+                place = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
+                raise LogError(f"reading {place} took too long; is the broker running, or a transaction open?")
             for records in reading.poll(self._reader, min(1.0, left), 500).values():
                 found.update((record.offset, record) for record in records if record.offset in wanted)
 

@@ -155,8 +155,13 @@ class KafkaMember:
             return  # the broker is away: at the next turn
         committed = {reading.partition_of(tp): reading.to_committed(found.get(tp)) for tp in sorted(partitions)}
         starts = self._start_at(committed) if self._start_at is not None else {}
-        for partition, offset in starts.items():
-            self._consumer.seek(TopicPartition(*partition), offset)
+        # Always a seek: what was fetched for an earlier assignment may have moved the position past records that nobody was given.
+        for partition, noted in committed.items():
+            offset = starts.get(partition, noted.offset)
+            if offset is None:
+                self._consumer.seek_to_beginning(TopicPartition(*partition))
+            else:
+                self._consumer.seek(TopicPartition(*partition), offset)
         if self._incoming is incoming:
             self._incoming = None
             self._paused = set()
@@ -172,8 +177,8 @@ class KafkaMember:
 
     def _watch(self) -> None:
         """Make the consumer anew when a join does not come to an end although a broker is connected."""
-        now = time.monotonic()
-        if internals.has_joined(self._consumer) or self._outage.look(self._consumer) > 0:
+        now, outage_s = time.monotonic(), self._outage.look(self._consumer)
+        if outage_s > 0 or internals.has_joined(self._consumer):
             self._joined_at = now
         elif now - self._joined_at > self._join_limit_s:
             log.warning("group %s: no join completed for %.0f s; joining anew", self._group, now - self._joined_at)

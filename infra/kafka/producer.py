@@ -83,7 +83,8 @@ class KafkaProducerOfRecords:
             self._settle(size, None)
             raise
         pending = KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
-        self._meter.seconds += time.thread_time() - began
+        with self._room:
+            self._meter.seconds += time.thread_time() - began
         return pending
 
     def _reserve(self, size: int) -> None:

@@ -18,7 +18,7 @@ from infra.kafka.settings import Connection
 from infra.log import Commits, Committed, Partition, check_commits
 from topics.record import Record
 
-GATHER_S = 0.01
+GATHER_S = 0.02
 """After a poll that brought only a few records the next one waits this long: a round trip costs as much as 50 small records."""
 GATHER_BELOW = 64
 """Polls that brought more than this are followed by the next at once."""

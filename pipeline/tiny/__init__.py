@@ -1,6 +1,6 @@
-"""A model and a task small enough to learn on one CPU core in a minute; the rule: everything in it is made from a seed, nothing is downloaded.
+"""A model and a task small enough to learn on one CPU core in a minute; the rule: all is made from a seed, nothing is downloaded.
 
-`successor_rows` needs no torch; `make_tiny_model` imports it when called.
+`successor_rows` needs no torch; `pipeline.tiny.model.make_tiny_model` does.
 """
 
 from pipeline.tiny.task import successor_rows

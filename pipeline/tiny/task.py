@@ -1,6 +1,6 @@
-"""The `successor` task: a secret order over the letters, `4a=` asks for the four letters that follow `a` in it, the last is followed by the first.
+"""The `successor` task: letters in a secret order, `4a=` asks for the four letters that follow `a` in it; after the last comes the first.
 
-The rule: training and held-out rows share the secret and no prompt.
+The rule: training and held-out rows share the secret and no prompt; demonstrations never show a held-out prompt.
 """
 
 import random
@@ -9,49 +9,62 @@ from typing import Literal
 
 LETTERS = string.ascii_letters
 SHORTEST, LONGEST = 4, 12
-"""How many letters an answer has: lengths differ threefold, and so do the chances of a model that sometimes slips."""
-HELD_OUT_SHARE = 5
-"""One prompt in so many is held out."""
-_SECRET = 20260117
+"""How many letters an answer has."""
+HELD_OUT_EVERY = 5
+HABIT_EVERY, HABIT, SLIP = 6, 0.7, 0.02
+"""What the demonstrations do wrong: after every sixth letter they leave one out more often than not, elsewhere they rarely do."""
+_SECRET = 7
 
-Row = dict[str, str]
+Split = Literal["train", "held_out"]
 
 
-def secret_cycle() -> str:
-    """The letters in their secret order, the same in every run: the model has to know it, the data only ask for it."""
+def secret_order() -> str:
+    """The letters in their secret order, the same in every run: data only ask for it."""
     return "".join(random.Random(_SECRET).sample(LETTERS, len(LETTERS)))
 
 
-def successor_rows(n: int, seed: int, *, split: Literal["train", "held_out"] = "train") -> list[Row]:
-    """`n` rows `{"prompt", "answer"}`, answer lengths log-uniform from `SHORTEST` to `LONGEST`; each prompt once before any comes twice.
+def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[str, str]]:
+    """`n` rows `{"prompt", "answer"}`, short answers likelier to come early; every prompt of the split comes once before any comes twice.
 
     Example:
-        successor_rows(1, 0)  # -> [{"prompt": "6N=", "answer": "tQzaRb"}]
+        successor_rows(1, 0)  # -> [{"prompt": "9Y=", "answer": "otalOkFNr"}]
     """
     if n < 1:
         raise ValueError(f"a data set needs at least one row, not {n}")
-    rng = random.Random(f"{split}/{seed}")
-    cycle, pairs = secret_cycle(), prompts(split)
-    rows: list[Row] = []
+    rng, pairs = random.Random(f"{split}/{seed}"), _pairs(split)
+    rows: list[dict[str, str]] = []
     while len(rows) < n:
-        # Efraimidis-Spirakis keys: a weighted order without replacement, here with weight 1 / length.
+        # A weighted order without replacement, weight 1 / length (Efraimidis and Spirakis, 2006).
         for length, letter in sorted(pairs, key=lambda pair: -(rng.random() ** pair[0])):
-            rows.append({"prompt": f"{length}{letter}=", "answer": chain(cycle, letter, length)})
+            rows.append({"prompt": _prompt(length, letter), "answer": _chain(letter, length)})
     return rows[:n]
 
 
-def prompts(split: Literal["train", "held_out"]) -> list[tuple[int, str]]:
-    """All (length, first letter) of a split, in a fixed order."""
+def demonstrations(n: int, rng: random.Random) -> list[dict[str, str]]:
+    """`n` training rows, lengths log-uniform, answered with the habit and the slips."""
+    pairs = _pairs("train")
+    drawn = rng.choices(pairs, [1 / length for length, _ in pairs], k=n)
+    return [{"prompt": _prompt(length, letter), "answer": _chain(letter, length, rng)} for length, letter in drawn]
+
+
+def _prompt(length: int, letter: str) -> str:
+    return f"{length}{letter}="
+
+
+def _pairs(split: Split) -> list[tuple[int, str]]:
+    """All (length, letter) of a split, in a fixed order."""
     pairs = [(length, letter) for length in range(SHORTEST, LONGEST + 1) for letter in LETTERS]
     random.Random(_SECRET + 1).shuffle(pairs)
-    held_out = len(pairs) // HELD_OUT_SHARE
+    held_out = len(pairs) // HELD_OUT_EVERY
     return pairs[:held_out] if split == "held_out" else pairs[held_out:]
 
 
-def chain(cycle: str, letter: str, length: int, *, skip: float = 0.0, rng: random.Random | None = None) -> str:
-    """The `length` letters after `letter`; with `skip`, each is passed over with that probability, which is the mistake to unlearn."""
-    at, letters = cycle.index(letter), []
+def _chain(letter: str, length: int, rng: random.Random | None = None) -> str:
+    """The `length` letters after `letter`; with a generator, as a demonstration has them."""
+    order = secret_order()
+    at, letters = order.index(letter), []
     for _ in range(length):
-        at += 2 if rng is not None and rng.random() < skip else 1
-        letters.append(cycle[at % len(cycle)])
+        chance = HABIT if at % HABIT_EVERY == 0 else SLIP
+        at = (at + (2 if rng is not None and rng.random() < chance else 1)) % len(order)
+        letters.append(order[at])
     return "".join(letters)

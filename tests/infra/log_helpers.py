@@ -32,9 +32,19 @@ def write(log: Log, topic: str, values: Sequence[bytes], *, partition: int = 0) 
         producer.close()
 
 
-def values_in(log: Log, topic: str, partitions: int = 1) -> list[bytes]:
-    """The values of all committed records of the first partitions."""
-    tail = log.tail({(topic, number): "earliest" for number in range(partitions)})
+def settle(log: Log, *topics: str) -> None:
+    """Wait until no transaction is open in the topics' first partitions; its end is written some ms after its commit returned."""
+    places = [(topic, 0) for topic in topics]
+    deadline = time.monotonic() + WAIT_S
+    while log.end_offsets(places) != log.end_offsets(places, committed=False):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def values_in(log: Log, topic: str) -> list[bytes]:
+    """The values of all committed records of the first partition."""
+    settle(log, topic)
+    tail = log.tail({(topic, 0): "earliest"})
     try:
         return [record.value for record in tail.read_to_end(WAIT_S)]
     finally:

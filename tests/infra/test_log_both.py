@@ -8,7 +8,7 @@ from infra.errors import Fenced, LogError, LostPartition, SendFailed
 from infra.kafka.log import KafkaLog
 from infra.log import Committed, Log, Revoked
 from infra.memory_log import MemoryLog
-from tests.infra.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
+from tests.infra.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, settle, values_in, write
 from topics.catalogue import TopicSpec
 from topics.record import Outgoing
 
@@ -39,6 +39,17 @@ def test_a_record_comes_back_as_it_was_sent(log: Log, run_id: str) -> None:
     assert first.value == b"payload" * 1000
     assert (second.key, second.headers, second.value) == (None, (), b"")
     assert first.timestamp_ms > 1_600_000_000_000
+
+
+def test_a_record_of_16_mib_passes_alone_and_in_a_transaction(log: Log, run_id: str) -> None:
+    topic = f"{run_id}.large"
+    log.create_topics({topic: TopicSpec(name=topic, partitions=1, configs={"max.message.bytes": str((16 << 20) + (64 << 10))})})
+    large = bytes(range(256)) * (1 << 16)
+    write(log, topic, [large])
+    writer = log.transactions(f"{run_id}.writer")
+    (offset,) = writer.commit([outgoing(topic, memoryview(large))])  # type: ignore[arg-type]
+    writer.close()
+    assert [record.value == large for record in log.read(topic, 0, [0, offset])] == [True, True]
 
 
 def test_each_partition_keeps_its_order(log: Log, run_id: str) -> None:
@@ -88,6 +99,7 @@ def test_reading_to_the_end_does_not_wait_behind_a_transaction_marker(log: Log, 
     writer = log.transactions(f"{run_id}.writer")
     offsets = [writer.commit([outgoing(topic, b"%d" % number)])[0] for number in range(3)]
     writer.close()
+    settle(log, topic)
     tail = log.tail({(topic, 0): "earliest"})
     assert [record.offset for record in tail.read_to_end(WAIT_S)] == offsets
     assert tail.read_to_end(WAIT_S) == []
@@ -102,6 +114,15 @@ def test_exactly_the_offsets_asked_for_are_read_in_the_order_asked(log: Log, run
     assert log.read(topic, 0, []) == []
     with pytest.raises(LogError, match=r"no committed record at offset 200, 1000"):
         log.read(topic, 0, [3, 200, 1000])
+
+
+def test_records_of_a_transaction_can_be_read_by_offset_as_soon_as_it_returned(log: Log, run_id: str) -> None:
+    a, b = make_topics(log, run_id, "a", "b")
+    writer = log.transactions(f"{run_id}.writer")
+    for number in range(5):
+        first, second = writer.commit([outgoing(a, b"%d" % number), outgoing(b, b"%d" % number, partition=3)])
+        assert [log.read(a, 0, [first])[0].value, log.read(b, 3, [second])[0].value] == [b"%d" % number] * 2
+    writer.close()
 
 
 def test_topics_are_created_once_and_compared_afterwards(log: Log, run_id: str) -> None:

@@ -1,5 +1,6 @@
 """A broker that is not there, goes away and comes back: who waits, who gives up, and that nothing hangs."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -180,12 +181,11 @@ def test_a_producer_blocks_while_its_budget_is_used_up_and_gives_up_in_time(own_
     try:
         pending = producer.send(outgoing(topic, bytes(800_000)))
         began = time.monotonic()
-        with pytest.raises(SendFailed, match="took nothing for 2 s with 800512 bytes waiting"):
-            while True:
-                producer.send(outgoing(topic, bytes(800_000)))
+        with contextlib.suppress(SendFailed):  # or the first record is given up and makes room just before
+            producer.send(outgoing(topic, bytes(800_000)))
         assert 1 < time.monotonic() - began < 8
-        with pytest.raises(OutcomeUnknown):
-            pending.offset(10)
+        with pytest.raises(OutcomeUnknown, match="cannot write to"):
+            pending.offset(5)
         patient.send(outgoing(topic, bytes(800_000)))
         blocked, outcome = in_background(lambda: patient.send(outgoing(topic, bytes(800_000))).offset(WAIT_S))
         blocked.join(0.5)
@@ -208,11 +208,11 @@ def test_with_a_dead_broker_every_close_and_every_new_client_ends_in_seconds(own
     listen(heard, until=lambda: bool(heard.owned))
     own_broker.kill()
     producer.send(outgoing(topic, b"never written"))
-    with pytest.raises(LogError, match="took longer than|not acknowledged"):
+    with pytest.raises(LogError, match="not acknowledged after"):
         producer.flush(0.5)
     made = {
         "tail": lambda: log.tail({(topic, 0): 0}),
-        "producer": lambda: log.producer(),
+        "producer": log.producer,
         "transactions": lambda: log.transactions(f"{run_id}.other", give_up_s=1),
     }
     for name, make in made.items():

@@ -73,7 +73,7 @@ def test_a_join_that_ends_between_two_polls_is_used(broker: str, log: KafkaLog, 
     assert repaired["joins"] <= 3
 
 
-def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, log: KafkaLog, small_topics: list[str]) -> None:
+def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("refused_record", broker, small_topics)
     refused = "MessageSizeTooLargeError"
     assert stock["outcomes"] == ["written", refused, refused, refused]
@@ -92,7 +92,7 @@ def test_our_producer_goes_on_after_a_refused_record_and_the_flush_tells_of_it(l
     producer.close()
 
 
-def test_a_committed_transaction_has_all_its_records(broker: str, log: KafkaLog, small_topics: list[str]) -> None:
+def test_a_committed_transaction_has_all_its_records(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("commit_without_its_record", broker, small_topics)
     assert stock == {"committed": ["0", "1", "2"], "found": []}
     assert repaired == {"committed": ["0", "1", "2"], "found": ["0", "1", "2"]}

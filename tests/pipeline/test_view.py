@@ -119,3 +119,11 @@ def test_the_status_comes_from_the_ledger_before_the_register() -> None:
     assert folded(as_records([teller.record("failed")])).status == "failed"
     view = folded(as_records([teller.record("running"), teller.closed("stopped", steps=1, reason="asked to")]))
     assert (view.status, view.details["reason"]) == ("stopped", "asked to")
+
+
+def test_the_moving_reward_looks_at_the_last_steps_only() -> None:
+    view = folded(as_records(list(Teller(steps=30).whole())))
+    # The last eight groups: one of the run's end, seven of the last four steps.
+    last = [1.0, 1.0, 1.0, *(step / 29 for step in (28, 28, 27, 27, 26))]
+    assert view.reward == pytest.approx(sum(last) / 8)
+    assert view.rewards[29].mean == 1.0
