@@ -68,7 +68,9 @@ class ScheduleSection(Section):
     steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
     max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
     order: Literal["submission", "arrival"] = "submission"
-    max_drops_per_step: Positive | None = Field(None, description="dropped groups between two steps that stop the run; 16 U, at least 64, if absent")
+    max_drops_per_step: Positive | None = Field(
+        None, description="dropped groups between two steps that stop the run; 16 U, at least 64, if absent"
+    )
 
 
 class SamplingSection(Section):
@@ -80,7 +82,9 @@ class SamplingSection(Section):
 
 class AlgorithmSection(Section):
     loss: str = Field("grpo", description="grpo, dr_grpo, dapo, or package:function / file.py:function")
-    advantage: str | None = Field(None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent")
+    advantage: str | None = Field(
+        None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent"
+    )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat | None = None
@@ -88,7 +92,9 @@ class AlgorithmSection(Section):
     proximal: Literal["behaviour", "current"] | None = Field(None, description="current at S = 1, behaviour otherwise, if absent")
     filter_zero_variance: bool = True
     truncated: Literal["train", "mask", "penalise"] = "train"
-    truncated_penalty: float = Field(-1.0, description="added to the reward of a completion that ran out of tokens, under truncated = penalise")
+    truncated_penalty: float = Field(
+        -1.0, description="added to the reward of a completion that ran out of tokens, under truncated = penalise"
+    )
 
 
 class RolloutSection(Section):
@@ -143,7 +149,9 @@ class WeightsSection(Section):
 
 class KafkaSection(Section):
     bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
-    partitions: Positive | None = Field(None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent")
+    partitions: Positive | None = Field(
+        None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
+    )
     replication_factor: Positive = 1
     security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
 
@@ -191,23 +199,31 @@ class Config(Section):
             raise ValueError(f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use one_step_off")
         if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
             key, value = ("top_p", self.sampling.top_p) if self.sampling.top_p != 1.0 else ("top_k", self.sampling.top_k)
-            raise ValueError(f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)")
+            raise ValueError(
+                f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)"
+            )
         if algorithm.proximal == "current" and schedule.steps_per_version != 1:
             raise ValueError(f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {schedule.steps_per_version}")
         if algorithm.advantage is not None and algorithm.advantage not in ADVANTAGES and ":" not in algorithm.advantage:
             hint = nearest(algorithm.advantage, ADVANTAGES)
-            raise ValueError(f"algorithm.advantage: {algorithm.advantage!r} is none of {', '.join(ADVANTAGES)} and no package:function{hint}")
+            raise ValueError(
+                f"algorithm.advantage: {algorithm.advantage!r} is none of {', '.join(ADVANTAGES)} and no package:function{hint}"
+            )
         if schedule.samples_per_prompt == 1:
             raise ValueError("schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2")
         if self.reward.weights is not None and len(self.reward.weights) != len(self.reward.functions):
             raise ValueError(f"reward.weights: {len(self.reward.weights)} weights for {len(self.reward.functions)} reward.functions")
         if algorithm.loss not in LOSSES and ":" not in algorithm.loss:
-            raise ValueError(f"algorithm.loss: {algorithm.loss!r} is none of {', '.join(LOSSES)} and no package:function{nearest(algorithm.loss, LOSSES)}")
+            raise ValueError(
+                f"algorithm.loss: {algorithm.loss!r} is none of {', '.join(LOSSES)} and no package:function{nearest(algorithm.loss, LOSSES)}"
+            )
         partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
         if partitions < needed:
             raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
         if self.trainer.backend == "deepspeed" and self.trainer.zero_stage < 2 and self.trainer.dtype == "bfloat16":
-            raise ValueError(f"trainer.zero_stage: {self.trainer.zero_stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2")
+            raise ValueError(
+                f"trainer.zero_stage: {self.trainer.zero_stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2"
+            )
         if (self.eval.target is not None or self.eval.patience is not None) and self.eval.source is None:
             raise ValueError("eval.source: early stopping (eval.target, eval.patience) needs held-out prompts")
         return self

@@ -26,11 +26,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bootstrap", required=True, help="HOST:PORT of a Kafka broker")
     parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
     parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
-    parser.add_argument("--security", default=os.environ.get("PENSTOCK_SECURITY", "{}"), help="Kafka client security settings, as a JSON object")
+    parser.add_argument(
+        "--security", default=os.environ.get("PENSTOCK_SECURITY", "{}"), help="Kafka client security settings, as a JSON object"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     chosen = parser.parse_args(arguments)
     return work(
-        chosen.role, run=chosen.run, bootstrap=chosen.bootstrap, slot=chosen.slot, model=chosen.model, security=chosen.security, debug=chosen.debug
+        chosen.role,
+        run=chosen.run,
+        bootstrap=chosen.bootstrap,
+        slot=chosen.slot,
+        model=chosen.model,
+        security=chosen.security,
+        debug=chosen.debug,
     )
 
 

@@ -104,14 +104,21 @@ class Crew:
         log_file = self.directory / "logs" / f"{name}.log"
         log_file.parent.mkdir(parents=True, exist_ok=True)
         threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}.get(role, 1)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+            "PYTHONUNBUFFERED": "1",
+        }
         # -P and our root first: a user's own workers/ or pipeline/ in the working directory must not shadow ours.
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-P", "-m", "workers", role, "--run", self.run, "--bootstrap", self.bootstrap, "--slot", str(slot)]
         if config.kafka.security:
             environment["PENSTOCK_SECURITY"] = json.dumps(config.kafka.security)
         log = log_file.open("ab")
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
         return Worker(role, name, process, log_file, log)
 
     def _write_pids(self) -> None:
@@ -209,7 +216,7 @@ def _signals() -> Iterator[threading.Event]:
     stop = threading.Event()
     before: dict[signal.Signals, Any] = {}
 
-    def handle(number: int, _frame: object) -> None:
+    def handle(_number: int, _frame: object) -> None:
         if stop.is_set() and time.monotonic() - first[0] > 1.0:
             raise KeyboardInterrupt
         if not stop.is_set():

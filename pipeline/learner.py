@@ -162,7 +162,9 @@ class Step:
         given: dict[str, Any] = {"proximal": batch.behaviour_logprobs if self.objective.proximal == "behaviour" else None}
         if self.objective.kl_coef:
             given["reference"] = self.backend.reference_logprobs(batch)
-        self._stats.append(self.backend.backward(batch, lambda logprobs: self.objective.batch_loss(logprobs, batch, **given), denominator=denominator))
+        self._stats.append(
+            self.backend.backward(batch, lambda logprobs: self.objective.batch_loss(logprobs, batch, **given), denominator=denominator)
+        )
         self.compute_s += time.monotonic() - started
 
     def _measures(self, learner_version: int) -> dict[str, float]:

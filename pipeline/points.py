@@ -91,9 +91,7 @@ class Points:
         self._sampled[source] = stretch
         return True
 
-    def _line(
-        self, record: Record, source: str, *, kind: str, step: int, values: dict[str, float], labels: dict[str, Any]
-    ) -> Line:
+    def _line(self, record: Record, source: str, *, kind: str, step: int, values: dict[str, float], labels: dict[str, Any]) -> Line:
         number, when = record.offset, record.timestamp_ms
         return Line(source=source, number=number, kind=kind, timestamp_ms=when, step=step, values=values, labels=labels)
 

@@ -50,7 +50,9 @@ class PartitionQueue:
                 break
         offset = min(self.work, default=self.position)
         open_groups = {work.group for work in self.work.values()}
-        first = min((at for group, samples in self.known.items() if group in open_groups for at in samples.values()), default=self.rollouts_end)
+        first = min(
+            (at for group, samples in self.known.items() if group in open_groups for at in samples.values()), default=self.rollouts_end
+        )
         found = (offset, json.dumps({"rollouts": first}))
         if found == self.committed:
             return None

@@ -16,11 +16,11 @@ from typing import Any
 
 from infra.errors import PenstockError
 from infra.log import Log
+from pipeline import rewards
 from pipeline.config import Config, ConfigError, nearest, to_json
 from pipeline.data import check, open_dataset
 from pipeline.plugins import source_digest
 from pipeline.rendering import Renderer, digests
-from pipeline import rewards
 from pipeline.schedule import versions_of
 from topics import runs as topic
 from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
@@ -76,26 +76,50 @@ def inspect(config: Config, *, say: Callable[[str], None] = print) -> dict[str, 
     if context is not None and config.sampling.max_new_tokens >= context:
         raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: the model's context is {context} tokens")
     if context is not None and longest > context:
-        raise ConfigError(f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
-                          f"together above the model's context of {context} tokens")
+        raise ConfigError(
+            f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
+            f"together above the model's context of {context} tokens"
+        )
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
-    return {**install, "rows": rows, "steps": steps, "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
-            "digests": found, "git": git_revision()}
+    return {
+        **install,
+        "rows": rows,
+        "steps": steps,
+        "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
+        "digests": found,
+        "git": git_revision(),
+    }
 
 
 def open_data(config: Config) -> Any:
     """The training prompts as the configuration names them."""
     data = config.data
-    return open_dataset(data.source, prompt_field=data.prompt_field, answer_field=data.answer_field, split=data.split, start=data.start,
-                        limit=data.limit, size=data.size, seed=config.run.seed)
+    return open_dataset(
+        data.source,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        split=data.split,
+        start=data.start,
+        limit=data.limit,
+        size=data.size,
+        seed=config.run.seed,
+    )
 
 
 def open_eval_data(config: Config) -> Any:
     """The held-out prompts; made with another seed where the source generates them."""
     held = config.eval
     assert held.source is not None
-    return open_dataset(held.source, prompt_field=config.data.prompt_field, answer_field=config.data.answer_field, split=held.split,
-                        start=held.start, limit=held.limit, size=held.size, seed=config.run.seed)
+    return open_dataset(
+        held.source,
+        prompt_field=config.data.prompt_field,
+        answer_field=config.data.answer_field,
+        split=held.split,
+        start=held.start,
+        limit=held.limit,
+        size=held.size,
+        seed=config.run.seed,
+    )
 
 
 def rows_of(config: Config) -> int:
@@ -112,18 +136,30 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
     groups = steps * rules.prompts_per_step
     samples = groups * rules.samples_per_prompt
     return [
-        ("schedule", f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {rules.max_lag * rules.steps_per_version} step(s)"),
-        ("one step", f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {rules.prompts_per_step * rules.samples_per_prompt} samples"),
+        (
+            "schedule",
+            f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {rules.max_lag * rules.steps_per_version} step(s)",
+        ),
+        (
+            "one step",
+            f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {rules.prompts_per_step * rules.samples_per_prompt} samples",
+        ),
         ("one round (between two published weights)", f"{rules.steps_per_version} step(s) = {rules.round_groups} groups"),
         ("the run", f"{steps} steps, {versions_of(steps, steps_per_version=rules.steps_per_version)} versions after the initial one"),
         ("trained in all", f"{groups} groups, {samples} samples, at most {samples * config.sampling.max_new_tokens} tokens"),
         ("data", f"{rows} rows, {groups / rows:.2f} epochs without replacements for dropped groups"),
         ("admitted ahead of the newest weights", f"at most {rules.round_groups * (1 + rules.max_lag)} groups"),
         ("kafka", f"{config.partitions} partitions, broker {config.kafka.bootstrap}"),
-        ("workers", f"{config.rollout.workers} rollout, {config.scorer.workers} scorer, 1 feeder, 1 trainer ({config.trainer.backend}), 1 tracker"
-                    + (", 1 evaluator" if config.eval.source else "")),
-        ("loss", f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip -{config.algorithm.clip_low}/+{config.clip_high}, "
-                 f"proximal {config.proximal}, kl_coef {config.algorithm.kl_coef}"),
+        (
+            "workers",
+            f"{config.rollout.workers} rollout, {config.scorer.workers} scorer, 1 feeder, 1 trainer ({config.trainer.backend}), 1 tracker"
+            + (", 1 evaluator" if config.eval.source else ""),
+        ),
+        (
+            "loss",
+            f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip -{config.algorithm.clip_low}/+{config.clip_high}, "
+            f"proximal {config.proximal}, kl_coef {config.algorithm.kl_coef}",
+        ),
     ]
 
 
@@ -132,7 +168,9 @@ def write(log: Log, record: RunRecord) -> None:
     producer = log.producer()
     try:
         headers = topic.headers(record).encode()
-        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=topic.encode(record))).offset(READ_LIMIT_S)
+        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=topic.encode(record))).offset(
+            READ_LIMIT_S
+        )
     finally:
         producer.close()
 
@@ -188,7 +226,9 @@ def resolve(log: Log, text: str) -> str:
 def git_revision() -> str | None:
     """The revision of the working directory's git checkout, marked when it has changes; None outside of one."""
     try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=5, check=False)
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found.stdout.strip() or None

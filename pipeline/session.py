@@ -77,7 +77,9 @@ class Session:
         """Refuse a model directory whose tokenizer, template or stop ids are not those the run was created with."""
         path = self.config.model.path
         if dict(digests(path, chat_template=self.config.data.chat_template)) != self.info["digests"]:
-            raise ValueError(f"the tokenizer, chat template or stop ids in {path} are not those the run was created with; use the same model directory")
+            raise ValueError(
+                f"the tokenizer, chat template or stop ids in {path} are not those the run was created with; use the same model directory"
+            )
 
     def say(self, text: str) -> None:
         """One line for the worker's own output."""
@@ -132,7 +134,9 @@ class Session:
         )
         self._sequence += 1
         headers = metrics.headers(measurement, run=self.run).encode()
-        self._send(Outgoing(topic=self.topic("metrics"), partition=0, key=self.worker.encode(), headers=headers, value=metrics.encode(measurement)))
+        self._send(
+            Outgoing(topic=self.topic("metrics"), partition=0, key=self.worker.encode(), headers=headers, value=metrics.encode(measurement))
+        )
 
     def dead_letter(self, record: Record, error: Unusable) -> None:
         """Put a record nobody can use aside, once, with the reason; its reader goes on."""
@@ -146,7 +150,9 @@ class Session:
         self.say(f"dead letter ({error.kind}) from {key}: {error}")
         letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=self.worker, time_ns=time.time_ns())
         headers = dead_letters.headers(letter, run=self.run).encode()
-        self._send(Outgoing(topic=self.topic("dead-letters"), partition=0, key=key.encode(), headers=headers, value=dead_letters.encode(letter)))
+        self._send(
+            Outgoing(topic=self.topic("dead-letters"), partition=0, key=key.encode(), headers=headers, value=dead_letters.encode(letter))
+        )
 
     def duplicate(self, what: str) -> None:
         """Count a record that repeats what is known already."""

@@ -18,7 +18,9 @@ from topics.weights import Chunk, Manifest
 SEND_LIMIT_S = 120.0
 
 
-def send_chunks(producer: Producer, tensors: Sequence[TensorBytes], *, run: str, version: int, step: int, partitions: int, max_bytes: int) -> Manifest:
+def send_chunks(
+    producer: Producer, tensors: Sequence[TensorBytes], *, run: str, version: int, step: int, partitions: int, max_bytes: int
+) -> Manifest:
     """Send a version's chunks and describe them once every one is acknowledged; the manifest is the caller's to commit.
 
     `partitions` counts those for chunks, numbered from 1.
@@ -33,7 +35,9 @@ def send_chunks(producer: Producer, tensors: Sequence[TensorBytes], *, run: str,
         partition = 1 + index % partitions
         headers = weights.chunk_headers(chunk, run=run).encode()
         value = weights.encode_chunk(chunk)
-        pending.append(producer.send(Outgoing(topic=f"{run}.weights", partition=partition, key=str(version).encode(), headers=headers, value=value)))
+        pending.append(
+            producer.send(Outgoing(topic=f"{run}.weights", partition=partition, key=str(version).encode(), headers=headers, value=value))
+        )
         places.append(partition)
         sizes.append(len(data))
         hashes.append(hashlib.sha256(data).hexdigest())
@@ -73,7 +77,9 @@ def fetch(log: Log, manifest: Manifest, *, run: str) -> list[TensorBytes]:
             try:
                 found[partition, record.offset] = weights.read_chunk(record, run=run)[1]
             except Unusable as error:
-                raise LogError(f"weights of version {manifest.version}: chunk at partition {partition} offset {record.offset} is broken: {error}") from error
+                raise LogError(
+                    f"weights of version {manifest.version}: chunk at partition {partition} offset {record.offset} is broken: {error}"
+                ) from error
     chunks = [found[place].data for place in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True)]
     try:
         return join(chunks, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes, expected_digest=manifest.digest)

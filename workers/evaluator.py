@@ -36,7 +36,9 @@ def main(session: Session) -> None:
     while not session.stop.is_set():
         control.poll(0.2)
         story = control.story
-        version = due(newest=story.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=story.closed is not None)
+        version = due(
+            newest=story.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=story.closed is not None
+        )
         session.status()
         if version is None:
             if story.closed is not None:
@@ -91,7 +93,12 @@ class Evaluator:
                     return None
                 session.status()
                 request = GroupRequest(
-                    group=index, prompt_ids=token_ids, samples=tuple(range(rows)), rows=rows, seed=session.config.run.seed + SEED_OFFSET, sampling=how
+                    group=index,
+                    prompt_ids=token_ids,
+                    samples=tuple(range(rows)),
+                    rows=rows,
+                    seed=session.config.run.seed + SEED_OFFSET,
+                    sampling=how,
                 )
                 completions = self._draw(request)
                 texts = [self.decoder.decode(completion.token_ids) for completion in completions]

@@ -134,7 +134,9 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
     while state.admitted < limit:
         partition = rules.choose_partition(unfinished=state.unfinished, slots=state.slots, owners=state.owners)
         if partition is None:
-            session.doing(f"group {state.admitted} waits for a rollout worker with room" if any(state.owners) else "waiting for a rollout worker")
+            session.doing(
+                f"group {state.admitted} waits for a rollout worker with room" if any(state.owners) else "waiting for a rollout worker"
+            )
             return batch
         number = state.admitted
         slot = rules.slot_of(admitted=number, dropped=len(state.dropped))
@@ -145,7 +147,11 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
             value = prompts.encode(prompt)
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
         state.admit(number, partition)
-    waiting = "all prompts of the run are out" if limit - len(state.dropped) >= session.steps * schedule.prompts_per_step else "waiting for new weights"
+    waiting = (
+        "all prompts of the run are out"
+        if limit - len(state.dropped) >= session.steps * schedule.prompts_per_step
+        else "waiting for new weights"
+    )
     session.doing(waiting)
     return batch
 

@@ -143,14 +143,18 @@ class Rollouts:
         while self.engine.pending < self.engine.capacity:
             waiting = self.queue.waiting()
             loaded = self.engine.version
-            index = rules.next_in_line([(w.group, w.min_version) for w in waiting], loaded_version=loaded, newest_version=story.newest_version)
+            index = rules.next_in_line(
+                [(w.group, w.min_version) for w in waiting], loaded_version=loaded, newest_version=story.newest_version
+            )
             if index is None:
                 oldest = min((w.min_version for w in waiting), default=None)
                 if self.engine.idle:
                     self.session.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
                 return
             work = waiting[index]
-            wanted = rules.version_to_load(schedule, min_version=work.min_version, newest_version=story.newest_version, loaded_version=loaded)
+            wanted = rules.version_to_load(
+                schedule, min_version=work.min_version, newest_version=story.newest_version, loaded_version=loaded
+            )
             if wanted is not None:
                 if not self.engine.idle:
                     return  # the weights change between groups
@@ -190,7 +194,12 @@ class Rollouts:
         )
         self.engine.submit(
             GroupRequest(
-                group=work.group, prompt_ids=prompt.token_ids, samples=tuple(missing), rows=prompt.samples_per_prompt, seed=config.run.seed, sampling=sampling
+                group=work.group,
+                prompt_ids=prompt.token_ids,
+                samples=tuple(missing),
+                rows=prompt.samples_per_prompt,
+                seed=config.run.seed,
+                sampling=sampling,
             )
         )
 
@@ -217,7 +226,9 @@ class Rollouts:
             )
             headers = rollouts.headers(sample, run=session.run).encode()
             value = rollouts.encode(sample)
-        outgoing = Outgoing(topic=session.topic("rollouts"), partition=work.record.partition, key=str(work.group).encode(), headers=headers, value=value)
+        outgoing = Outgoing(
+            topic=session.topic("rollouts"), partition=work.record.partition, key=str(work.group).encode(), headers=headers, value=value
+        )
         self._flying.append((session.producer.send(outgoing), work, completion.sample))
         session.add("samples")
         session.add("tokens", tokens)

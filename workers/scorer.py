@@ -33,7 +33,9 @@ def main(session: Session) -> None:
     control = Control(session.log, session.run)
     transactions = session.log.transactions(f"{session.run}.{session.worker}")
     reward = config.reward
-    pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=config.scorer.processes, timeout_s=reward.timeout_s)
+    pool: ChildPool[int] = ChildPool(
+        CHILD, init=spec(reward.functions, reward.weights), size=config.scorer.processes, timeout_s=reward.timeout_s
+    )
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     looked = 0.0
@@ -135,10 +137,15 @@ class Scorer:
             assert headers.group is not None and headers.sample is not None
             if state.has(headers.group, headers.sample):
                 if headers.group not in state.finished or headers.group in state.open:
-                    self.session.duplicate(f"sample {headers.sample} of group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
+                    self.session.duplicate(
+                        f"sample {headers.sample} of group {headers.group} at {record.topic}/{record.partition}/{record.offset}"
+                    )
                 return
             if headers.sample >= self.session.rules.samples_per_prompt:
-                raise Unusable(f"sample {headers.sample} of group {headers.group}: a group has {self.session.rules.samples_per_prompt}", kind="mismatch")
+                raise Unusable(
+                    f"sample {headers.sample} of group {headers.group}: a group has {self.session.rules.samples_per_prompt}",
+                    kind="mismatch",
+                )
             with self.session.costs.decoding():
                 rollout = rollouts.read(record, run=self.session.run)[1]
         except Unusable as error:
@@ -202,7 +209,9 @@ class Scorer:
             for group in state.orphans(now_s=self.clock.now_s):
                 del state.open[group.group]
                 for record in group.records.values():
-                    self.session.dead_letter(record, Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan"))
+                    self.session.dead_letter(
+                        record, Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan")
+                    )
         return ended
 
     def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
@@ -238,7 +247,9 @@ class Scorer:
             for group in ended:
                 for headers, value in groups.encode_parts(group, run=self.session.run, worker=self.session.worker):
                     key, partition = str(group.group).encode(), where[group.group]
-                    records.append(Outgoing(topic=self.session.topic("groups"), partition=partition, key=key, headers=headers.encode(), value=value))
+                    records.append(
+                        Outgoing(topic=self.session.topic("groups"), partition=partition, key=key, headers=headers.encode(), value=value)
+                    )
         kept = {group.group: self.owned[where[group.group]].open.pop(group.group) for group in ended}
         offsets = self._offsets({where[group.group] for group in ended})
         for number, held in kept.items():

@@ -138,9 +138,7 @@ class Tracker:
             self.file.write(line)
             self.session.add("points")
             if self.uploader is not None:
-                points = [
-                    Point(key=key, value=value, timestamp_ms=line.timestamp_ms, step=line.step) for key, value in line.values.items()
-                ]
+                points = [Point(key=key, value=value, timestamp_ms=line.timestamp_ms, step=line.step) for key, value in line.values.items()]
                 self.uploader.put(points, source=line.source, number=line.number)
 
     def _announce(self) -> None:

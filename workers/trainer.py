@@ -235,7 +235,9 @@ class Trainer:
         recorded = self.chronicle.story.manifests.get(version)
         self._digest = self.chronicle.publish(tensors, version=version, step=self.steps_done)
         if recorded is not None and (found := digest(tensors)) != recorded.digest:
-            raise PenstockError(f"version {version}: the recorded weights digest is {recorded.digest[:16]}…, repeating it from the log gave {found[:16]}…")
+            raise PenstockError(
+                f"version {version}: the recorded weights digest is {recorded.digest[:16]}…, repeating it from the log gave {found[:16]}…"
+            )
         self.session.values.update(version=version)
 
     def _repeat(self, entry: Entry) -> None:

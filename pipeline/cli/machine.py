@@ -23,13 +23,17 @@ def tiny(
     json: Json = False,
 ) -> None:
     """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
-    from pipeline.tiny import make_tiny_model
+    from pipeline.tiny.model import make_tiny_model
 
-    found = make_tiny_model(directory, seed=seed, say=say)
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step % 50 == 0 or step == steps:
+            say(f"warm start {step}/{steps}, loss {loss:.3f}")
+
+    path = make_tiny_model(directory, seed=seed, progress=progress)
     if json:
-        emit(found)
+        emit({"path": str(path), "seed": seed})
     else:
-        print(directory)
+        print(path)
 
 
 def doctor(*, bootstrap: Bootstrap = "embedded", json: Json = False) -> int:

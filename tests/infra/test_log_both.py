@@ -1,5 +1,6 @@
 """What both logs promise: the one on Kafka and the one in memory."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -262,6 +263,27 @@ def test_a_revoked_partition_delivers_and_commits_nothing_more(log: Log, run_id:
     revoked = next(index for index, event in enumerate(one.events) if isinstance(event, Revoked))
     kept = Heard(one.member, one.events[revoked:])
     assert {(record.topic, record.partition) for record in kept.records} <= one.owned
+    one.member.close()
+    two.member.close()
+
+
+def test_records_fetched_but_not_taken_before_a_rebalance_come_again_after_it(log: Log, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=2)
+    for partition in (0, 1):
+        write(log, topic, [b"%d" % number for number in range(50)], partition=partition)
+    one = Heard(log.member(f"{run_id}.group", [topic], max_records=1000))
+    listen(one, until=lambda: bool(one.owned))
+    time.sleep(0.5)  # by now the records lie in the member's buffer, or one fetch ahead of it
+    two = Heard(log.member(f"{run_id}.group", [topic]))
+    listen(one, two, until=lambda: len(one.owned) == len(two.owned) == 1)
+    for heard in (one, two):
+        last = heard.events.index(heard.assigned)
+
+        def since(heard: Heard = heard, last: int = last) -> list[int]:
+            return [int(record.value) for record in Heard(heard.member, heard.events[last:]).records]
+
+        listen(one, two, until=lambda since=since: len(since()) >= 50)  # type: ignore[misc]
+        assert since() == list(range(50))
     one.member.close()
     two.member.close()
 

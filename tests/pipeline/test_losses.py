@@ -50,6 +50,7 @@ def random_batch(seed, rows=4, width=6):
 
 # ---- the clipped surrogate
 
+
 @pytest.mark.parametrize(("ratio", "advantage", "expected", "clipped"), [
     (2.0, 1.0, -1.3, 1),  # clip-higher binds: min(2, 1.3)
     (2.0, -1.0, 2.0, 0),  # a bad token that became likelier is never clipped
@@ -109,6 +110,7 @@ def test_wild_values_outside_the_mask_change_nothing():
 
 
 # ---- importance, KL, effective sample size
+
 
 def test_importance_weights_are_cut_from_above_only():
     weights = truncated_importance(torch.tensor([[LOG2 * 3, -LOG2, 0.0]]), torch.zeros(1, 3), torch.tensor([[True, True, False]]), cap=5.0)
@@ -205,6 +207,7 @@ def test_an_unknown_aggregation_is_named(call):
 
 
 # ---- logits to log-probabilities
+
 
 @pytest.mark.parametrize("chunk", [3, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

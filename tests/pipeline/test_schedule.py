@@ -120,9 +120,19 @@ def test_a_group_that_is_too_old_is_set_aside_as_stale_and_counts_as_dropped():
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), mode=st.sampled_from(sorted(MODES)), order=st.sampled_from(["submission", "arrival"]), groups=st.integers(1, 5),
-       steps_per_version=st.integers(1, 3), steps=st.integers(1, 9), workers=st.integers(1, 4), drop=st.floats(0, 0.6))
-def test_in_a_random_world_every_run_ends_and_nothing_is_trained_too_old(seed, mode, order, groups, steps_per_version, steps, workers, drop):
+@given(
+    seed=st.integers(0, 2**32),
+    mode=st.sampled_from(sorted(MODES)),
+    order=st.sampled_from(["submission", "arrival"]),
+    groups=st.integers(1, 5),
+    steps_per_version=st.integers(1, 3),
+    steps=st.integers(1, 9),
+    workers=st.integers(1, 4),
+    drop=st.floats(0, 0.6),
+)
+def test_in_a_random_world_every_run_ends_and_nothing_is_trained_too_old(
+    seed, mode, order, groups, steps_per_version, steps, workers, drop
+):
     """Feeder, rollout workers, scorer and trainer act in random order under the rules; each group ends once."""
     random_source = random.Random(seed)
     schedule = schedule_of(mode, groups=groups, steps_per_version=steps_per_version, order=order)

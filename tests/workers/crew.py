@@ -89,7 +89,9 @@ def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Co
     """A small run on arithmetic prompts whose reward is the share of digits in the completion; sections are merged over the defaults."""
     data, reward = directory / "data.jsonl", directory / "digits.py"
     data.write_text("".join(json.dumps({"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1)}) + "\n" for i in range(40)))
-    reward.write_text("def share(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n")
+    reward.write_text(
+        "def share(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
+    )
     table: dict[str, dict[str, Any]] = {
         "run": {"steps": 4, "seed": 7},
         "model": {"path": str(model)},
@@ -107,7 +109,9 @@ def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Co
     return from_table(table)
 
 
-def complete(bootstrap: str, run: str, config: Config, *, roles: Sequence[str] = ("trainer", "rollout", "scorer", "feeder")) -> dict[str, Any]:
+def complete(
+    bootstrap: str, run: str, config: Config, *, roles: Sequence[str] = ("trainer", "rollout", "scorer", "feeder")
+) -> dict[str, Any]:
     """A whole undisturbed run; returns its report."""
     with Crew(bootstrap, run) as crew:
         create(config, log=crew.log, run_id=run, say=lambda _: None)

@@ -122,9 +122,7 @@ def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_p
 
 
 @pytest.mark.parametrize("cut", [0, 7, 40])
-def test_a_tracker_that_starts_again_writes_no_line_twice_and_mends_a_torn_one(
-    log: MemoryLog, tmp_path: Path, cut: int
-) -> None:
+def test_a_tracker_that_starts_again_writes_no_line_twice_and_mends_a_torn_one(log: MemoryLog, tmp_path: Path, cut: int) -> None:
     _, records = told(**WITHOUT_MLFLOW)
     write(log, records[: len(records) // 2])
     follow(log, stop=True)
