@@ -89,7 +89,7 @@ class Session:
     def producer(self) -> Producer:
         """The plain producer: samples, measurements and dead letters."""
         if self._producer is None:
-            self._producer = self.log.producer()
+            self._producer = self.log.producer(linger_ms=5.0)
         return self._producer
 
     def add(self, name: str, amount: float = 1.0) -> None:

@@ -22,8 +22,14 @@ from topics.errors import Unusable
 from topics.record import Outgoing, Record
 from topics.samples import Rollout
 
-CONTROL_EVERY_S = 0.05
-"""How often a busy worker looks for new weights and the end of the run."""
+BUSY_LOOK_S = 0.5
+"""How often a worker that is drawing looks whether the run is over; new weights are looked for before each group."""
+
+IDLE_WAIT_S = 0.2
+"""How long an idle worker waits for prompts, or for the weights its prompts need, before it looks around again."""
+
+GATHER_S = 0.05
+"""Samples of a group are sent together, or after this long: many records in one request cost a quarter of what single ones do."""
 
 COMMIT_EVERY_S = 0.5
 
@@ -58,23 +64,24 @@ class Rollouts:
     _in_hand: dict[int, Work] = field(default_factory=dict)
     _left: dict[int, set[int]] = field(default_factory=dict)
     """Samples of the groups in hand that the engine has not returned."""
+    _ended: list[Completion] = field(default_factory=list)
+    """Samples that are not sent yet."""
     _flying: list[tuple[Pending, Work, int]] = field(default_factory=list)
     _looked: float = 0.0
+    _gathered: float = 0.0
     _committed: float = 0.0
 
     def turn(self) -> None:
         """Take what arrived, start what may start, decode one step, publish what ended, commit what is done."""
-        idle = self.engine.idle
-        waiting = bool(self.queue.waiting())
-        self._follow(wait_s=CONTROL_EVERY_S if idle and waiting else 0.0)
-        for event in self.member.take(0.05 if idle and not waiting and not self._flying else 0.0):
+        for event in self.member.take(0.0):
             self._on(event)
+        if self.engine.idle or time.monotonic() - self._looked > BUSY_LOOK_S:
+            self._look(wait_s=0.0)
         self._start()
-        if not self.engine.idle:
-            started = time.monotonic()
-            for completion in self.engine.step():
-                self._publish(completion)
-            self.session.add("generate_s", time.monotonic() - started)
+        if self.engine.idle:
+            self._wait()
+        else:
+            self._draw()
         self._acknowledge()
         if time.monotonic() - self._committed > COMMIT_EVERY_S:
             self._commit()
@@ -87,10 +94,32 @@ class Rollouts:
         self._commit()
         self.session.labels["partitions"] = ""
 
-    def _follow(self, *, wait_s: float) -> None:
-        if wait_s or time.monotonic() - self._looked > CONTROL_EVERY_S:
-            self._looked = time.monotonic()
-            self.control.poll(wait_s)
+    def _look(self, *, wait_s: float) -> None:
+        self.control.poll(wait_s)
+        self._looked = time.monotonic()
+
+    def _wait(self) -> None:
+        """Nothing can be drawn: wait for what is missing, weights or prompts."""
+        if self.queue.waiting():
+            self._look(wait_s=IDLE_WAIT_S)
+        elif self.control.story.newest_version > self.engine.version:
+            self._load(self.control.story.newest_version)  # its prompts are on their way
+        else:
+            for event in self.member.take(0.01 if self._flying else IDLE_WAIT_S):
+                self._on(event)
+
+    def _draw(self) -> None:
+        """One decode step; what ended in it is sent with its group, or soon."""
+        started = time.monotonic()
+        ended = self.engine.step()
+        self.session.add("generate_s", time.monotonic() - started)
+        if not self._ended:
+            self._gathered = started
+        self._ended += ended
+        if self._ended and (self.engine.idle or started - self._gathered > GATHER_S):
+            for completion in self._ended:
+                self._publish(completion)
+            self._ended.clear()
 
     def _on(self, event: Event) -> None:
         match event:

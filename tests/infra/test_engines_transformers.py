@@ -91,16 +91,12 @@ def test_both_decoders_give_the_same_logits() -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-5)
 
 
-def test_weights_that_overflow_in_one_group_leave_no_trace_in_the_next(directory: Path) -> None:
+def test_weights_that_are_not_numbers_stop_the_engine_with_their_version(directory: Path) -> None:
     engine = TransformersEngine(directory)
-    expected = drawn(engine)
-    good = weights(engine)
-    engine.load_weights(1, [replace(tensor, data=np.full(tensor.shape, np.nan, np.float32).tobytes()) for tensor in good])
+    broken = [replace(tensor, data=np.full(tensor.shape, np.nan, np.float32).tobytes()) for tensor in weights(engine)]
+    engine.load_weights(1, broken)
     with pytest.raises(EngineError, match="version 1 gives logits that are not numbers"):
         drawn(engine)
-    engine = TransformersEngine(directory)
-    engine.load_weights(2, good)
-    assert [one.logprobs.tobytes() for one in drawn(engine)] == [one.logprobs.tobytes() for one in expected]
 
 
 def weights(engine: TransformersEngine, *, dtype: torch.dtype = torch.float32) -> list[TensorBytes]:
