@@ -18,6 +18,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export OMP_NUM_THREADS ?= 1
 export UV_NO_PROGRESS ?= 1
+# Without cached bytecode every process compiles torch and transformers anew, for half a minute.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo install model test test-all check format lock clean help
 .DELETE_ON_ERROR:

@@ -100,9 +100,7 @@ class Transactions(Protocol):
     Readers see a transaction some milliseconds after `commit` returned; whoever takes the id next sees all of it.
     """
 
-    def commit(
-        self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None
-    ) -> list[int]: ...
+    def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]: ...
     def close(self, timeout_s: float = 3.0) -> None: ...
 
 

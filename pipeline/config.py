@@ -214,16 +214,14 @@ class Config(Section):
         if self.reward.weights is not None and len(self.reward.weights) != len(self.reward.functions):
             raise ValueError(f"reward.weights: {len(self.reward.weights)} weights for {len(self.reward.functions)} reward.functions")
         if algorithm.loss not in LOSSES and ":" not in algorithm.loss:
-            raise ValueError(
-                f"algorithm.loss: {algorithm.loss!r} is none of {', '.join(LOSSES)} and no package:function{nearest(algorithm.loss, LOSSES)}"
-            )
+            hint = nearest(algorithm.loss, LOSSES)
+            raise ValueError(f"algorithm.loss: {algorithm.loss!r} is none of {', '.join(LOSSES)} and no package:function{hint}")
         partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
         if partitions < needed:
             raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
         if self.trainer.backend == "deepspeed" and self.trainer.zero_stage < 2 and self.trainer.dtype == "bfloat16":
-            raise ValueError(
-                f"trainer.zero_stage: {self.trainer.zero_stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2"
-            )
+            stage = self.trainer.zero_stage
+            raise ValueError(f"trainer.zero_stage: {stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2")
         if (self.eval.target is not None or self.eval.patience is not None) and self.eval.source is None:
             raise ValueError("eval.source: early stopping (eval.target, eval.patience) needs held-out prompts")
         return self
@@ -307,6 +305,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _make_absolute(table, file.resolve().parent)
     for override in overrides:
         _apply(table, override)
+    return from_table(table)
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """The configuration with `a.b=c` overrides; relative paths are relative to the working directory. Raises `ConfigError`."""
+    table = json.loads(to_json(config))
+    for text in overrides:
+        _apply(table, text)
     return from_table(table)
 
 

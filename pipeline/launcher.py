@@ -110,6 +110,8 @@ class Crew:
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
             "PYTHONUNBUFFERED": "1",
         }
+        # Without cached bytecode a worker compiles torch and transformers for half a minute.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # -P and our root first: a user's own workers/ or pipeline/ in the working directory must not shadow ours.
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-P", "-m", "workers", role, "--run", self.run, "--bootstrap", self.bootstrap, "--slot", str(slot)]
@@ -154,16 +156,26 @@ def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool) -> 
 
 
 def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, json_out: bool) -> int:
-    """Start a registered run's workers and stay until they have ended."""
+    """Start a registered run's workers, stay until they have ended, and print the report; returns the exit status."""
+    status = watch(log, record, config, say=say, live=live, quiet=json_out)
+    return status or show_report(run_directory(record.run), json_out=json_out)
+
+
+def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool) -> int:
+    """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
+
+    Raises:
+        PenstockError: a worker died.
+    """
     from pipeline.live import LiveView
 
-    directory = state_directory() / "runs" / record.run
+    directory = run_directory(record.run)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
     crew = Crew(record.run, log.bootstrap, config, directory)
     say(f"run {record.run}: starting {config.rollout.workers} rollout workers; logs in {directory / 'logs'}")
     with _signals() as stop:
-        view = LiveView(log, record.run, console=_console(json_out), plain=not live)
+        view = LiveView(log, record.run, console=_console(quiet), plain=not live)
         try:
             crew.start()
             dead = None
@@ -184,7 +196,12 @@ def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: 
     if stop.is_set():
         mark(log, record, status="stopped")
         return 130
-    return show_report(directory, json_out=json_out)
+    return 0
+
+
+def run_directory(run: str) -> Path:
+    """Where a run's logs, measurements, report and final model are on this machine."""
+    return state_directory() / "runs" / run
 
 
 def find_status(log: KafkaLog, run: str) -> str | None:
@@ -204,10 +221,10 @@ def show_report(directory: Path, *, json_out: bool) -> int:
     return 0
 
 
-def _console(json_out: bool) -> Any:
+def _console(quiet: bool) -> Any:
     from rich.console import Console
 
-    return Console(stderr=json_out)
+    return Console(stderr=quiet)
 
 
 @contextlib.contextmanager

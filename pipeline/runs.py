@@ -135,15 +135,14 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
     rules, steps = config.rules, config.steps(rows)
     groups = steps * rules.prompts_per_step
     samples = groups * rules.samples_per_prompt
+    a_step = rules.prompts_per_step * rules.samples_per_prompt
+    clip = f"-{config.algorithm.clip_low}/+{config.clip_high}"
     return [
         (
             "schedule",
             f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {rules.max_lag * rules.steps_per_version} step(s)",
         ),
-        (
-            "one step",
-            f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {rules.prompts_per_step * rules.samples_per_prompt} samples",
-        ),
+        ("one step", f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {a_step} samples"),
         ("one round (between two published weights)", f"{rules.steps_per_version} step(s) = {rules.round_groups} groups"),
         ("the run", f"{steps} steps, {versions_of(steps, steps_per_version=rules.steps_per_version)} versions after the initial one"),
         ("trained in all", f"{groups} groups, {samples} samples, at most {samples * config.sampling.max_new_tokens} tokens"),
@@ -157,7 +156,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
         ),
         (
             "loss",
-            f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip -{config.algorithm.clip_low}/+{config.clip_high}, "
+            f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip {clip}, "
             f"proximal {config.proximal}, kl_coef {config.algorithm.kl_coef}",
         ),
     ]

@@ -22,7 +22,7 @@ class Schedule:
 
     mode: str
     starts_on: Literal["round", "groups"]
-    """round: a step waits until its whole round is scored; groups: until its own groups are (complete-group pipelining, arXiv 2606.26997)."""
+    """round: a step waits until its whole round is scored; groups: until its own groups are (complete groups, arXiv 2606.26997)."""
     loads_at: Literal["round", "group"]
     """round: every group of a round is drawn under that round's version; group: under the newest version when the group starts."""
     max_lag: int

@@ -199,7 +199,8 @@ class Trainer:
         if dropped <= self.session.rules.max_drops_per_step:
             return
         causes = ", ".join(f"{count} {cause}" for cause, count in self.arrivals.rewards_of_dropped.most_common(6))
-        reason = f"{dropped} groups were dropped since step {self.steps_done - 1} (schedule.max_drops_per_step = {self.session.rules.max_drops_per_step}): {causes}"
+        limit = f"schedule.max_drops_per_step = {self.session.rules.max_drops_per_step}"
+        reason = f"{dropped} groups were dropped since step {self.steps_done - 1} ({limit}): {causes}"
         self.chronicle.close(steps=self.steps_done, digest=self._digest, status="failed", reason=reason, unused=self._unused())
         mark(self.session.log, self.session.record, status="failed")
         raise PenstockError(reason)
@@ -252,7 +253,8 @@ class Trainer:
         if (outcome.loss_bits, outcome.grad_norm_bits) != (entry.loss_bits, entry.grad_norm_bits):
             raise PenstockError(
                 f"step {entry.step} repeated from the log gave loss {outcome.loss!r} and gradient norm {outcome.grad_norm!r}, "
-                f"the ledger says {entry.metrics.get('loss')!r} and {entry.metrics.get('grad_norm')!r}; is the arithmetic (versions, threads, device) the same?"
+                f"the ledger says {entry.metrics.get('loss')!r} and {entry.metrics.get('grad_norm')!r}; "
+                "is the arithmetic (versions, threads, device) the same?"
             )
         self.arrivals.selector.settle([planned.group for planned in entry.plan])
         self._drops += int(entry.metrics["dropped"])

@@ -53,6 +53,4 @@ class BackendSettings:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`."""
-        return learning_rate(
-            step, lr=self.lr, schedule=self.lr_schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps
-        )
+        return learning_rate(step, lr=self.lr, schedule=self.lr_schedule, warmup_steps=self.warmup_steps, total_steps=self.total_steps)

@@ -115,9 +115,7 @@ def test_a_writer_that_lost_an_answer_does_not_take_the_id_back_from_its_success
     new[0].close()
 
 
-def test_an_open_transaction_holds_up_only_those_who_ask_for_committed_records(
-    broker: str, log: KafkaLog, topic: str, run_id: str
-) -> None:
+def test_an_open_transaction_holds_up_only_those_who_ask_for_committed_records(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
     write(log, topic, [b"before"])
     foreign = KafkaProducer(bootstrap_servers=broker, transactional_id=f"{run_id}.foreign", retry_backoff_ms=2)
     foreign.init_transactions()

@@ -1,0 +1,46 @@
+"""What a program of yours imports: start a run, open one and read what it wrote as Arrow tables.
+
+The rule: nothing is imported before it is called, so that `import penstock` costs nothing and needs no torch.
+
+Example:
+    report = penstock.launch("examples/demo.toml", overrides=["run.steps=10"])
+    with penstock.open(report["run"]) as run:
+        table = run.samples()  # pyarrow
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.opened import Run
+    from pipeline.config import Config
+
+__all__ = ["launch", "open"]
+
+
+def launch(config: "str | PathLike[str] | Config", *, overrides: Sequence[str] = (), run_id: str | None = None) -> dict[str, Any]:
+    """See a run through as `penstock run` does, with plain lines on stderr, and return its report: the keys of `report --json`.
+
+    `overrides` are `"section.key=value"` as in `--set`.
+
+    Raises:
+        ConfigError: a mistake in the configuration, in one line.
+        PenstockError: the run could not start, or a worker died, in one line.
+        KeyboardInterrupt: it was stopped; `penstock run --resume RUN` goes on.
+    """
+    from penstock.launched import see_through
+
+    return see_through(config, overrides=overrides, run_id=run_id)
+
+
+def open(run: str, *, bootstrap: str = "embedded", security: dict[str, str] | None = None) -> "Run":
+    """A run of a broker for reading, while it goes on or afterwards; `run` is an id, a unique prefix, or `latest`.
+
+    Raises:
+        ValueError: no such run, or several.
+        LogUnreachable: no broker there.
+    """
+    from penstock.opened import Run
+
+    return Run.find(run, bootstrap=bootstrap, security=security or {})

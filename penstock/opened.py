@@ -1,0 +1,60 @@
+"""`penstock.open`: a run as tables. The rule: reading changes nothing, and a record nobody can use is passed over, as the workers do."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+
+from infra.log import Log
+from penstock import tables
+from pipeline.config import KafkaSection
+from pipeline.launcher import connect
+from pipeline.report import collect
+from pipeline.runs import resolve
+
+
+class Run:
+    """One run of a broker; each call reads the log anew, so that a run under way can be followed. Close it, or use it in a `with`."""
+
+    def __init__(self, log: Log, run: str) -> None:
+        self._log, self.id = log, run
+
+    @classmethod
+    def find(cls, run: str, *, bootstrap: str, security: Mapping[str, str]) -> Self:
+        """The run that an id, a unique prefix or `latest` names. Raises as `penstock.open`."""
+        log = connect(KafkaSection(bootstrap=bootstrap, security=dict(security)), say=lambda _: None)
+        try:
+            return cls(log, resolve(log, run))
+        except BaseException:
+            log.close()
+            raise
+
+    def report(self) -> dict[str, Any]:
+        """The keys of `penstock report --json`."""
+        return collect(self._log, self.id)
+
+    def samples(self) -> pa.Table:
+        """One row a finished sample, by group and sample: tokens, logprobs, versions; completion and reward once it is scored."""
+        return tables.samples(self._log, self.id)
+
+    def groups(self) -> pa.Table:
+        """One row an admitted prompt group, by number: prompt, data columns, its fate, mean reward and policy versions."""
+        return tables.groups(self._log, self.id)
+
+    def steps(self) -> pa.Table:
+        """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""
+        return tables.steps(self._log, self.id)
+
+    def close(self) -> None:
+        """Let go of the broker."""
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<penstock run {self.id}>"

@@ -1,0 +1,179 @@
+"""The facade: what a user's program imports, on a run written record by record into the real broker, and on one that it launches."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import penstock
+from infra.kafka.log import KafkaLog
+from penstock import tables
+from penstock.opened import Run
+from tests.pipeline.a_run import Teller
+from topics import groups, rollouts
+from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from topics.record import Outgoing
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 3
+GROUPS = 2 + 2 * STEPS
+"""One filtered, two a step, one unused."""
+
+
+def write(bootstrap: str, run: str, records: list[Outgoing]) -> None:
+    log = KafkaLog(bootstrap, client_id="test")
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
+    log.create_topics(topics_of(run, partitions=2), replication_factor=1)
+    producer = log.producer()
+    for record in records:
+        producer.send(record)
+    producer.flush(30.0)
+    log.close()
+
+
+@pytest.fixture
+def run(broker: str, run_id: str) -> Iterator[Run]:
+    """A finished run of three steps, with a sample written twice and a record of nobody's in each of its topics."""
+    told = list(Teller(run_id, steps=STEPS).whole())
+    again = next(record for record in told if record.topic.endswith(".rollouts"))
+    nobodys = [
+        Outgoing(topic=f"{run_id}.{topic}", partition=0, key=None, headers=(("run", b"other"),), value=b"?")
+        for topic in ("prompts", "rollouts", "groups", "ledger")
+    ]
+    write(broker, run_id, [*told, again, *nobodys])
+    with penstock.open(run_id, bootstrap=broker) as opened:
+        yield opened
+
+
+def test_importing_the_facade_imports_neither_pyarrow_nor_anything_heavier() -> None:
+    code = "import sys, penstock; print([name for name in ('pyarrow', 'kafka', 'pydantic', 'torch') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_report_is_that_of_the_command_line(run: Run) -> None:
+    report = run.report()
+    assert report["run"] == run.id
+    assert report["steps"] == STEPS
+    assert report["groups"]["admitted"] == GROUPS
+
+
+def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Run) -> None:
+    table = run.samples()
+    assert table.schema == tables.SAMPLES
+    assert table.num_rows == 4 * GROUPS
+    assert table["group"].to_pylist() == [group for group in range(GROUPS) for _ in range(4)]
+    assert table["sample"].to_pylist() == [0, 1, 2, 3] * GROUPS
+    assert table["token_ids"][0].as_py() == [0, 1, 2]
+    assert table["token_ids"][-1].as_py() == list(range(9))
+    assert set(table["completion"].to_pylist()) == {"5"}
+    # The filtered group, then two groups a step whose rewards grow from 0 to 1, then the unused group.
+    assert table["reward"].to_pylist()[::4] == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
+
+
+def test_groups_are_one_row_each_with_their_fate(run: Run) -> None:
+    table = run.groups()
+    assert table.schema == tables.GROUPS
+    assert table["fate"].to_pylist() == ["filtered", *["trained"] * (2 * STEPS), "unused"]
+    assert table["reason"].to_pylist()[:2] == ["because", None]
+    assert table["reward_mean"].to_pylist() == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
+    assert table["prompt_ids"][0].as_py() == [1, 2]
+    assert table["policy_version_min"].to_pylist() == [0, 0, 0, 1, 1, 2, 2, 2]
+
+
+def test_steps_are_one_row_each_with_a_column_for_each_metric(run: Run) -> None:
+    table = run.steps()
+    assert table["step"].to_pylist() == list(range(STEPS))
+    assert table["groups"].to_pylist() == [[1, 2], [3, 4], [5, 6]]
+    assert table["loss"].to_pylist() == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert table.schema.field("loss").type == pa.float64()
+
+
+def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id: str) -> None:
+    write(broker, run_id, [Teller(run_id).record()])
+    with penstock.open(run_id, bootstrap=broker) as run:
+        assert run.samples() == tables.SAMPLES.empty_table()
+        assert run.groups() == tables.GROUPS.empty_table()
+        assert run.steps() == tables.STEPS.empty_table()
+
+
+def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broker: str, run_id: str) -> None:
+    teller = Teller(run_id)
+    unscored = [record for record in teller.group([1.0, 0.0], version=0) if not record.topic.endswith(".groups")]
+    write(broker, run_id, [teller.record(), teller.opened(), *unscored])
+    with penstock.open(run_id, bootstrap=broker) as run:
+        assert run.samples()["reward"].to_pylist() == [None, None]
+        assert run.groups()["fate"].to_pylist() == ["open"]
+        assert run.groups()["reward_mean"].to_pylist() == [None]
+
+
+def test_a_group_in_parts_counts_once_it_is_whole(broker: str, run_id: str) -> None:
+    teller = Teller(run_id)
+    told = teller.group([1.0, 0.0, 0.5], version=0)
+    whole = groups.decode(told[-1].value)
+    parts = [
+        Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(), value=value)
+        for headers, value in groups.encode_parts(whole, run=run_id, worker="scorer-0", max_bytes=1)
+    ]
+    assert len(parts) == 3
+    write(broker, run_id, [teller.record(), *told[:-1], *parts[:2]])
+    with penstock.open(run_id, bootstrap=broker) as run:
+        assert run.samples()["reward"].to_pylist() == [None, None, None]
+        write(broker, run_id, parts[2:])
+        assert run.samples()["reward"].to_pylist() == [1.0, 0.0, 0.5]
+
+
+def test_logprobs_of_tokens_the_model_did_not_draw_are_null(broker: str, run_id: str) -> None:
+    teller = Teller(run_id)
+    drawn = rollouts.decode(teller.group([1.0, 0.0], version=0)[1].value)
+    sample = replace(drawn, behaviour_logprobs=np.array([0.0, np.nan, 0.0], np.float32))
+    record = Outgoing(
+        topic=f"{run_id}.rollouts",
+        partition=0,
+        key=b"0",
+        headers=rollouts.headers(sample, run=run_id).encode(),
+        value=rollouts.encode(sample),
+    )
+    write(broker, run_id, [teller.record(), record])
+    with penstock.open(run_id, bootstrap=broker) as run:
+        assert run.samples()["behaviour_logprobs"][0].as_py() == [0.0, None, 0.0]
+
+
+def test_an_unknown_run_is_one_line(broker: str, run: Run) -> None:
+    with pytest.raises(ValueError, match=r"no run 'nowhere' on this broker"):
+        penstock.open("nowhere", bootstrap=broker)
+
+
+def test_overrides_go_with_a_configuration_object_too() -> None:
+    from pipeline.config import ConfigError, load, override
+
+    config = load(ROOT / "examples" / "demo.toml")
+    assert override(config, ["schedule.prompts_per_step=3"]).schedule.prompts_per_step == 3
+    assert override(config, []) == config
+    with pytest.raises(ConfigError, match="did you mean 'schedule.prompts_per_step'"):
+        override(config, ["schedule.prompts_per_stp=3"])
+
+
+@pytest.mark.slow
+def test_a_launched_run_returns_its_report_and_can_be_read(broker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pipeline.tiny.model import make_tiny_model
+
+    model = make_tiny_model(tmp_path / "model", steps=1)
+    overrides = ["run.steps=2", "schedule.samples_per_prompt=4", "algorithm.filter_zero_variance=false", "eval.limit=4"]
+    report = penstock.launch(
+        ROOT / "examples" / "demo.toml",
+        overrides=[*overrides, f'model.path="{model}"', f'kafka.bootstrap="{broker}"', "mlflow.enabled=false"],
+    )
+    assert capsys.readouterr().out == ""
+    assert report["status"] == "finished"
+    assert json.loads(json.dumps(report)) == report
+    with penstock.open(report["run"], bootstrap=broker) as run:
+        assert run.steps().num_rows == 2
+        assert run.groups()["fate"].to_pylist().count("trained") == report["groups"]["trained"] == 8
+        assert run.samples().num_rows == report["samples"]
