@@ -98,6 +98,8 @@ class Chronicle:
             self._next_chunk[partition] = offset + 1
             for record in self.session.log.read(topic, partition, list(between[:FOREIGN_READ_LIMIT])) if between else ():
                 try:
-                    weights.check_chunk(record, run=self.session.run)
+                    version = weights.read_chunk(record, run=self.session.run)[1].version
                 except Unusable as error:
                     self.session.dead_letter(record, error)
+                else:  # a copy, or what an earlier trainer had sent when it died
+                    self.session.duplicate(f"chunk of version {version} at {record.topic}/{record.partition}/{record.offset}")

@@ -119,7 +119,7 @@ class TrainerSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Positive = 1
     lr: PositiveFloat = 1e-6
-    betas: tuple[float, float] | list[float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0

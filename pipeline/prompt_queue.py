@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from topics.headers import Headers
+from topics.prompts import Prompt
 from topics.record import Record
 
 
@@ -16,11 +16,10 @@ from topics.record import Record
 class Work:
     """One prompt and the samples of it that are acknowledged."""
 
-    record: Record
+    partition: int
     group: int
     min_version: int
-    samples_per_prompt: int | None = None
-    """K; known once the payload has been read."""
+    prompt: Prompt
     started: bool = False
     done: bool = False
 
@@ -91,18 +90,16 @@ class PromptQueue:
             for work in gone.work.values() if gone else ():
                 self._where.pop(work.group, None)
 
-    def add(self, record: Record, headers: Headers) -> bool:
+    def add(self, record: Record, prompt: Prompt) -> bool:
         """Queue a prompt; False when its group is queued already (a duplicate)."""
         queue = self.partitions.get(record.partition)
         if queue is None:
             return True
-        assert headers.group is not None
         queue.position = max(queue.position, record.offset + 1)
-        duplicate = headers.group in self._where
-        work = Work(record, headers.group, headers.policy_version_min or 0, done=duplicate)
-        queue.work[record.offset] = work
+        duplicate = prompt.group in self._where
+        queue.work[record.offset] = Work(record.partition, prompt.group, prompt.min_version, prompt, done=duplicate)
         if not duplicate:
-            self._where[headers.group] = (record.partition, record.offset)
+            self._where[prompt.group] = (record.partition, record.offset)
         return not duplicate
 
     def skip(self, record: Record) -> None:
@@ -117,10 +114,9 @@ class PromptQueue:
 
     def missing(self, work: Work) -> list[int]:
         """Samples of a prompt that nobody has published yet."""
-        assert work.samples_per_prompt is not None
-        queue = self.partitions.get(work.record.partition)
+        queue = self.partitions.get(work.partition)
         known = queue.known.get(work.group, {}) if queue else {}
-        return [sample for sample in range(work.samples_per_prompt) if sample not in known]
+        return [sample for sample in range(work.prompt.samples_per_prompt) if sample not in known]
 
     def acknowledged(self, *, partition: int, group: int, sample: int, offset: int) -> None:
         """Note a sample that stands in the log."""
@@ -133,5 +129,5 @@ class PromptQueue:
             return
         queue.known.setdefault(group, {}).setdefault(sample, offset)
         work = queue.work.get(where[1])
-        if work is not None and work.samples_per_prompt is not None and not self.missing(work):
+        if work is not None and not self.missing(work):
             work.done = True

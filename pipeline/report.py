@@ -10,7 +10,7 @@ from typing import Any
 from infra.log import Log, Partition, Start
 from pipeline.facts import StepFacts, together
 from pipeline.report_text import as_text, render
-from pipeline.schedule import DROPPED, MODES
+from pipeline.schedule import DROPPED, MODES, admitted_groups
 from pipeline.view import RunView
 from topics.catalogue import RUNS_TOPIC, TOPICS
 from topics.errors import Unusable
@@ -141,15 +141,16 @@ def fates(view: RunView) -> dict[int, str]:
     """Group -> trained, stale, filtered, failed, abandoned; unused or, while the run goes on, open for the others that were admitted."""
     trained = {group for step in view.steps.values() for group in step.groups}
     rest = "unused" if view.ended else "open"
-    known = dict.fromkeys(view.admitted | set(view.groups), rest)
-    known |= {group: facts.outcome for group, facts in view.groups.items() if facts.outcome in DROPPED}
-    return known | dict.fromkeys(view.stale, "stale") | dict.fromkeys(trained, "trained")
+    found = dict.fromkeys(admitted_groups(view.admitted), rest)
+    ended = {group: facts.outcome for group, facts in view.groups.items() if facts.outcome in DROPPED}
+    ended |= dict.fromkeys(view.stale, "stale") | dict.fromkeys(trained, "trained")
+    return found | {group: fate for group, fate in ended.items() if group in found or fate == "trained"}
 
 
 def _groups(view: RunView) -> dict[str, int]:
     found = list(fates(view).values())
     names = ("trained", "filtered", "stale", "failed", "abandoned", "unused", "open")
-    return {"admitted": len(view.admitted), **{name: found.count(name) for name in names}}
+    return {"admitted": len(found), **{name: found.count(name) for name in names}}
 
 
 def _lengths(view: RunView) -> dict[str, float | None]:

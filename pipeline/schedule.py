@@ -3,7 +3,7 @@
 The rule: what differs between the modes is a field of `Schedule`, and every decision below is a pure function of integers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,6 +105,18 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
     """
     window = schedule.round_groups * (newest_version + 1 + schedule.max_lag)
     return min(window, steps * schedule.prompts_per_step) + dropped
+
+
+def admitted_groups(numbers: Container[int]) -> range:
+    """The groups that were admitted, from the numbers that `prompts` names: the feeder leaves no gap, so what lies beyond one is not ours.
+
+    Example:
+        admitted_groups({0, 1, 2, 900})  # -> range(0, 3)
+    """
+    count = 0
+    while count in numbers:
+        count += 1
+    return range(count)
 
 
 def slot_of(*, admitted: int, dropped: int) -> int:

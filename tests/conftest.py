@@ -68,11 +68,11 @@ def broker(penstock_home: Path) -> str:
 
 @pytest.fixture
 def run_id(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A run id of this test alone; the topics whose names begin with it and a dot are gone afterwards."""
+    """A run id of this test alone; all topics whose names begin with it are gone afterwards."""
     chosen = f"t{uuid.uuid4().hex[:10]}"
     yield chosen
     if "broker" in request.fixturenames:
-        _delete_topics(request.getfixturevalue("broker"), f"{chosen}.")
+        _delete_topics(request.getfixturevalue("broker"), chosen)
 
 
 def _delete_topics(bootstrap: str, prefix: str) -> None:

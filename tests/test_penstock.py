@@ -132,7 +132,7 @@ def test_a_group_in_parts_counts_once_it_is_whole(broker: str, run_id: str) -> N
 def test_logprobs_of_tokens_the_model_did_not_draw_are_null(broker: str, run_id: str) -> None:
     teller = Teller(run_id)
     drawn = rollouts.decode(teller.group([1.0, 0.0], version=0)[1].value)
-    sample = replace(drawn, behaviour_logprobs=np.array([0.0, np.nan, 0.0], np.float32))
+    sample = replace(drawn, behaviour_logprobs=np.array([0.0, np.nan, 0.0], np.float32), loss_mask=np.array([True, False, True]))
     record = Outgoing(
         topic=f"{run_id}.rollouts",
         partition=0,
@@ -145,7 +145,8 @@ def test_logprobs_of_tokens_the_model_did_not_draw_are_null(broker: str, run_id:
         assert run.samples()["behaviour_logprobs"][0].as_py() == [0.0, None, 0.0]
 
 
-def test_an_unknown_run_is_one_line(broker: str, run: Run) -> None:
+def test_an_unknown_run_is_one_line(broker: str, run_id: str) -> None:
+    write(broker, run_id, [Teller(run_id).record()])
     with pytest.raises(ValueError, match=r"no run 'nowhere' on this broker"):
         penstock.open("nowhere", bootstrap=broker)
 
@@ -156,7 +157,7 @@ def test_overrides_go_with_a_configuration_object_too() -> None:
     config = load(ROOT / "examples" / "demo.toml")
     assert override(config, ["schedule.prompts_per_step=3"]).schedule.prompts_per_step == 3
     assert override(config, []) == config
-    with pytest.raises(ConfigError, match="did you mean 'schedule.prompts_per_step'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'schedule\.prompts_per_step'"):
         override(config, ["schedule.prompts_per_stp=3"])
 
 

@@ -53,6 +53,8 @@ _FIELDS = tuple(Headers.__dataclass_fields__)
 _WIRE = tuple((field, field.replace("_", "-")) for field in _FIELDS)
 _FIELD_OF = {name: field for field, name in _WIRE}
 _TEXTS = frozenset({"run", "schema", "outcome", "worker", "sha256"})
+_NOT_INTEGERS = _TEXTS | {"reward-mean"}
+_ZERO = ord("0")
 
 
 def read_headers(raw: RawHeaders, *, run: str, schema: str, required: Iterable[str] = ()) -> Headers:
@@ -96,11 +98,15 @@ def one_of(found: Headers, *, outcomes: Iterable[str]) -> Headers:
 def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:
     if name not in values:
         raise Unusable(f"header {name!r} is missing", kind="missing-header")
+    if values[name] == expected.encode():
+        return
     if (said := _text(name, values[name])) != expected:
         raise Unusable(f"header {name!r} is {said[:_SHOWN]!r}, expected {expected!r}", kind=kind)
 
 
 def _parse(name: str, value: bytes) -> str | int | float:
+    if type(value) is bytes and value.isdigit() and len(value) < _INT64_DIGITS and value[0] != _ZERO and name not in _NOT_INTEGERS:
+        return int(value)
     text = _text(name, value)
     if name in _TEXTS:
         return text

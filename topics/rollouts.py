@@ -2,33 +2,43 @@
 
 The oldest policy version of a sample is the one that counts; it stands in the header."""
 
+import numpy as np
 import pyarrow as pa
 
+from topics import shapes
 from topics.codec import Codec
-from topics.columns import Payload, Reader, Writer
+from topics.columns import Payload, Reader
 from topics.fields import column
 from topics.headers import Headers, match, one_of, read_headers
 from topics.record import Record
-from topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, read_samples, write_samples
+from topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, flaw, read_samples
+from topics.shapes import Shapes
 
 __all__ = ["CODEC", "FINISHES", "SCHEMA", "Finish", "Rollout", "check", "decode", "encode", "headers", "read"]
 
 SCHEMA = "rollouts/1"
 CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS))
+_SHAPES = Shapes(CODEC)
 _REQUIRED = ("group", "sample", "policy-version-min", "policy-version-max")
 
 
 def encode(rollout: Rollout) -> bytes:
     """The payload of a sample; raises `ValueError` where its arrays do not fit together."""
-    writer = Writer()
-    writer.int64s((rollout.group,))
-    write_samples(writer, (rollout,))
-    return CODEC.encode(writer)
+    gaps = bool(np.isnan(rollout.behaviour_logprobs).any())
+    if gaps or flaw(rollout, gaps=False):
+        return shapes.encode(CODEC, rollout)
+    return _SHAPES.of(rollout).write(rollout)
 
 
 def decode(value: Payload) -> Rollout:
     """The sample in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    shape = _SHAPES.find(value) if isinstance(value, bytes) else None
+    if shape is not None and (known := shape.read(value)) is not None:  # type: ignore[arg-type]
+        return known
+    rollout = CODEC.decode(value, _build)
+    if not np.isnan(rollout.behaviour_logprobs).any():
+        _SHAPES.of(rollout)  # the next one like it is read at once
+    return rollout
 
 
 def headers(rollout: Rollout, *, run: str, attempt: int | None = None) -> Headers:
@@ -52,9 +62,9 @@ def check(record: Record, *, run: str) -> Headers:
     return one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=FINISHES)
 
 
-def read(record: Record, *, run: str) -> tuple[Headers, Rollout]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
-    found = check(record, run=run)
+def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Rollout]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`. `checked` is what `check` has found already."""
+    found = checked or check(record, run=run)
     rollout = decode(record.value)
     match(
         found,

@@ -60,7 +60,8 @@ _NAMES = tuple(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY)])
 
 
 @lru_cache(maxsize=1024)
-def _no_trajectory(count: int) -> Block:
+def no_trajectory(count: int) -> Block:
+    """The columns of multi-turn trajectories for `count` samples that are none."""
     return null_block(_TRAJECTORY, rows=count)
 
 
@@ -145,7 +146,7 @@ def write_samples(writer: Writer, rollouts: Sequence[Rollout]) -> None:
     writer.int64s([rollout.started_ns for rollout in rollouts])
     writer.int64s([rollout.ended_ns for rollout in rollouts])
     writer.texts([rollout.worker for rollout in rollouts])
-    writer.block(_no_trajectory(len(rollouts)))
+    writer.block(no_trajectory(len(rollouts)))
 
 
 def read_samples(reader: Reader, *, group: int) -> list[Rollout]:
@@ -165,7 +166,7 @@ def read_samples(reader: Reader, *, group: int) -> list[Rollout]:
         reader.int64s(),
         reader.texts(),
     )
-    skipped = _no_trajectory(1)
+    skipped = no_trajectory(1)
     reader.skip(nodes=len(skipped.nodes) // 2, buffers=len(skipped.sizes))
     found = [Rollout(group=group, **dict(zip(_NAMES, row, strict=True))) for row in zip(*columns, strict=True)]
     gaps = bool(np.count_nonzero(np.isnan(logprobs)))

@@ -48,7 +48,7 @@ class Admission:
         """Take note of a record of any of the topics the feeder follows. Raises `Unusable`."""
         topic = record.topic.removeprefix(f"{self.run}.")
         if topic == "prompts":
-            self.admit(prompts.check(record, run=self.run).group or 0, record.partition)
+            self.admit(prompts.read(record, run=self.run)[1].group, record.partition)
         elif topic == "groups":
             headers = groups.check(record, run=self.run)
             assert headers.group is not None
@@ -63,7 +63,8 @@ class Admission:
         """Note that a group's prompt stands in a partition."""
         if group not in self.partition_of:
             self.partition_of[group] = partition
-            self.admitted = max(self.admitted, group + 1)
+            while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
+                self.admitted += 1
             self.unfinished[partition] += group not in self.ended
 
     def _end(self, group: int, *, dropped: bool) -> None:

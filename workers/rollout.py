@@ -158,13 +158,14 @@ class Rollouts:
 
     def _received(self, record: Record) -> None:
         try:
-            headers = prompts.check(record, run=self.session.run)
+            with self.session.costs.decoding():
+                prompt = prompts.read(record, run=self.session.run)[1]
         except Unusable as error:
             self.queue.skip(record)
             self.session.dead_letter(record, error)
             return
-        if not self.queue.add(record, headers):
-            self.session.duplicate(f"prompt of group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
+        if not self.queue.add(record, prompt):
+            self.session.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
 
     def _start(self) -> None:
         """Give the engine the prompts it has room for, the lowest group number first."""
@@ -199,14 +200,6 @@ class Rollouts:
 
     def _submit(self, work: Work) -> None:
         config, work.started = self.session.config, True
-        try:
-            with self.session.costs.decoding():
-                prompt = prompts.read(work.record, run=self.session.run)[1]
-        except Unusable as error:
-            work.done = True
-            self.session.dead_letter(work.record, error)
-            return
-        work.samples_per_prompt = prompt.samples_per_prompt
         missing = self.queue.missing(work)
         if not missing or work.group in self._in_hand:
             work.done = not missing
@@ -224,9 +217,9 @@ class Rollouts:
         self.engine.submit(
             GroupRequest(
                 group=work.group,
-                prompt_ids=prompt.token_ids,
+                prompt_ids=work.prompt.token_ids,
                 samples=tuple(missing),
-                rows=prompt.samples_per_prompt,
+                rows=work.prompt.samples_per_prompt,
                 seed=config.run.seed,
                 sampling=sampling,
             )
@@ -256,7 +249,7 @@ class Rollouts:
             headers = rollouts.headers(sample, run=session.run).encode()
             value = rollouts.encode(sample)
         outgoing = Outgoing(
-            topic=session.topic("rollouts"), partition=work.record.partition, key=str(work.group).encode(), headers=headers, value=value
+            topic=session.topic("rollouts"), partition=work.partition, key=str(work.group).encode(), headers=headers, value=value
         )
         self._flying.append((session.producer.send(outgoing), work, completion.sample))
         session.add("samples")
@@ -269,7 +262,7 @@ class Rollouts:
             if not pending.done():
                 self._flying.append((pending, work, sample))
                 continue
-            self.queue.acknowledged(partition=work.record.partition, group=work.group, sample=sample, offset=pending.offset(0.0))
+            self.queue.acknowledged(partition=work.partition, group=work.group, sample=sample, offset=pending.offset(0.0))
         still = {work.group for _, work, _ in self._flying} | {group for group, left in self._left.items() if left}
         for group in [group for group in self._in_hand if group not in still]:
             del self._in_hand[group], self._left[group]

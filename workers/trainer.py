@@ -271,13 +271,13 @@ class Trainer:
     def _unused(self) -> int:
         """Admitted groups that nobody trained or dropped."""
         tail = self.session.log.tail({(self.session.topic("prompts"), p): "earliest" for p in range(self.session.config.partitions)})
-        admitted = set()
+        admitted = set[int]()
         for record in tail.read_to_end(120.0):
             try:
-                admitted.add(prompts.check(record, run=self.session.run).group)
+                admitted.add(prompts.check(record, run=self.session.run).group or 0)
             except Unusable:
                 continue
         tail.close()
         selector = self.arrivals.selector
         ended = selector.settled | {group for group, outcome in selector.outcomes.items() if outcome in rules.DROPPED}
-        return len(admitted - ended)
+        return len(set(rules.admitted_groups(admitted)) - ended)

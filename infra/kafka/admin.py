@@ -15,7 +15,6 @@ from kafka.protocol.consumer import IsolationLevel
 from infra.errors import LogError
 from infra.kafka import edge, settings
 from infra.kafka.costs import Costs
-from infra.kafka.internals import io_thread
 from infra.kafka.settings import Connection
 from infra.log import Partition
 from topics.catalogue import TopicSpec
@@ -40,8 +39,9 @@ class Admin:
         with self._lock:
             if self._client is None:
                 edge.probe(self._connection)
+                began = time.thread_time()
                 self._client = edge.make(KafkaAdminClient, self._connection, settings.admin(self._connection))
-                self._costs.watch(io_thread(self._client), "io_s")
+                self._costs.spend("io_s", time.thread_time() - began)
 
     def _ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
         """Ask the cluster, again while it is only unavailable; raises LogError after `timeout_s`."""
@@ -49,13 +49,21 @@ class Admin:
         end = time.monotonic() + timeout_s
         while True:
             try:
-                return question(self._client)
+                return self._answer(question)
             except errors.RetriableError as error:
                 if time.monotonic() > end:
                     raise edge.translate(error, f"{what} (tried for {timeout_s:.0f} s)") from error
                 time.sleep(0.1)
             except errors.KafkaError as error:
                 raise edge.translate(error, what) from error
+
+    def _answer(self, question: Callable[[Any], T]) -> T:
+        with self._lock:
+            began = time.thread_time()
+            try:
+                return question(self._client)
+            finally:
+                self._costs.spend("io_s", time.thread_time() - began)
 
     def topics(self, prefix: str) -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
@@ -157,5 +165,4 @@ class Admin:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            self._costs.unwatch(io_thread(client))
             client.close()

@@ -32,17 +32,21 @@ class Costs:
             self._meters.append(meter)
         return meter
 
-    def watch(self, thread: threading.Thread | None, kind: Kind) -> None:
-        """Count the whole CPU time of a running thread towards `kind`, from its first instruction on."""
-        if thread is not None:
-            with self._lock:
-                self._threads[thread] = kind
+    def spend(self, kind: Kind, seconds: float) -> None:
+        """Count CPU time that was spent outside of any client, such as making one."""
+        with self._lock:
+            self._ended[kind] += seconds
 
-    def unwatch(self, thread: threading.Thread | None) -> None:
+    def watch(self, thread: threading.Thread, kind: Kind) -> None:
+        """Count the whole CPU time of a running thread towards `kind`, from its first instruction on."""
+        with self._lock:
+            self._threads[thread] = kind
+
+    def unwatch(self, thread: threading.Thread) -> None:
         """Keep what `thread` has used so far; to be called before it ends."""
         with self._lock:
-            kind = self._threads.pop(thread, None) if thread is not None else None
-            if kind is not None and thread is not None:
+            kind = self._threads.pop(thread, None)
+            if kind is not None:
                 self._ended[kind] += _cpu_s(thread)
 
     def retire(self, meter: Meter) -> None:

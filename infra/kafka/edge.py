@@ -14,6 +14,7 @@ from kafka.net.compat import KafkaNetClient
 
 from infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from infra.kafka import patches
+from infra.kafka.loop import CallersLoop
 from infra.kafka.settings import Connection
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
@@ -81,7 +82,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     made: list[Any] = []
 
     def net_client(**configs: Any) -> Any:
-        made.append(KafkaNetClient(**configs))
+        made.append(KafkaNetClient(net=CallersLoop(**configs), **configs))
         return made[0]
 
     reasons = _Reasons()

@@ -15,10 +15,15 @@ from infra.kafka.wire import PackedHeaders
 from topics.record import Outgoing, Record
 
 
-def io_thread(client: Any) -> threading.Thread | None:
-    """The thread on which a producer, consumer or admin client does its network work."""
-    thread: threading.Thread | None = getattr(client, "_sender", None)
-    return thread or client._client._net._io_thread
+def io_thread(producer: Any) -> threading.Thread:
+    """The thread on which a producer does its network work; consumers and the admin client work on their callers' threads."""
+    thread: threading.Thread = producer._sender
+    return thread
+
+
+def nap(consumer: Any, seconds: float) -> None:
+    """Sleep while the consumer's connections, heartbeats and metadata are looked after."""
+    consumer._net.nap(seconds)
 
 
 def connected(consumer: Any) -> bool:

@@ -151,7 +151,7 @@ class KafkaLog:
         with self._reader_lock:
             reader, self._reader = self._reader, None
         if reader is not None:
-            reading.close_consumer(reader, self._costs, 2.0)
+            reading.close_consumer(reader, 2.0)
         self._admin.close()
 
 

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """Longest wait of the owning thread for records; commits and rebalances do not wait for it."""
+FULL_S = 0.1
+"""Pulse of the owning thread while the buffer is full: heartbeats go on."""
 JOIN_LIMIT_S = 20.0
 """A member that has been connected for so long without completing a join is made anew."""
 
@@ -117,7 +119,7 @@ class KafkaMember:
             self._buffer.end(LogError(f"member of group {self._group} failed: {edge.one_line(error)}"))
         finally:
             self._costs.unwatch(self._thread)
-            reading.close_consumer(self._consumer, self._costs, 2.0)
+            reading.close_consumer(self._consumer, 2.0)
 
     def _turn(self) -> None:
         full = self._buffer.full
@@ -133,7 +135,7 @@ class KafkaMember:
         self._send_commits(reading.to_kafka(self._buffer.unsent_commits()))
         self._watch()
         if full:
-            self._buffer.wait_for_room(POLL_S / 2)
+            self._buffer.wait_for_room(FULL_S)
 
     def _hold(self, full: bool) -> None:
         """Pause what is owned while the buffer is full; the member goes on polling and stays in the group."""
@@ -187,7 +189,7 @@ class KafkaMember:
     def _rejoin(self) -> None:
         """Replace the consumer, however long the broker is away."""
         self.on_revoked(self._consumer)
-        reading.close_consumer(self._consumer, self._costs, 2.0)
+        reading.close_consumer(self._consumer, 2.0)
         while not self._closing:
             try:
                 self._consumer = self._join()

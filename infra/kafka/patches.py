@@ -15,7 +15,7 @@ from kafka.net import transport
 from kafka.producer import transaction_manager
 from kafka.record import util as record_util
 
-from infra.kafka import wire
+from infra.kafka import loop, wire
 
 VERSION = "3.0.12"
 
@@ -41,9 +41,10 @@ def apply() -> None:
             _finished_join_is_used,
             _lost_batch_fails_its_transaction,
             wire.install,
+            loop.install,
         ):
             repair()
-            _applied.append(repair.__name__)
+            _applied.append(repair.__qualname__)
 
 
 def _idempotent_producer_gets_a_new_id() -> None:

@@ -13,7 +13,6 @@ from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
 from infra.errors import LogError
 from infra.kafka import edge, internals, settings
 from infra.kafka.costs import Costs
-from infra.kafka.internals import io_thread
 from infra.kafka.settings import Connection
 from infra.log import Commits, Committed, Partition, check_commits
 from topics.record import Record
@@ -30,12 +29,13 @@ _SPIN_S = 0.02
 def make_consumer(connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False) -> Any:
     """A consumer; raises LogUnreachable when no broker answers in time."""
     configs = settings.consumer(connection, group=group, committed=committed)
+    began = time.thread_time()
     consumer = edge.make(KafkaConsumer, connection, configs | settings.membership() if member else configs)
-    costs.watch(io_thread(consumer), "io_s")
+    costs.spend("io_s", time.thread_time() - began)
     return consumer
 
 
-def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
+def close_consumer(consumer: Any, timeout_s: float) -> None:
     """Leave the group and close, in `timeout_s` at most: a dead broker must not hold anybody up."""
 
     def close() -> None:
@@ -44,7 +44,6 @@ def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
         except (errors.KafkaError, RuntimeError):
             consumer._client.close()
 
-    costs.unwatch(io_thread(consumer))
     closer = threading.Thread(target=close, daemon=True, name="log-close")
     closer.start()
     closer.join(timeout_s)
@@ -63,7 +62,7 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list
     except errors.RetriableError:
         pass
     if not polled and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
-        time.sleep(min(_SPIN_S, timeout_s))
+        internals.nap(consumer, min(_SPIN_S, timeout_s))
     return polled
 
 

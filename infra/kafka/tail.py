@@ -119,4 +119,4 @@ class KafkaTail:
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop reading; takes `timeout_s` at most."""
         self._costs.retire(self._meter)
-        reading.close_consumer(self._consumer, self._costs, timeout_s)
+        reading.close_consumer(self._consumer, timeout_s)

@@ -70,9 +70,10 @@ def _print_arithmetic(config: "Config", *, json: bool) -> None:
     try:
         rows = len(open_data(config))
     except (ValueError, OSError) as error:
-        if config.run.steps is None:
+        known = config.data.limit or config.data.size
+        if config.run.steps is None and known is None:
             raise
-        rows = config.run.steps * config.schedule.prompts_per_step
+        rows = known or (config.run.steps or 1) * config.schedule.prompts_per_step
         told["data"] = f"not readable here: {' '.join(str(error).split())}"
     numbers = {**dict(arithmetic(config, rows=rows)), **told}
     numbers["model"] = config.model.path if Path(config.model.path).is_dir() else f"{config.model.path}: no such directory here"

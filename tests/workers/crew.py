@@ -13,7 +13,7 @@ from typing import Any
 from infra.kafka.log import KafkaLog
 from pipeline.config import Config, from_table
 from pipeline.graph import ROLES
-from pipeline.report import collect
+from pipeline.report import collect, load
 from pipeline.runs import create
 from pipeline.session import join
 
@@ -55,7 +55,8 @@ class Crew:
             if until is None and not any(thread.is_alive() for thread in self.threads.values()):
                 return
             tick.wait(0.1)
-        alive = [name for name, thread in self.threads.items() if thread.is_alive()]
+        workers = load(self.log, self.run).workers
+        alive = {name: workers[name].labels.get("doing") for name, thread in self.threads.items() if thread.is_alive() and name in workers}
         raise AssertionError(f"not done after {limit_s:g} s; still at work: {alive}")
 
     def report(self) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Whole runs of other kinds: real prompts for one epoch, a lagging schedule on DeepSpeed with an evaluator, too many drops, own functions."""
+
+from pathlib import Path
+
+import pytest
+from crew import Crew, complete, config_of
+
+from pipeline.runs import create
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K questions are not beside the checkout")
+def test_64_real_questions_go_through_the_pipeline_once_and_every_group_has_one_fate(broker, run_id, tiny_model, tmp_path: Path):
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        run={"epochs": 1, "steps": None, "seed": 1},
+        data={"source": str(GSM8K), "limit": 64, "prompt_field": "question", "answer_field": "answer", "max_prompt_tokens": 1500},
+        reward={"functions": ["math_verify"]},
+        schedule={"prompts_per_step": 8, "samples_per_prompt": 2},
+        algorithm={"filter_zero_variance": False},
+        trainer={"micro_batch_tokens": 4096},
+    )
+    report = complete(broker, run_id, config)
+    groups = report["groups"]
+    assert report["status"] == "finished"
+    assert report["steps"] == 8
+    assert groups["admitted"] == 64 == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
+    assert groups["trained"] == 64
+    assert report["samples"] == 128
+    assert report["dead_letters"]["total"] == 0
+
+
+def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_ends_early_when_asked(broker, run_id, tiny_model, tmp_path: Path):
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        run={"steps": 30, "seed": 3},
+        schedule={"mode": "one_step_off", "order": "arrival", "prompts_per_step": 2},
+        trainer={"backend": "deepspeed", "zero_stage": 2},
+        eval={"source": str(tmp_path / "data.jsonl"), "limit": 4, "every": 2, "samples": 2, "target": 0.0},
+    )
+    report = complete(broker, run_id, config, roles=("trainer", "rollout", "scorer", "feeder", "evaluator"))
+    assert report["status"] == "finished"
+    assert report["steps"] < 30  # any accuracy reaches a target of 0
+    assert report["lag"]["max"] <= 1
+    assert report["eval"][0]["version"] == 0
+    groups = report["groups"]
+    assert groups["admitted"] == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
+
+
+def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(broker, run_id, tiny_model, tmp_path: Path):
+    (tmp_path / "same.py").write_text("def same(prompts, completions, **columns):\n    return [0.5 for _ in completions]\n")
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        reward={"functions": [f"{tmp_path / 'same.py'}:same"]},
+        schedule={"prompts_per_step": 2, "samples_per_prompt": 2, "max_drops_per_step": 6},
+    )
+    with Crew(broker, run_id) as crew:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        for role in ("trainer", "rollout", "scorer", "feeder"):
+            crew.start(role)
+        with pytest.raises(AssertionError, match=r"trainer failed: \d+ groups were dropped .* filtered at reward 0.5"):
+            crew.wait()
+        assert crew.report()["status"] == "failed"
+
+
+def test_a_broken_reward_makes_failed_groups_and_dead_letters_never_zeros(broker, run_id, tiny_model, tmp_path: Path):
+    (tmp_path / "moody.py").write_text(
+        "def moody(prompts, completions, **columns):\n"
+        "    if prompts[0].startswith('3'):\n"
+        "        raise RuntimeError('no threes')\n"
+        "    return [float(len(text)) + i for i, text in enumerate(completions)]\n"
+    )
+    config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 5}, reward={"functions": [f"{tmp_path / 'moody.py'}:moody"]})
+    report = complete(broker, run_id, config)
+    assert report["status"] == "finished"
+    assert report["groups"]["failed"] >= 1
+    assert report["dead_letters"]["by_kind"] == {"reward-failed": report["groups"]["failed"]}
+    assert report["groups"]["admitted"] == report["groups"]["trained"] + report["groups"]["failed"] + report["groups"]["filtered"]
