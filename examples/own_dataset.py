@@ -1,12 +1,12 @@
-"""An own data set, a function that returns dicts: `data.source = "own_dataset.py:sums?largest=20"`."""
+"""An own data set, a function that returns dicts: `data.source = "own_dataset.py:capitals?longest=8"`."""
 
-import random
 from collections.abc import Iterator
+from itertools import islice
+
+from pipeline.tiny import successor_rows
 
 
-def sums(*, seed: int = 0, size: int = 256, split: str = "train", largest: int = 9) -> Iterator[dict[str, str | int]]:
-    """`size` additions of two numbers up to `largest`, the same ones for the same seed and split."""
-    draw = random.Random(f"{split}/{seed}")
-    for _ in range(size):
-        first, second = draw.randint(0, largest), draw.randint(0, largest)
-        yield {"prompt": f"{first}+{second}=", "answer": str(first + second), "largest": largest}
+def capitals(*, seed: int = 0, size: int = 256, split: str = "train", longest: int = 12) -> Iterator[dict[str, str]]:
+    """`size` questions of the demo for the letters after a capital one, at most `longest` of them; equal for equal seed and split."""
+    rows = successor_rows(20 * size, seed, split="train" if split == "train" else "held_out")
+    return islice((row for row in rows if row["prompt"][-2].isupper() and len(row["answer"]) <= longest), size)

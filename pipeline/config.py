@@ -346,7 +346,7 @@ def _one_line(error: ValidationError) -> str:
         names = [".".join([*location[:-1], name]) for name in section.model_fields]
         everywhere = [f"{top}.{name}" for top, field in Config.model_fields.items() for name in _fields(field.annotation)]
         same_name = [name for name in everywhere if name.split(".")[-1] == location[-1]]
-        hint = nearest(key, names) or (f"; did you mean {same_name[0]!r}?" if same_name else "; see `penstock run --help`")
+        hint = f"; did you mean {same_name[0]!r}?" if same_name else nearest(key, names) or "; see docs/configuration.md"
         return f"{key} = {value!r}: unknown key{hint}"
     if kind == "missing":
         return f"{key}: is required"

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STOP_ORDER = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
 STOP_LIMIT_S = 30.0
 """A worker that has not ended this long after SIGTERM is killed."""
+LEFT_LIMIT_S = 10.0
+"""A worker may end this long before its launcher hears that the run is over."""
 LAST_WORDS = 12
 """Lines of a dead worker's log that are shown."""
 
@@ -74,6 +76,10 @@ class Crew:
     def failed(self) -> Worker | None:
         """A worker that ended with an error, if there is one."""
         return next((worker for worker in self.workers if worker.process.poll() not in (None, 0)), None)
+
+    def left(self) -> Worker | None:
+        """A worker that ended without an error, if there is one."""
+        return next((worker for worker in self.workers if worker.process.poll() == 0), None)
 
     @property
     def ended(self) -> bool:
@@ -173,15 +179,19 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
     crew = Crew(record.run, log.bootstrap, config, directory)
-    say(f"run {record.run}: starting {config.rollout.workers} rollout workers; logs in {directory / 'logs'}")
+    say(f"run {record.run}: starting its workers; logs in {directory / 'logs'}")
     with _signals() as stop:
         view = LiveView(log, record.run, console=_console(quiet), plain=not live)
         try:
             crew.start()
-            dead = None
+            dead, over = None, time.monotonic()
             while not crew.ended and not stop.is_set() and dead is None:
                 view.poll(0.25)
                 dead = crew.failed()
+                if view.view.ended or crew.left() is None:
+                    over = time.monotonic()
+                elif time.monotonic() - over > LEFT_LIMIT_S:  # somebody ended it: without it the run may wait for ever
+                    dead = dead or crew.left()
         finally:
             if stop.is_set():
                 say(f"stopping; go on with `penstock run --resume {record.run}`")

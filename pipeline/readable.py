@@ -50,10 +50,10 @@ def _gist(topic: str, payload: dict[str, Any]) -> str:
             gist = f"{payload['topic']}/{payload['partition']}/{payload['offset']}: {payload['reason']}"
         case "weights":
             gist = (
-                f"{payload['nbytes']} bytes in {len(payload['chunk_sizes'])} chunks" if "nbytes" in payload else f"chunk {payload['index']}"
+                f"{payload['nbytes']} bytes, chunks: {len(payload['chunk_sizes'])}" if "nbytes" in payload else f"chunk {payload['index']}"
             )
         case _:
-            gist = payload.get("status", "")
+            gist = f"{payload['run']} {payload['status']}"
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
 
 

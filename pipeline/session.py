@@ -52,6 +52,7 @@ class Session:
     values: dict[str, float] = field(default_factory=dict)
     """The worker's own cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
+    _rules: Schedule | None = None
     _producer: Producer | None = None
     _sequence: int = 0
     _last_status: float = 0.0
@@ -62,7 +63,9 @@ class Session:
     @property
     def rules(self) -> Schedule:
         """The run's schedule."""
-        return self.config.rules
+        if self._rules is None:
+            self._rules = self.config.rules
+        return self._rules
 
     @property
     def steps(self) -> int:
@@ -104,10 +107,11 @@ class Session:
             self.status(force=True)
 
     def status(self, *, force: bool = False) -> None:
-        """Report the worker's state if a second has passed since the last time."""
-        if not force and time.monotonic() - self._last_status < STATUS_EVERY_S:
+        """Report the worker's state once in each second of the clock: reports that come together are read together."""
+        second = time.time() // STATUS_EVERY_S
+        if not force and second == self._last_status:
             return
-        self._last_status = time.monotonic()
+        self._last_status = second
         self.report(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
 
     def report(

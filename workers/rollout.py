@@ -5,6 +5,7 @@ published are drawn; a sample's random numbers follow from (run seed, group, sam
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +29,8 @@ BUSY_LOOK_S = 0.5
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for prompts, or for the weights its prompts need, before it looks around again."""
 
-GATHER_S = 0.05
-"""Samples of a group are sent together, or after this long: many records in one request cost a quarter of what single ones do."""
+GATHER_S = 0.25
+"""Samples wait this long for the rest of their group, which is of no use before; one request for all costs a fraction of many."""
 
 COMMIT_EVERY_S = 0.5
 
@@ -116,10 +117,13 @@ class Rollouts:
         if not self._ended:
             self._gathered = started
         self._ended += ended
-        if self._ended and (self.engine.idle or started - self._gathered > GATHER_S):
-            for completion in self._ended:
+        all_of_them = self.engine.idle or started - self._gathered > GATHER_S
+        there = Counter(completion.group for completion in self._ended)
+        ripe = [one for one in self._ended if all_of_them or there[one.group] == len(self._left[one.group])]
+        if ripe:
+            self._ended = [one for one in self._ended if not all_of_them and there[one.group] < len(self._left[one.group])]
+            for completion in ripe:
                 self._publish(completion)
-            self._ended.clear()
 
     def _on(self, event: Event) -> None:
         match event:

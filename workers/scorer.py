@@ -133,7 +133,8 @@ class Scorer:
     def _sample(self, state: PartitionGroups, record: Record) -> None:
         state.rollouts_position = record.offset + 1
         try:
-            headers = rollouts.check(record, run=self.session.run)
+            with self.session.costs.decoding():
+                headers = rollouts.check(record, run=self.session.run)
             assert headers.group is not None and headers.sample is not None
             if state.has(headers.group, headers.sample):
                 if headers.group not in state.finished or headers.group in state.open:
@@ -147,7 +148,7 @@ class Scorer:
                     kind="mismatch",
                 )
             with self.session.costs.decoding():
-                rollout = rollouts.read(record, run=self.session.run)[1]
+                rollout = rollouts.read(record, run=self.session.run, checked=headers)[1]
         except Unusable as error:
             self.session.dead_letter(record, error)
             return

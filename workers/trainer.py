@@ -7,7 +7,7 @@ committed plans are trained again from the log and must give the same bits.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from infra.backends import Backend
 from infra.broker.state import state_directory
@@ -85,7 +85,6 @@ class Trainer:
     """Dropped groups when the last step was committed."""
     _wait_s: float = 0.0
     _digest: str | None = None
-    _seen: set[tuple[str, int]] = field(default_factory=set)
 
     @classmethod
     def open(cls, session: Session, chronicle: Chronicle) -> "Trainer":

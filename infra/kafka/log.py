@@ -27,6 +27,10 @@ _RUN_GAP = 64
 """Offsets further apart than this are fetched by a seek of their own instead of reading what lies between."""
 
 
+_AT_ONCE_S = 0.25
+"""Records that exist come within this time; only those that do not are worth asking where the partition begins and ends."""
+
+
 class KafkaLog:
     """A connection to one Kafka cluster; raises LogUnreachable in one line when no broker answers in `unreachable_after_s`."""
 
@@ -116,27 +120,41 @@ class KafkaLog:
         """What stands at these ascending offsets; those where nothing stands are left out."""
         if not offsets:
             return {}
+        deadline = time.monotonic() + timeout_s
+        found: dict[int, Record] = {}
+        self._fetch_runs(topic, partition, offsets, found, deadline, patience_s=_AT_ONCE_S)
+        if len(found) == len(offsets):
+            return found
         first = self.begin_offsets([(topic, partition)])[topic, partition]
         end = self.end_offsets([(topic, partition)], committed=False)[topic, partition]
         wanted = [offset for offset in offsets if first <= offset < end]
-        deadline = time.monotonic() + timeout_s
+        self._fetch_runs(topic, partition, wanted, found, deadline)
+        return found
+
+    def _fetch_runs(
+        self, topic: str, partition: int, offsets: Sequence[int], found: dict[int, Record], deadline: float, patience_s: float | None = None
+    ) -> None:
         with self._reader_lock:
             began = time.thread_time()
             if self._reader is None:
                 self._reader = reading.make_consumer(self._connection, self._costs, group=None, committed=True)
-            found: dict[int, Record] = {}
-            for run in _runs(wanted):
-                self._fetch_run(TopicPartition(topic, partition), run, found, deadline)
+                began = time.thread_time()
+            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in found]):
+                self._fetch_run(TopicPartition(topic, partition), run, found, deadline, patience_s)
             self._reader_meter.seconds += time.thread_time() - began
-        return found
 
-    def _fetch_run(self, tp: Any, run: Sequence[int], found: dict[int, Record], deadline: float) -> None:
+    def _fetch_run(self, tp: Any, run: Sequence[int], found: dict[int, Record], deadline: float, patience_s: float | None) -> None:
+        """Read what stands at `run`; gives up silently after `patience_s`, if that is said."""
         wanted = set(run)
+        patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
         self._reader.assign([tp])
         self._reader.seek(tp, run[0])
         while (internals.position(self._reader, tp) or 0) <= run[-1]:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= patient_until:
+                return
+            left = min(deadline, patient_until) - now
+            if now >= deadline:
                 place = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {place} took too long; is the broker running, or a transaction open?")
             for records in reading.poll(self._reader, min(1.0, left), 500).values():

@@ -9,6 +9,7 @@ import heapq
 import inspect
 import selectors
 import time
+from functools import lru_cache
 from types import CoroutineType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from kafka.net.selector import KernelEvent, NetworkSelector, TaskState
 PIPELINE_FROM = 64
 """After so many records the next ones are asked for at once; after fewer at the next poll, when more have come together."""
 
+_DESCRIPTIONS = 4096
 _COROUTINE_FLAGS = inspect.CO_GENERATOR | inspect.CO_COROUTINE
 _OVER = (TaskState.DONE, TaskState.CANCELLED)
 
@@ -124,6 +126,9 @@ def install() -> None:
     transport.KafkaTCPTransport._read_from_sock = _read_from_sock
     transport.KafkaTCPTransport.write = _write(transport.KafkaTCPTransport.write)
     fetcher.Fetcher.fetch_records = _fetch_records
+    # Each fetch describes every partition anew to see which have moved: the same description is the same object now.
+    fetcher._FetchPartition.__eq__, fetcher._FetchPartition.__hash__ = object.__eq__, object.__hash__
+    fetcher._FetchPartition = lru_cache(_DESCRIPTIONS)(fetcher._FetchPartition)
 
 
 def _coroutine(task: Any) -> Any:

@@ -1,6 +1,6 @@
 """`penstock broker`: this machine's own Apache Kafka. The rule: stopping it keeps its data."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -10,11 +10,17 @@ app = typer.Typer(help="This machine's own Apache Kafka broker: start, stop, sta
 
 
 @app.command()
-def start(*, json: Json = False) -> None:
+def start(
+    *,
+    port: Annotated[
+        int | None, typer.Option(help="Loopback port for clients, remembered for the next start; a free one if absent.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Start it, or find it running."""
     from infra.broker import embedded
 
-    _show(embedded.start(progress=say), json=json)
+    _show(embedded.start(port=port, progress=say), json=json)
 
 
 @app.command()

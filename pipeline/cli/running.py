@@ -114,9 +114,14 @@ def worker(
     from pipeline.config import ConfigError, nearest
     from pipeline.entry import work
     from pipeline.graph import ROLES
+    from topics.catalogue import check_run_id
 
     if role not in ROLES:
         raise ConfigError(f"there is no role {role!r}: {', '.join(ROLES)}{nearest(role, list(ROLES))}")
+    try:
+        check_run_id(run)  # a worker waits for a run that is not there yet, but this one can never come
+    except ValueError as error:
+        raise ConfigError(f"--run: {error}") from error
     settings = security_settings(security)
     if bootstrap == "embedded":
         from infra.broker import embedded

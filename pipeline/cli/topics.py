@@ -26,7 +26,7 @@ def list_topics(run: Run, *, bootstrap: Bootstrap = "embedded", security: Securi
         return
     width = max((len(row.topic) for row in rows), default=0)
     for row in rows:
-        print(f"{row.topic:<{width}}  {row.partitions:>3} partitions  {row.offsets:>9} offsets")
+        print(f"{row.topic:<{width}}  {row.partitions:>3} partition{'s' if row.partitions > 1 else ' '}  {row.offsets:>9,} offsets")
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -120,6 +121,37 @@ def test_an_unwritable_state_directory_is_one_line_and_status_1(
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
     assert cli.main(["broker", "start"]) == FAILED
     assert "PENSTOCK_HOME" in last_line(capsys)
+
+
+def test_a_port_in_use_is_one_line_and_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["broker", "start", "--port", str(port)]) == FAILED
+    line = last_line(capsys)
+    assert f"port {port} " in line
+    assert "--port" in line
+
+
+def test_a_worker_is_not_left_waiting_for_a_run_id_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["worker", "feeder", "--run", "Not_An_Id", "--bootstrap", "127.0.0.1:1"]) == USAGE
+    assert "'Not_An_Id'" in last_line(capsys)
+
+
+def test_a_key_of_another_section_is_named_where_it_belongs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", config(tmp_path, trainer="steps = 3"), "--dry-run"]) == USAGE
+    assert "'run.steps'" in last_line(capsys)
+
+
+def test_a_dry_run_of_unreadable_data_still_counts_what_the_configuration_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = 'source = "/nowhere/questions.jsonl"\nlimit = 64'
+    assert cli.main(["run", config(tmp_path, run="epochs = 1", data=data), "--dry-run", "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert "/nowhere/questions.jsonl" in found["data"]
+    assert found["the run"].startswith("8 steps")
+    assert cli.main(["run", config(tmp_path, run="epochs = 1", data='source = "/nowhere/questions.jsonl"'), "--dry-run"]) == FAILED
 
 
 def failing(error: BaseException) -> Callable[..., None]:
