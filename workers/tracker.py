@@ -6,7 +6,7 @@ The rule: a point is made from its record alone, dated by it, so that a tracker 
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from topics.record import Record
 POLL_S = 0.5
 QUIET_S = 10.0
 """A worker that is still at it reports each second; after so long without a word it will not send its last measurement."""
+LOADING_S = 120.0
+"""The same for one that is loading a model, which says nothing meanwhile: an evaluator that came late has its say."""
 CLOSED_S = 3.0
 """Wait at least so long after the run was closed: a worker may not have said anything yet."""
 SETTLE_S = 2.0
@@ -163,7 +165,7 @@ class Tracker:
         if now - self._closed_at < CLOSED_S:
             return False
         others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
-        return all(worker.ended or now - self._heard.get(worker.worker, 0.0) > QUIET_S for worker in others)
+        return all(worker.ended or now - self._heard.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
 
     def _mlflow_status(self) -> str:
         """How MLflow shows a run that ends here; one that was cut off can be resumed, and is then RUNNING again."""
@@ -223,3 +225,8 @@ def _uploader(session: Session) -> Uploader | None:
     )
     session.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
     return Uploader(target, say=session.say)
+
+
+def _patience_s(labels: Mapping[str, str]) -> float:
+    """How long a worker that last said this may be silent before nothing more is expected of it."""
+    return LOADING_S if labels.get("doing") == "loading the model" else QUIET_S
