@@ -50,9 +50,8 @@ def main() -> None:
         whole = [time for report in reports["synchronous"] for time in report["time"]["rollout_to_train_end_s"]]
         waiting = statistics.median(report["time"]["trainer_waiting_ratio"] for report in reports["synchronous"])
         share = min(waiting, 1.0 - waiting)
-        print(
-            f"limit: of a synchronous round of {statistics.median(whole):.3f} s at most {share:.0%} can be hidden (the shorter of rollout and training)"
-        )
+        whole_s = statistics.median(whole)
+        print(f"limit: of a synchronous round of {whole_s:.3f} s at most {share:.0%} can be hidden (the shorter of rollout and training)")
 
 
 if __name__ == "__main__":

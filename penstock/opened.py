@@ -8,10 +8,10 @@ import pyarrow as pa
 
 from infra.log import Log
 from penstock import tables
-from pipeline.config import KafkaSection
 from pipeline.launcher import connect
 from pipeline.report import collect
 from pipeline.runs import resolve
+from pipeline.sections import KafkaSection
 
 
 class Run:

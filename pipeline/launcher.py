@@ -20,8 +20,9 @@ from typing import IO, Any
 from infra.broker.state import state_directory
 from infra.errors import PenstockError
 from infra.kafka.log import KafkaLog
-from pipeline.config import Config, KafkaSection, from_json
+from pipeline.config import Config, from_json
 from pipeline.runs import create, find, mark
+from pipeline.sections import KafkaSection
 from topics.runs import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]

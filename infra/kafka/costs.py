@@ -1,4 +1,4 @@
-"""CPU seconds the log costs: on its own I/O threads and inside calls on its users' threads; wall time spent waiting is not cost."""
+"""CPU seconds the log costs: on producers' I/O threads and inside calls on its users' threads; wall time spent waiting is not cost."""
 
 import threading
 import time
@@ -57,7 +57,7 @@ class Costs:
                 self._ended[meter.kind] += meter.seconds
 
     def totals(self) -> dict[str, float]:
-        """CPU seconds so far: `send_s`, `poll_s` on callers' and members' threads, `io_s` on I/O threads."""
+        """CPU seconds: `send_s`, `poll_s` on callers' and members' threads; `io_s` of producers' threads, admin calls, making clients."""
         with self._lock:
             sums = {str(kind): seconds for kind, seconds in self._ended.items()}
             for meter in self._meters:

@@ -101,8 +101,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
 def _unreachable(connection: Connection, reason: str) -> LogUnreachable:
     reason = " ".join(reason.split())[:160]
     return LogUnreachable(
-        f"cannot reach a Kafka broker at {connection.bootstrap} ({reason}): "
-        "start one with `penstock broker start` or set kafka.bootstrap"
+        f"cannot reach a Kafka broker at {connection.bootstrap} ({reason}): start one with `penstock broker start` or set kafka.bootstrap"
     )
 
 
@@ -131,4 +130,3 @@ def translated(what: str) -> Iterator[None]:
         yield
     except errors.KafkaError as error:
         raise translate(error, what) from error
-

@@ -84,9 +84,7 @@ class KafkaLog:
             self._connection, self._costs, self._admin, group, topics, max_records=max_records, max_bytes=max_bytes, start_at=start_at
         )
 
-    def producer(
-        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0
-    ) -> KafkaProducerOfRecords:
+    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0) -> KafkaProducerOfRecords:
         """A writer of single records; `linger_ms` 0 for single records that somebody waits for."""
         return KafkaProducerOfRecords(
             self._connection, self._costs, self._admin, max_in_flight_bytes=max_in_flight_bytes, give_up_s=give_up_s, linger_ms=linger_ms

@@ -199,7 +199,7 @@ class KafkaMember:
                 self._joined_at = time.monotonic()
                 return
 
-    # What follows runs on the client's I/O thread, inside a rebalance.
+    # What follows runs on the owning thread, too, but inside the client's event loop: nothing here may wait for the broker.
 
     def on_assigned(self, consumer: Any, partitions: Iterable[Any]) -> None:
         """Hold the new partitions until their start is known."""

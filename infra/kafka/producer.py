@@ -134,4 +134,3 @@ class KafkaProducerOfRecords:
         self._costs.unwatch(internals.io_thread(self._kafka))
         self._costs.retire(self._meter)
         internals.close_producer(self._kafka, timeout_s)
-

@@ -156,4 +156,3 @@ class KafkaTransactions:
             kafka, self._kafka = self._kafka, None
             self._costs.unwatch(internals.io_thread(kafka))
             internals.close_producer(kafka, timeout_s)
-

@@ -161,9 +161,7 @@ def _append(stock: Any) -> Any:
         first = self._first_timestamp is None
         if first:
             self._first_timestamp = self._max_timestamp = timestamp
-        body = record_body(
-            offset_delta=offset, time_delta_ms=timestamp - self._first_timestamp, key=key, value=value, headers=headers
-        )
+        body = record_body(offset_delta=offset, time_delta_ms=timestamp - self._first_timestamp, key=key, value=value, headers=headers)
         prefix = _length(len(body))
         size = len(prefix) + len(body)
         if not first and size + len(self._buffer) > self._batch_size:

@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from infra.kafka.log import KafkaLog
-    from pipeline.config import KafkaSection
+    from pipeline.sections import KafkaSection
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
@@ -77,6 +77,6 @@ def connected(kafka: "KafkaSection") -> Iterator["KafkaLog"]:
 
 def at(bootstrap: str, security: list[str] | None) -> AbstractContextManager["KafkaLog"]:
     """A log at the broker that a command was given, closed at the end."""
-    from pipeline.config import KafkaSection
+    from pipeline.sections import KafkaSection
 
     return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)))

@@ -26,13 +26,17 @@ def test_64_real_questions_go_through_the_pipeline_once_and_every_group_has_one_
     groups = report["groups"]
     assert report["status"] == "finished"
     assert report["steps"] == 8
-    assert groups["admitted"] == 64 == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
+    assert (
+        groups["admitted"] == 64 == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
+    )
     assert groups["trained"] == 64
     assert report["samples"] == 128
     assert report["dead_letters"]["total"] == 0
 
 
-def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_ends_early_when_asked(broker, run_id, tiny_model, tmp_path: Path):
+def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_ends_early_when_asked(
+    broker, run_id, tiny_model, tmp_path: Path
+):
     config = config_of(
         tiny_model,
         tmp_path,

@@ -8,7 +8,9 @@ from pipeline.runs import create
 
 
 def test_a_trainer_that_is_replaced_repeats_the_recorded_steps_and_ends_in_the_same_weights(broker, run_id, tiny_model, tmp_path: Path):
-    config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2})
+    config = config_of(
+        tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}
+    )
     plain = complete(broker, f"{run_id}-plain", config)
     with Crew(broker, f"{run_id}-again") as crew:
         create(config, log=crew.log, run_id=crew.run, say=lambda _: None)

@@ -1,0 +1,150 @@
+"""The tables of a configuration file: their keys, types, bounds and defaults.
+
+The rule: a table knows nothing of the others; what has to fit together is checked in `pipeline.config`.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A table of the TOML file; unknown keys are errors and values are never changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    name: str = Field("run", description="first part of the run id")
+    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    epochs: PositiveFloat | None = Field(None, description="passes over the data instead of steps")
+    seed: NonNegative = 0
+
+
+class ModelSection(Section):
+    path: str = Field(description="a local Hugging Face causal language model directory")
+
+
+class DataSection(Section):
+    source: str = Field(description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor")
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    split: str = "train"
+    start: NonNegative = Field(0, description="first row of the slice that is used")
+    limit: Positive | None = Field(None, description="rows of the slice that is used")
+    size: Positive | None = Field(None, description="rows to make, for sources that generate them")
+    shuffle: bool = True
+    chat_template: str = Field("auto", description="auto, on, off, or the path of a Jinja file")
+    max_prompt_tokens: Positive = 1024
+
+
+class RewardSection(Section):
+    functions: list[str] = Field(["exact_match"], min_length=1)
+    weights: list[float] | None = None
+    timeout_s: PositiveFloat = 30.0
+
+
+class ScheduleSection(Section):
+    mode: str = "pipelined"
+    prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
+    samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group")
+    steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
+    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
+    order: Literal["submission", "arrival"] = "submission"
+    max_drops_per_step: Positive | None = Field(
+        None, description="dropped groups between two steps that stop the run; 16 U, at least 64, if absent"
+    )
+
+
+class SamplingSection(Section):
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    max_new_tokens: Positive = 256
+
+
+class AlgorithmSection(Section):
+    loss: str = Field("grpo", description="grpo, dr_grpo, dapo, or package:function / file.py:function")
+    advantage: str | None = Field(
+        None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent"
+    )
+    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat | None = None
+    kl_coef: NonNegativeFloat = 0.0
+    proximal: Literal["behaviour", "current"] | None = Field(None, description="current at S = 1, behaviour otherwise, if absent")
+    filter_zero_variance: bool = True
+    truncated: Literal["train", "mask", "penalise"] = "train"
+    truncated_penalty: float = Field(
+        -1.0, description="added to the reward of a completion that ran out of tokens, under truncated = penalise"
+    )
+
+
+class RolloutSection(Section):
+    engine: Literal["transformers", "toy"] = "transformers"
+    workers: Positive = 2
+    threads: Positive = 1
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: Positive = Field(3, description="unfinished groups a worker wants in hand")
+
+
+class ScorerSection(Section):
+    workers: Positive = 1
+    processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
+    group_deadline_s: PositiveFloat = Field(3600.0, description="owner's working time after which an unfinished group is abandoned")
+
+
+class TrainerSection(Section):
+    backend: Literal["torch", "deepspeed"] = "torch"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Positive = 1
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    max_grad_norm: PositiveFloat = 1.0
+    micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
+    gradient_checkpointing: bool = False
+    export: bool = Field(True, description="write the final model as a Hugging Face directory")
+
+
+class EvalSection(Section):
+    source: str | None = Field(None, description="held-out prompts, as data.source; no evaluator if absent")
+    split: str = "test"
+    start: NonNegative = 0
+    limit: Positive | None = 64
+    size: Positive | None = None
+    every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
+    samples: Positive = Field(4, description="sampled completions a prompt, beside the greedy one")
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: Positive | None = None
+    target: float | None = Field(None, description="greedy accuracy that ends the run")
+    patience: Positive | None = Field(None, description="evaluations without a new best that end the run")
+
+
+class WeightsSection(Section):
+    chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
+
+
+class KafkaSection(Section):
+    bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
+    partitions: Positive | None = Field(
+        None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
+    )
+    replication_factor: Positive = 1
+    security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
+
+
+class MlflowSection(Section):
+    enabled: bool = True
+    tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
+    experiment: str = "penstock"
