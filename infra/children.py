@@ -197,18 +197,18 @@ class ChildPool(Generic[Key]):
                 self._selector.unregister(child.stdin)
 
     def _read(self, child: _Child[Key]) -> None:
-        try:
+        ended = False
+        with contextlib.suppress(BlockingIOError):
             while data := os.read(child.stdout, READ_BYTES):
                 child.unread += data
-        except BlockingIOError:
-            pass
-        else:
-            self._replace(child, self._last_words(child))
-            return
+            ended = True
+        # What a child said before it ended counts, also when both are read at once.
         while (cut := child.unread.find(b"\n")) >= 0:
             line = bytes(child.unread[:cut])
             del child.unread[: cut + 1]
             self._take(child, json.loads(line))
+        if ended:
+            self._replace(child, self._last_words(child))
 
     def _take(self, child: _Child[Key], answer: dict[str, Any]) -> None:
         if "broken" in answer:

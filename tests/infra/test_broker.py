@@ -48,12 +48,13 @@ def write(bootstrap: str, topic: str, value: bytes) -> None:
 def read(bootstrap: str, topic: str) -> bytes:
     consumer = KafkaConsumer(
         bootstrap_servers=bootstrap, auto_offset_reset="earliest", enable_auto_commit=False,
-        consumer_timeout_ms=20000, max_partition_fetch_bytes=32 << 20,
+        max_partition_fetch_bytes=32 << 20,
     )  # fmt: skip
-    consumer.assign([TopicPartition(topic, 0)])
-    value = next(consumer).value
+    partition = TopicPartition(topic, 0)
+    consumer.assign([partition])
+    polled = consumer.poll(timeout_ms=20000)
     consumer.close(timeout_ms=1000)
-    return value
+    return bytes(polled[partition][0].value)
 
 
 def listening(pid: int) -> set[str]:

@@ -17,7 +17,7 @@ ROLES = (("trainer", 0), ("rollout", 0), ("rollout", 1), ("scorer", 0), ("feeder
 
 def headers(run: str, topic: str, *, version: int = 1) -> list[tuple[str, bytes]]:
     """All headers that any topic asks for, so that only the one thing under test is wrong."""
-    schema = "weights-chunk" if topic == "weights/1" else SCHEMAS.get(topic.split("/")[0], topic)
+    schema = "weights-chunk" if topic == "weights/1" else SCHEMAS.get(topic.split("/", maxsplit=1)[0], topic)
     numbers = {"group": 900, "sample": 0, "policy-version-min": 0, "policy-version-max": 0, "part": 0, "parts": 1}
     texts = {"run": run, "schema": f"{schema}/{version}", "outcome": "scored", "worker": "mallory", "sha256": "0" * 64}
     return [(name, str(value).encode()) for name, value in {**texts, **numbers}.items()]

@@ -1,4 +1,4 @@
-"""Whole runs of other kinds: real prompts for one epoch, a lagging schedule on DeepSpeed with an evaluator, too many drops, own functions."""
+"""Whole runs of other kinds: real prompts for one epoch, a lagging schedule on DeepSpeed, too many drops, a broken reward."""
 
 from pathlib import Path
 
