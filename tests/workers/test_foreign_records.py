@@ -54,6 +54,7 @@ def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was
         for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
             repeat(crew, foreign, run, topic)
         assert foreign.flush(30) == 0
+        del foreign  # ends its threads before the broker goes
         crew.wait()
         report = crew.report()
         found = letters(crew, run)
