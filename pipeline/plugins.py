@@ -12,8 +12,9 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 
@@ -97,6 +98,17 @@ def _read(spec: str, file: Path) -> bytes:
         raise PluginError(f"{spec!r}: cannot read {file}: {error.strerror}") from error
 
 
+class _ThisSource(SourceFileLoader):
+    """Runs the source that was read, never cached bytecode: that is taken for fresh when time (in seconds) and size are equal."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._source, self.path)
+
+
 def _load_file(spec: str, file: Path) -> ModuleType:
     source = _read(spec, file)
     # Path and content: two files of one name stay apart, and an edited file is a new module.
@@ -105,7 +117,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     _append_to_path(file.parent)
-    found = importlib.util.spec_from_file_location(name, file)
+    found = importlib.util.spec_from_file_location(name, file, loader=_ThisSource(name, str(file), source))
     assert found is not None, f"no loader for {file}"
     assert found.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(found)
