@@ -3,7 +3,6 @@
 The rule: a mistake is one line with the key, the value and, for an unknown key, the nearest valid one (`ConfigError`, exit status 2).
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Self
 from pydantic import ValidationError, model_validator
 
 from pipeline.advantages import ADVANTAGES
+from pipeline.plugins import nearest
 from pipeline.schedule import MODES, Schedule, preset
 from pipeline.sections import (
     AlgorithmSection,
@@ -150,16 +150,6 @@ class Config(Section):
             return self.run.steps
         assert self.run.epochs is not None
         return max(1, int(self.run.epochs * rows) // self.schedule.prompts_per_step)
-
-
-def nearest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
-    """A suggestion to append to an error, or nothing.
-
-    Example:
-        nearest("pipelned", ["pipelined", "synchronous"])  # -> "; did you mean 'pipelined'?"
-    """
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

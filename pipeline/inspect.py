@@ -12,7 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from infra.log import Log
-from pipeline.config import ConfigError, nearest
+from pipeline.config import ConfigError
+from pipeline.plugins import nearest
 from pipeline.runs import all_runs
 from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from topics.catalogue import RUNS_TOPIC, TOPICS, topic_name

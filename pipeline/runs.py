@@ -17,9 +17,9 @@ from typing import Any
 from infra.errors import PenstockError
 from infra.log import Log
 from pipeline import rewards
-from pipeline.config import Config, ConfigError, nearest, to_json
+from pipeline.config import Config, ConfigError, to_json
 from pipeline.data import check, open_dataset
-from pipeline.plugins import source_digest
+from pipeline.plugins import nearest, source_digest
 from pipeline.rendering import Renderer, digests
 from pipeline.schedule import versions_of
 from topics import runs as topic

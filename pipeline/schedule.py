@@ -165,7 +165,7 @@ def next_in_line(groups: Sequence[tuple[int, int]], *, loaded_version: int, newe
     Frontier first: the lowest group number that some available version allows; a priority, never a gate.
     """
     available = max(loaded_version, newest_version)
-    ready = [(number, index) for index, (number, oldest) in enumerate(groups) if oldest <= available]
+    ready = [(number, index) for index, (number, oldest) in enumerate(groups) if may_start(min_version=oldest, loaded_version=available)]
     return min(ready)[1] if ready else None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from infra.log import Log, Pending, Producer
+from infra.log import Log, Producer
 from pipeline.config import Config, from_json
 from pipeline.costs import Costs
 from pipeline.rendering import digests
@@ -29,9 +29,6 @@ from topics.runs import RunRecord
 
 STATUS_EVERY_S = 1.0
 """How often a worker says what it does; the feeder and the live view rely on it."""
-
-SENDS_AT_ONCE = 64
-"""Reports whose acknowledgement is awaited before the next one is sent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +53,6 @@ class Session:
     _producer: Producer | None = None
     _sequence: int = 0
     _last_status: float = 0.0
-    _pending: list[Pending] = field(default_factory=list)
     _dead: set[str] | None = None
     _started: float = field(default_factory=time.monotonic)
 
@@ -171,9 +167,7 @@ class Session:
         self.producer.close()
 
     def _send(self, outgoing: Outgoing) -> None:
-        self._pending.append(self.producer.send(outgoing))
-        if len(self._pending) > SENDS_AT_ONCE:
-            self._pending = [pending for pending in self._pending if not pending.done()]
+        self.producer.send(outgoing)
 
     def _known_dead_letters(self) -> set[str]:
         tail = self.log.tail({(self.topic("dead-letters"), 0): "earliest"})

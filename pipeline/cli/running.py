@@ -111,9 +111,10 @@ def worker(
     """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
     import json
 
-    from pipeline.config import ConfigError, nearest
+    from pipeline.config import ConfigError
     from pipeline.entry import work
     from pipeline.graph import ROLES
+    from pipeline.plugins import nearest
     from topics.catalogue import check_run_id
 
     if role not in ROLES:
