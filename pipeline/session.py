@@ -102,6 +102,11 @@ class Session:
         if now and changed:
             self.status(force=True)
 
+    def ready(self) -> None:
+        """Note that everything is loaded: `startup_s` counts from the process's creation."""
+        self.values["startup_s"] = time.time() - psutil.Process().create_time()
+        self.status(force=True)
+
     def status(self, *, force: bool = False) -> None:
         """Report the worker's state once in each second of the clock: reports that come together are read together."""
         second = time.time() // STATUS_EVERY_S

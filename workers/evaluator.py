@@ -32,6 +32,7 @@ def main(session: Session) -> None:
     session.doing("loading the model", now=True)
     evaluator = Evaluator.open(session)
     control = Control(session.log, session.run)
+    session.ready()
     stopping, done = EarlyStopping(held.target, held.patience), set[int]()
     while not session.stop.is_set():
         control.poll(0.2)

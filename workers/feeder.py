@@ -106,6 +106,7 @@ def main(session: Session) -> None:
     tail = session.log.tail(follow)
     for record in tail.read_to_end(120.0):
         _fold(state, record)
+    session.ready()
     while state.story.closed is None and not session.stop.is_set():
         batch = _admissible(state, session, dataset, renderer)
         if batch:

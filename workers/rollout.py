@@ -43,6 +43,7 @@ def main(session: Session) -> None:
     control = Control(session.log, session.run)
     member = session.log.member(f"{session.run}.rollout", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
     worker = Rollouts(session, engine, control, member)
+    session.ready()
     try:
         while control.story.closed is None and not session.stop.is_set():
             worker.turn()

@@ -39,6 +39,7 @@ def main(session: Session) -> None:
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     looked = 0.0
+    session.ready()
     try:
         while control.story.closed is None and not session.stop.is_set():
             scorer.turn()

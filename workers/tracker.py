@@ -47,6 +47,7 @@ def main(session: Session) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     uploader = _uploader(session)
     tracker = Tracker(session, directory=directory, uploader=uploader)
+    session.ready()
     try:
         tracker.follow()
         tracker.end()

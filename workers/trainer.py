@@ -41,6 +41,7 @@ def main(session: Session) -> None:
         return
     session.doing("loading the model", now=True)
     trainer = Trainer.open(session, Chronicle(session, transactions, story, weight_partitions=chunk_partitions(session)))
+    session.ready()
     mark(session.log, session.record, status="running")
     trainer.begin(past)
     while trainer.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
