@@ -108,7 +108,7 @@ def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path:
     follow(log)
     found = points_in(tmp_path)
     counts = Counter(point["kind"] for point in found)
-    assert counts == {"step": STEPS, "eval": 2, "reward": STEPS, "status": 2, "final": 5}
+    assert counts == {"step": STEPS, "eval": 2, "reward": STEPS, "status": 3, "final": 5}
     assert [point["step"] for point in found if point["kind"] == "step"] == list(range(STEPS))
     assert [point["reward"] for point in found if point["kind"] == "reward"] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
 
