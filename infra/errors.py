@@ -10,6 +10,8 @@
     ├── BrokerError          the embedded broker
     ├── EngineError          generation
     ├── BackendError         training
+    ├── CheckpointError      a checkpoint cannot be written
+    ├── Unrecoverable        starting again cannot help
     └── TrackingError        experiment tracking
 
 Foreign errors are translated into this tree once, where they arise.
@@ -54,6 +56,14 @@ class EngineError(PenstockError):
 
 class BackendError(PenstockError):
     """Training failed or was asked for something it cannot do."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint cannot be written: the disk is full, or the directory not writable."""
+
+
+class Unrecoverable(PenstockError):
+    """What is recorded and what was found contradict each other: starting again cannot help, a person has to look."""
 
 
 class TrackingError(PenstockError):

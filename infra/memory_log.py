@@ -6,11 +6,11 @@ The rule: one lock makes every step atomic; what a test sees here holds on Kafka
 import bisect
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infra.errors import Fenced, LogError, LostPartition, SendFailed
-from infra.log import Commits, Committed, Membership, Partition, Start, StartAt, check_commits
+from infra.log import TRANSACTION_S, Commits, Committed, Membership, Partition, Start, StartAt, check_commits
 from infra.memory_readers import MemoryMember, MemoryTail
 from topics.catalogue import TopicSpec
 from topics.record import Outgoing, Record
@@ -143,11 +143,16 @@ class MemoryLog:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
         return MemoryMember(self, group, topics, max_records=max_records, start_at=start_at)
 
-    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0) -> "MemoryProducer":
+    def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
+        """There is no outage."""
+
+    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> "MemoryProducer":
         """A writer of single records."""
         return MemoryProducer(self)
 
-    def transactions(self, transactional_id: str, *, timeout_s: float = 15.0, give_up_s: float = 120.0) -> "MemoryTransactions":
+    def transactions(
+        self, transactional_id: str, *, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
+    ) -> "MemoryTransactions":
         """A writer of transactions; it takes the id from any other that has it."""
         return MemoryTransactions(self, transactional_id)
 
@@ -165,7 +170,7 @@ class MemoryPending:
     def __init__(self, offset: int, failure: LogError | None = None) -> None:
         self._offset, self._failure = offset, failure
 
-    def offset(self, timeout_s: float = 60.0) -> int:
+    def offset(self, timeout_s: float | None = None) -> int:
         """The record's offset."""
         if self._failure is not None:
             raise self._failure
@@ -189,6 +194,9 @@ class MemoryProducer:
     def send(self, outgoing: Outgoing) -> MemoryPending:
         """Write a record; raises SendFailed or LogError when there is no such topic or partition."""
         return MemoryPending(self._log.append_together([outgoing], 0)[0])
+
+    def check(self) -> None:
+        """Nothing is ever lost."""
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Everything is written already."""

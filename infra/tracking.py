@@ -1,12 +1,14 @@
 """MLflow: one MLflow run per pipeline run.
 
-The rule: a pipeline run never has a second one. How far its log was read is noted in a tag, so that a restarted tracker goes on there.
+The rule: a pipeline run never has a second one. How far its points were delivered is noted in a tag after them, so that a restarted
+tracker goes on there; a point delivered twice is one point, as MLflow's databases keep one row for each (name, step, time, value).
 """
 
 import importlib
 import json
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from infra.errors import TrackingError
+from infra.tracking_database import make_database
 
 RUN_TAG = "penstock.run"
 POSITION_TAG = "penstock.position"
@@ -23,11 +26,14 @@ MAX_POINTS = 1000
 """Metrics in one request: the server's limit."""
 MAX_PARAMS = 100
 MAX_PARAM_CHARS = 500
+MAX_NAME_CHARS = 250
 
+_UNNAMEABLE = re.compile(r"[^/\w.\- :]")
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
     # The client would hide an outage for minutes behind its own retries; ours are seen by the person and end with the run.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -57,6 +63,8 @@ class Target:
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     start_ms: int | None = None
+    over: bool = False
+    """Whether the pipeline run has ended already: what it lacks is delivered, and it is not shown as running meanwhile."""
 
 
 class MlflowRun:
@@ -66,32 +74,38 @@ class MlflowRun:
         self.target = target
         with _translated(target.uri):
             mlflow = _mlflow()
+            make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
             self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
             self._entities = importlib.import_module("mlflow.entities")
             found = self._find_or_create()
             self.run_id: str = found.info.run_id
             self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
             self._describe()
-            if found.info.status != "RUNNING":  # a tracker before this one was told to stop
+            if found.info.status != "RUNNING" and not target.over:  # a tracker before this one was told to stop
                 self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:
-        """Send at most `MAX_POINTS` points, and note how far each source has been read."""
+        """Send points, and note after the last of them how far each source has been delivered."""
         now = {**self.position, **position}
-        metrics = [self._entities.Metric(point.key, float(point.value), point.timestamp_ms, point.step) for point in points]
+        metrics = [self._entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
         tag = self._entities.RunTag(POSITION_TAG, json.dumps(now))
+        limit = MAX_POINTS - 1  # one request takes so many items of all kinds together
         with _translated(self.target.uri):
-            self._client.log_batch(self.run_id, metrics=metrics[: MAX_POINTS - 1], tags=[tag] if len(metrics) < MAX_POINTS else [])
-            if len(metrics) == MAX_POINTS:  # one request takes 1000 items of all kinds together
-                self._client.log_batch(self.run_id, metrics=metrics[MAX_POINTS - 1 :], tags=[tag])
+            for start in range(0, max(1, len(metrics)), limit):
+                last = start + limit >= len(metrics)
+                self._client.log_batch(self.run_id, metrics=metrics[start : start + limit], tags=[tag] if last else [])
         self.position = now
 
-    def finish(self, status: str, *, artifacts: Sequence[Path] = ()) -> None:
-        """Attach files and set FINISHED, KILLED or FAILED."""
+    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
+        """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, now without it."""
         with _translated(self.target.uri):
+            # An answer that was given up on may have made a second run after we had looked.
+            if self._find_or_create().info.run_id != self.run_id:
+                shown = without_credentials(self.target.uri)
+                raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
+            self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
             for path in artifacts:
                 self._client.log_artifact(self.run_id, str(path))
-            self._client.set_terminated(self.run_id, status=status)
 
     def _find_or_create(self) -> Any:
         target = self.target
@@ -106,7 +120,7 @@ class MlflowRun:
             tags = {**target.tags, RUN_TAG: target.run}
             self._client.create_run(number, start_time=target.start_ms, tags=tags, run_name=target.run)
         first, *others = self._runs(number)
-        for other in others:  # made by a second tracker in the same instant
+        for other in others:  # made in the same instant, by a second tracker or by a request whose answer was given up on
             self._client.delete_run(other.info.run_id)
         return first
 
@@ -128,6 +142,16 @@ def without_credentials(uri: str) -> str:
     """
     parts = urlsplit(uri)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def nameable(key: str) -> str:
+    """A metric's name as MLflow takes it; one that it refuses would hold up every point behind it.
+
+    Example:
+        nameable("train/a//b?")  # -> "train/a/_/b_"
+    """
+    parts = _UNNAMEABLE.sub("_", key)[:MAX_NAME_CHARS].split("/")
+    return posixpath.join(*("_" if part in ("", ".", "..") else part for part in parts))
 
 
 def _position(tag: str | None) -> dict[str, int]:

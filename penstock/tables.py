@@ -105,9 +105,13 @@ def groups(log: Log, run: str) -> pa.Table:
 def steps(log: Log, run: str) -> pa.Table:
     """`STEPS` and the metrics of the steps."""
     found: dict[int, Entry] = {}
+    seq = 0
     for record in _records(log, run, "ledger"):
         entry = _read(ledger.read, record, run)
-        if entry is not None and entry.kind == "step" and entry.step is not None:
+        if entry is None or entry.seq != seq:
+            continue  # told already, or not of this story
+        seq += 1
+        if entry.kind == "step" and entry.step is not None:
             found.setdefault(entry.step, entry)
     names = sorted({name for entry in found.values() for name in entry.metrics} - set(STEPS.names))
     rows = [

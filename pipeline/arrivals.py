@@ -45,6 +45,8 @@ class Arrivals:
             group = self._decode(records, headers)
         except Unusable as error:
             self.session.dead_letter(record, error)
+            if error.kind == "killer":  # its headers are beyond doubt: the group stands in the log, and nobody can train it
+                self.selector.refuse(_candidate(record, headers))
             return
         self.selector.add(_candidate(records[0], headers))
         if headers.outcome != "scored":
@@ -72,9 +74,9 @@ class Arrivals:
         return self._parts.pop((headers.group, headers.sha256 or "")) if len(known) == parts else None
 
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:
-        if headers.outcome != "scored":
-            return None  # nobody trains it: its headers say all there is to know
-        with self.session.costs.decoding():
+        if headers.outcome != "scored" or headers.group in self.selector.settled:
+            return None  # nobody trains it, or not again: its headers say all there is to know
+        with self.session.decoding(records[-1]):
             return groups.read(records, run=self.session.run)[1]
 
 

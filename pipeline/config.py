@@ -265,9 +265,9 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
     reward = table.get("reward")
     if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
         reward["functions"] = [source(item) if isinstance(item, str) else item for item in reward["functions"]]
-    model = table.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        model["path"] = absolute(model["path"])
+    for section, key in (("model", "path"), ("trainer", "checkpoint_dir")):
+        if isinstance(table.get(section), dict) and isinstance(table[section].get(key), str):
+            table[section][key] = absolute(table[section][key])
     data = table.get("data")
     if isinstance(data, dict) and isinstance(data.get("chat_template"), str) and data["chat_template"] not in ("auto", "on", "off"):
         data["chat_template"] = absolute(data["chat_template"])

@@ -1,6 +1,7 @@
 """What every worker has to know of a run: the newest weights, what was trained, and whether it is over.
 
-The rule: an entry or manifest that was seen before changes nothing, so that readers agree whatever a broker repeats.
+The rule: the ledger and the versions are told without gaps. What was seen before changes nothing, what lies beyond a gap is refused, so
+that readers agree whatever a broker repeats or a foreign client writes.
 """
 
 from dataclasses import dataclass, field
@@ -35,13 +36,15 @@ class Story:
             manifest = weights.read(record, run=self.run)[1]
             if manifest.version in self.manifests:
                 return None
+            if manifest.version != self.newest_version + 1:
+                raise Unusable(f"version {manifest.version} follows version {self.newest_version}: it was not published", kind="mismatch")
             self.manifests[manifest.version] = manifest
-            self.newest_version = max(self.newest_version, manifest.version)
+            self.newest_version = manifest.version
             return manifest
         return None
 
     def _entry(self, entry: Entry) -> Entry | None:
-        if entry.seq <= self.last_seq:
+        if not ledger.continues(entry, after=self.last_seq):
             return None
         self.last_seq = entry.seq
         match entry.kind:

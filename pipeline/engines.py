@@ -18,7 +18,7 @@ def make_engine(config: Config) -> Engine:
     if rollout.engine == "toy":
         from infra.engines.toy_engine import ToyEngine
 
-        return ToyEngine()
+        return ToyEngine(delay_s=rollout.toy_delay_s)
     with _LOADING:
         import torch
 

@@ -1,6 +1,7 @@
 """The entry of every worker process: arguments, signals, the wait for the run, and one place where errors become one line.
 
-The rule: a worker exits 0 when its run is over or it was asked to stop, 1 with one line of cause otherwise.
+The rule: a worker exits 0 when its run is over or it was asked to stop; otherwise one line says the cause, and the status is 1
+when starting again may help, 2 when it cannot: a person's mistake, a contradiction in what is recorded, another process in its place.
 """
 
 import argparse
@@ -13,9 +14,10 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from infra.errors import PenstockError
+from infra.errors import Fenced, PenstockError, Unrecoverable
 from pipeline.graph import ROLES
 from pipeline.session import Session, join, stop_on_signals
+from pipeline.supervision import FAILED, HOPELESS
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,19 +64,36 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
         return 0
     except (PenstockError, ValueError, OSError) as error:
         return _failed(role, session, error, debug=debug)
+    except ModuleNotFoundError as error:
+        told = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
+        return _failed(role, session, told, debug=debug)
     except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
         return _failed(role, session, error, debug=True)
     finally:
         sys.stdout.flush()
 
 
+def exit_status(error: BaseException) -> int:
+    """Whether starting again may help after this error (1) or cannot (2).
+
+    Text that cannot be decoded or parsed is a `ValueError` too, but a file half written is no person's mistake.
+
+    Example:
+        exit_status(ValueError("sampling.top_p = 3"))  # -> 2
+    """
+    if isinstance(error, UnicodeError | json.JSONDecodeError):
+        return FAILED
+    return HOPELESS if isinstance(error, Unrecoverable | Fenced | ValueError) else FAILED
+
+
 def _failed(role: str, session: Session | None, error: BaseException, *, debug: bool) -> int:
     """Print the cause, tell the run, and end without waiting for client threads that may be stuck."""
     if debug or os.environ.get("PENSTOCK_DEBUG"):
         traceback.print_exception(error)
-    print(f"penstock: {role}: {error}", file=sys.stderr, flush=True)
+    text = f"{error}: is the run attended twice?" if isinstance(error, Fenced) else str(error)
+    print(f"penstock: {role}: {text}", file=sys.stderr, flush=True)
     if session is not None:
         with contextlib.suppress(Exception):  # the run may be beyond reach: the cause is already printed
-            session.labels["error"] = str(error)
+            session.labels["error"] = text
             session.close(status="failed")
-    return 1
+    return exit_status(error)

@@ -25,6 +25,14 @@ class GroupFacts(NamedTuple):
     version_min: int | None
 
 
+class Opened(NamedTuple):
+    """A group whose prompt is out and whose outcome is not known yet."""
+
+    partition: int
+    time_s: float
+    """When the prompt was written."""
+
+
 class Tally(NamedTuple):
     """Scored samples, and the sum of their rewards."""
 
@@ -78,6 +86,7 @@ class WorkerView:
             if found.time_ns < self.time_ns:
                 return
             self.incarnation, self.ended = found.incarnation, False
+            self.labels = {}  # the last words of the one before are not its own
             self._recent.clear()
         self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
         self.labels = {**self.labels, **found.labels}

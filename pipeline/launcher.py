@@ -1,138 +1,42 @@
 """Everything of a run on this machine: the broker, the topics, one process a worker, the live view and the report.
 
-The rule: it only starts the commands that a person could start by hand, watches them, and fails loudly when one dies. Workers are
-stopped in the order feeder, rollout, scorer, trainer, evaluator, tracker, so that what was begun can still be written down.
+The rule: it only starts the commands that a person could start by hand and watches them. What died is started again; when that does
+not help, or somebody asks for the end, the run is left so that `penstock run --resume RUN` goes on with it.
 """
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
 from infra.broker.state import state_directory
-from infra.errors import PenstockError
+from infra.errors import LogError, PenstockError
 from infra.kafka.log import KafkaLog
+from infra.log import Log
+from pipeline.attendance import STOP_LIMIT_S, attending, end_leftovers
+from pipeline.broker_keeper import BrokerKeeper
 from pipeline.config import Config, from_json
+from pipeline.crew import Crew, Failure
 from pipeline.runs import create, find, mark
 from pipeline.sections import KafkaSection
-from topics.runs import RunRecord
+from pipeline.signals import asked_to_stop, lasting_output
+from pipeline.supervision import Rules
+from pipeline.watchdog import Watchdog
+from topics.runs import RunRecord, Status
 
-ROOT = Path(__file__).resolve().parents[1]
-STOP_ORDER = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
-STOP_LIMIT_S = 30.0
-"""A worker that has not ended this long after SIGTERM is killed."""
-LEFT_LIMIT_S = 10.0
-"""A worker may end this long before its launcher hears that the run is over."""
-LAST_WORDS = 12
-"""Lines of a dead worker's log that are shown."""
+if TYPE_CHECKING:
+    from pipeline.live import LiveView
+
+TURN_S = 0.25
+"""How often the launcher looks after everything."""
+PATIENCE_S = 10.0
+"""How long the launcher's own calls wait for a broker that is away: it has more to look after."""
+HURRY_S = 5.0
+"""What workers get for ending when there is no broker: there is nothing that they could still write down."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class Worker:
-    """One worker process of this launcher."""
-
-    role: str
-    name: str
-    process: "subprocess.Popen[bytes]"
-    log_file: Path
-    log: IO[bytes]
-
-    def last_words(self) -> str:
-        """The end of its log."""
-        lines = self.log_file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-LAST_WORDS:])
-
-
-@dataclass(slots=True)
-class Crew:
-    """The worker processes of a run, started in their own sessions so that Ctrl-C reaches the launcher alone."""
-
-    run: str
-    bootstrap: str
-    config: Config
-    directory: Path
-    workers: list[Worker] = field(default_factory=list)
-
-    def start(self) -> None:
-        """Start every worker of the configuration."""
-        config = self.config
-        counts = {"trainer": 1, "rollout": config.rollout.workers, "scorer": config.scorer.workers, "feeder": 1, "tracker": 1}
-        if config.eval.source is not None:
-            counts["evaluator"] = 1
-        for role, count in counts.items():
-            for slot in range(count):
-                self.workers.append(self._spawn(role, slot))
-        self._write_pids()
-
-    def failed(self) -> Worker | None:
-        """A worker that ended with an error, if there is one."""
-        return next((worker for worker in self.workers if worker.process.poll() not in (None, 0)), None)
-
-    def left(self) -> Worker | None:
-        """A worker that ended without an error, if there is one."""
-        return next((worker for worker in self.workers if worker.process.poll() == 0), None)
-
-    @property
-    def ended(self) -> bool:
-        """Whether every worker has ended."""
-        return all(worker.process.poll() is not None for worker in self.workers)
-
-    def stop(self, *, say: Say) -> None:
-        """End what still runs, role by role; what does not end in time is killed."""
-        for role in STOP_ORDER:
-            running = [worker for worker in self.workers if worker.role == role and worker.process.poll() is None]
-            for worker in running:
-                worker.process.terminate()
-            for worker in running:
-                try:
-                    worker.process.wait(STOP_LIMIT_S)
-                except subprocess.TimeoutExpired:
-                    say(f"{worker.name} did not end within {STOP_LIMIT_S:g} s and was killed")
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(worker.process.pid, signal.SIGKILL)
-                    worker.process.wait()
-        for worker in self.workers:
-            worker.log.close()
-        (self.directory / "workers.json").unlink(missing_ok=True)
-
-    def _spawn(self, role: str, slot: int) -> Worker:
-        config, single = self.config, role in ("trainer", "feeder", "tracker", "evaluator")
-        name = role if single else f"{role}-{slot}"
-        log_file = self.directory / "logs" / f"{name}.log"
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}.get(role, 1)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-            "PYTHONUNBUFFERED": "1",
-        }
-        # Without cached bytecode a worker compiles torch and transformers for half a minute.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        # -P and our root first: a user's own workers/ or pipeline/ in the working directory must not shadow ours.
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-P", "-m", "workers", role, "--run", self.run, "--bootstrap", self.bootstrap, "--slot", str(slot)]
-        if config.kafka.security:
-            environment["PENSTOCK_SECURITY"] = json.dumps(config.kafka.security)
-        log = log_file.open("ab")
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        return Worker(role, name, process, log_file, log)
-
-    def _write_pids(self) -> None:
-        pids = {worker.name: worker.process.pid for worker in self.workers}
-        (self.directory / "workers.json").write_text(json.dumps({"launcher": os.getpid(), "workers": pids}), encoding="utf-8")
 
 
 def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
@@ -172,53 +76,76 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
 
     Raises:
-        PenstockError: a worker died.
+        PenstockError: a worker or the broker was given up, the run ended as failed, or another launcher attends it.
     """
     from pipeline.live import LiveView
 
-    directory = run_directory(record.run)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
-    crew = Crew(record.run, log.bootstrap, config, directory)
-    say(f"run {record.run}: starting its workers; logs in {directory / 'logs'}")
-    with _signals() as stop:
-        view = LiveView(log, record.run, console=_console(quiet), plain=not live)
+    run, directory = record.run, run_directory(record.run)
+    with attending(directory, run), lasting_output(), asked_to_stop() as stop:
+        end_leftovers(directory, run, say=say)
+        (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
+        log.wait_out(PATIENCE_S)
+        say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
+        view = LiveView(log, run, console=_console(quiet), plain=not live)
+        tell = view.tell if live else say
+        watching = Watching(
+            view,
+            Crew(run, log.bootstrap, config, directory, tell),
+            BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
+            Watchdog(log, config.run.stall_s, tell),
+        )
+        failure: Failure | None = None
         try:
-            crew.start()
-            dead, over = None, time.monotonic()
-            while not crew.ended and not stop.is_set() and dead is None:
-                view.poll(0.25)
-                dead = crew.failed()
-                if view.view.ended or crew.left() is None:
-                    over = time.monotonic()
-                elif time.monotonic() - over > LEFT_LIMIT_S:  # somebody ended it: without it the run may wait for ever
-                    dead = dead or crew.left()
+            watching.crew.start()
+            while not watching.crew.ended and not stop.is_set() and failure is None:
+                failure = watching.turn()
         finally:
             if stop.is_set():
-                say(f"stopping; go on with `penstock run --resume {record.run}`")
-            crew.stop(say=say)
-            view.close()
-    dead = dead or crew.failed()
-    if dead is not None:
-        say(f"{dead.name} ended with status {dead.process.returncode}; its last words:\n{dead.last_words()}")
-        if find_status(log, record.run) in ("created", "running"):
-            mark(log, record, status="stopped")
-        raise PenstockError(f"run {record.run} failed: {dead.name} died; its log is {dead.log_file}")
-    if stop.is_set():
-        mark(log, record, status="stopped")
-        return 130
-    return 0
+                tell(f"stopping; go on with `penstock run --resume {run}`")
+            watching.stop()
+        if failure is not None:
+            _note(log, record, say=say)
+            raise PenstockError(_given_up(failure, run, say=say))
+        if stop.is_set():
+            _note(log, record, say=say)
+            return 130
+    return _ended(log, record, view)
+
+
+@dataclass(slots=True)
+class Watching:
+    """What the launcher looks after, turn by turn."""
+
+    view: "LiveView"
+    crew: Crew
+    broker: BrokerKeeper
+    watchdog: Watchdog
+
+    def turn(self) -> Failure | None:
+        """Take in what is new and start again what died; a `Failure` when that does not help any more."""
+        self.view.poll(TURN_S)
+        now_s, view = time.monotonic(), self.view.view
+        given_up = self.broker.look(now_s=now_s)
+        if given_up is not None:
+            return Failure(given_up)
+        reachable = self.broker.up and not self.view.outage_s
+        silent, stall_s = self.view.silent, self.watchdog.stall_s
+        self.crew.kill_hung(silent, now_s=now_s, stall_s=stall_s, reachable=reachable)
+        self.watchdog.look(view, silent=silent, outage_s=self.view.outage_s, notes=self.crew.notes(now_s=now_s))
+        return self.crew.tend(view, now_s=now_s, reachable=reachable)
+
+    def stop(self) -> None:
+        """End the workers and leave the last picture on the screen."""
+        away = not self.broker.up or self.view.outage_s > 0
+        try:
+            self.crew.stop(limit_s=HURRY_S if away else STOP_LIMIT_S)
+        finally:
+            self.view.close()
 
 
 def run_directory(run: str) -> Path:
     """Where a run's logs, measurements, report and final model are on this machine."""
     return state_directory() / "runs" / run
-
-
-def find_status(log: KafkaLog, run: str) -> str | None:
-    """The status in the register."""
-    record = find(log, run)
-    return None if record is None else record.status
 
 
 def show_report(directory: Path, *, json_out: bool) -> int:
@@ -232,31 +159,36 @@ def show_report(directory: Path, *, json_out: bool) -> int:
     return 0
 
 
+def _given_up(failure: Failure, run: str, *, say: Say) -> str:
+    if failure.last_words:
+        say(f"its last words:\n{failure.last_words}")
+    return f"run {run} is given up: {failure.line}; once that is put right, `penstock run --resume {run}` goes on with it"
+
+
+def _note(log: Log, record: RunRecord, *, say: Say) -> None:
+    """Note in the register that the run is stopped, if its trainer has not noted another end there."""
+    try:
+        now = find(log, record.run)
+        if now is not None and now.status in ("created", "running"):
+            mark(log, record, status="stopped")
+    except LogError as error:
+        say(f"the register of runs does not say that the run is stopped ({error}); it can be resumed all the same")
+
+
+def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
+    """The exit status of a run whose workers have ended; the register says how, also when its trainer died on the way there."""
+    now, closed = find(log, record.run), view.view.closed
+    known: Status = record.status if now is None else now.status
+    if closed is not None and known not in ("finished", "failed"):
+        known = mark(log, record, status="failed" if view.view.details.get("status") == "failed" else "finished").status
+    if known == "failed":
+        raise PenstockError(f"run {record.run} failed: {view.view.details.get('reason', 'its trainer closed it')}")
+    if known != "finished":
+        raise PenstockError(f"run {record.run} is not over, but all its workers have ended; `penstock run --resume {record.run}` goes on")
+    return 0
+
+
 def _console(quiet: bool) -> Any:
     from rich.console import Console
 
     return Console(stderr=quiet)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """SIGINT, SIGTERM and SIGHUP ask for the orderly stop; a second one of them ends at once what the first began."""
-    stop = threading.Event()
-    before: dict[signal.Signals, Any] = {}
-
-    def handle(_number: int, _frame: object) -> None:
-        if stop.is_set() and time.monotonic() - first[0] > 1.0:
-            raise KeyboardInterrupt
-        if not stop.is_set():
-            first[0] = time.monotonic()
-        stop.set()
-
-    first = [0.0]
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from infra.errors import LogUnreachable
 from infra.log import Log, Tail
 from pipeline.live_frame import frame, line
 from pipeline.view import RunView
@@ -16,8 +17,9 @@ from topics.catalogue import RUNS_TOPIC
 from topics.dead_letters import DeadLetter
 from topics.errors import Unusable
 from topics.metrics import Measurement
+from topics.record import Record
 
-WATCHED = ("ledger", "metrics", "groups", "dead-letters")
+WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 REDRAW_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
@@ -41,11 +43,7 @@ class LiveView:
 
     def poll(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for news and show them."""
-        if self._tail is None and not self._open():
-            time.sleep(timeout_s)
-            return
-        assert self._tail is not None
-        for record in self._tail.poll(timeout_s):
+        for record in self._read(timeout_s):
             try:
                 found = self.view.fold(record)
             except Unusable:
@@ -56,6 +54,21 @@ class LiveView:
                 self._tell(found)
         self._show()
 
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which no broker has answered; 0.0 in normal times."""
+        return self._tail.outage_s if self._tail else 0.0
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """Seconds since anything was heard of each worker that has reported."""
+        now = time.monotonic()
+        return {worker: now - heard for worker, heard in self._heard.items()}
+
+    def tell(self, text: str, *, style: str = "") -> None:
+        """Print a line above the picture, or among the plain lines."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
     def close(self) -> None:
         """Show the last state, leave it on the screen, and stop reading."""
         if self._live is not None:
@@ -64,10 +77,21 @@ class LiveView:
             self._live = None
             self._console.print(self._frame())
         elif self._said_step != len(self.view.steps):
-            self._print(line(self.view, now_s=time.time()))
+            self.tell(line(self.view, now_s=time.time()))
         if self._tail is not None:
             self._tail.close()
             self._tail = None
+
+    def _read(self, timeout_s: float) -> list[Record]:
+        """What is new; a broker that is away is waited for without end, as nothing depends on this reader."""
+        try:
+            if self._tail is not None or self._open():
+                assert self._tail is not None
+                return self._tail.poll(timeout_s)
+        except LogUnreachable:
+            pass
+        time.sleep(timeout_s)
+        return []
 
     def _open(self) -> bool:
         names = [RUNS_TOPIC, *(f"{self.view.run}.{topic}" for topic in WATCHED)]
@@ -87,27 +111,21 @@ class LiveView:
         pause = LINE_EVERY_S if len(self.view.steps) != self._said_step else QUIET_LINE_EVERY_S
         if now - self._said >= pause and self.view.record is not None:
             self._said, self._said_step = now, len(self.view.steps)
-            self._print(line(self.view, now_s=time.time()))
+            self.tell(line(self.view, now_s=time.time()))
 
     def _tell(self, found: object) -> None:
         """Lines for what happens seldom and should not be missed."""
         if isinstance(found, DeadLetter):
             place = f"{found.topic.removeprefix(f'{self.view.run}.')}/{found.partition}/{found.offset}"
-            self._print(f"dead letter: {place} {found.kind}: {found.reason}", style="yellow")
+            self.tell(f"dead letter: {place} {found.kind}: {found.reason}", style="yellow")
         elif isinstance(found, Measurement) and found.kind == "eval":
             known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(found.values.items()) if key.endswith("_accuracy")]
-            self._print(f"version {found.version}: {', '.join(known)}", style="blue")
+            self.tell(f"version {found.version}: {', '.join(known)}", style="blue")
 
     def _frame(self) -> RenderableType:
-        now = time.monotonic()
-        silent = {worker: now - heard for worker, heard in self._heard.items()}
-        outage = self._tail.outage_s if self._tail else 0.0
         width, height = self._console.size
-        return frame(self.view, now_s=time.time(), silent=silent, outage_s=outage, width=width, height=height)
+        return frame(self.view, now_s=time.time(), silent=self.silent, outage_s=self.outage_s, width=width, height=height)
 
     def _draw(self) -> None:
         assert self._live is not None
         self._live.update(self._frame(), refresh=True)
-
-    def _print(self, text: str, *, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)

@@ -168,6 +168,8 @@ def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[Rend
         doing = Text("ended" if "error" not in worker.labels else f"failed: {worker.labels['error']}")
     elif silent_s > SILENT_S:
         doing = Text(f"silent for {silent_s:.0f} s", style="red")
+    if len(worker.incarnations) > 1:
+        doing.append(f" (start {len(worker.incarnations)})", style="dim")
     version, lag = worker.values.get("version"), None
     rates: Sequence[float | None]
     if worker.role == "trainer":

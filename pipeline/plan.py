@@ -66,6 +66,13 @@ class Selector:
             self.settled.add(group)
             self._waiting.pop(group, None)
 
+    def refuse(self, candidate: Candidate) -> None:
+        """Set a group aside whose payload nobody can read, like one that is too old."""
+        if self.add(candidate) and candidate.group not in self.settled:
+            self.settle([candidate.group])
+            self.drops += 1
+            self.newly_stale.append(candidate)
+
     def take(self, *, learner_version: int) -> Candidate | None:
         """The next group to train, or None while it is not known; groups that are too old are set aside in `newly_stale`."""
         while (candidate := self._peek()) is not None:

@@ -5,21 +5,25 @@ metadata says where in `rollouts` the samples of the prompts above it begin.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pipeline.numbers import Numbers
 from topics.prompts import Prompt
 from topics.record import Record
 
 
 @dataclass(slots=True)
 class Work:
-    """One prompt and the samples of it that are acknowledged."""
+    """One prompt, and how far this worker is with it."""
 
     partition: int
+    offset: int
     group: int
     min_version: int
     prompt: Prompt
+    inherited: bool = False
+    """Whether it stood in the log when its partition was assigned: an earlier owner may have it in hand still."""
     started: bool = False
     done: bool = False
 
@@ -29,30 +33,33 @@ class PartitionQueue:
     """One owned partition of `prompts`."""
 
     partition: int
-    known: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Group -> sample -> its offset in `rollouts`, acknowledged by whichever worker."""
-    rollouts_end: int = 0
-    """Where `rollouts` ended as far as this worker knows."""
-    work: dict[int, Work] = field(default_factory=dict)
-    """Offset in `prompts` -> work, in order."""
     position: int = 0
     """Offset after the last prompt that was delivered."""
+    inherited_end: int = 0
+    """Where `prompts` ended when the partition was assigned."""
+    rollouts_end: int = 0
+    """Where `rollouts` ends as far as this worker knows every record of it."""
+    gap: bool = False
+    """Whether somebody else wrote there since."""
+    known: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Group -> sample -> its offset in `rollouts`, acknowledged by whichever worker."""
+    work: dict[int, Work] = field(default_factory=dict)
+    """Offset in `prompts` -> work that is above the watermark, in order."""
+    by_group: dict[int, Work] = field(default_factory=dict)
+    """The same work by group."""
+    newest: int = -1
+    """The highest group number that was delivered: the feeder's numbers rise, so samples of higher ones belong to prompts to come."""
     committed: tuple[int, str] | None = None
 
     def watermark(self) -> tuple[int, str] | None:
         """What to commit: (offset, metadata), or None when nothing moved since the last commit."""
-        for offset in [offset for offset, work in self.work.items() if work.done]:
-            if all(other.done for before, other in self.work.items() if before < offset):
-                self.known.pop(self.work[offset].group, None)
-                del self.work[offset]
-            else:
+        for offset, work in list(self.work.items()):
+            if not work.done:
                 break
-        offset = min(self.work, default=self.position)
-        open_groups = {work.group for work in self.work.values()}
-        first = min(
-            (at for group, samples in self.known.items() if group in open_groups for at in samples.values()), default=self.rollouts_end
-        )
-        found = (offset, json.dumps({"rollouts": first}))
+            del self.work[offset], self.by_group[work.group]
+        self.known = {group: samples for group, samples in self.known.items() if group in self.by_group or group > self.newest}
+        first = min((at for samples in self.known.values() for at in samples.values()), default=self.rollouts_end)
+        found = (next(iter(self.work), self.position), json.dumps({"rollouts": first}))
         if found == self.committed:
             return None
         self.committed = found
@@ -73,34 +80,32 @@ class PromptQueue:
     """All partitions a worker owns now."""
 
     partitions: dict[int, PartitionQueue] = field(default_factory=dict)
-    _where: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Group -> (partition, offset) of the first prompt record seen for it."""
+    _seen: Numbers = field(default_factory=Numbers)
+    """Groups whose prompt was delivered since the partitions were assigned."""
 
-    def assign(self, partitions: Mapping[int, int], samples: Iterable[tuple[int, int, int, int]], ends: Mapping[int, int]) -> None:
-        """Begin with partitions (-> committed offset); `samples` are (partition, group, sample, offset) found in `rollouts`."""
-        for partition, offset in partitions.items():
-            self.partitions[partition] = PartitionQueue(partition, position=offset, rollouts_end=ends.get(partition, 0))
-        for partition, group, sample, offset in samples:
-            self.partitions[partition].known.setdefault(group, {}).setdefault(sample, offset)
+    def assign(self, partition: int, *, offset: int, inherited_end: int, rollouts_end: int) -> None:
+        """Begin with a partition at its committed offset."""
+        self.partitions[partition] = PartitionQueue(partition, offset, inherited_end, rollouts_end)
 
-    def revoke(self, partitions: Iterable[int]) -> None:
-        """Forget partitions that another worker may own from now on."""
-        for partition in partitions:
-            gone = self.partitions.pop(partition, None)
-            for work in gone.work.values() if gone else ():
-                self._where.pop(work.group, None)
+    def revoke(self) -> None:
+        """Forget everything: whatever stays comes again with the next assignment."""
+        self.partitions.clear()
+        self._seen = Numbers()
 
     def add(self, record: Record, prompt: Prompt) -> bool:
-        """Queue a prompt; False when its group is queued already (a duplicate)."""
+        """Queue a prompt; False when its group is known already (a duplicate)."""
         queue = self.partitions.get(record.partition)
         if queue is None:
             return True
         queue.position = max(queue.position, record.offset + 1)
-        duplicate = prompt.group in self._where
-        queue.work[record.offset] = Work(record.partition, prompt.group, prompt.min_version, prompt, done=duplicate)
-        if not duplicate:
-            self._where[prompt.group] = (record.partition, record.offset)
-        return not duplicate
+        queue.newest = max(queue.newest, prompt.group)
+        if prompt.group in self._seen:
+            return False
+        self._seen.add(prompt.group)
+        inherited = record.offset < queue.inherited_end
+        work = Work(record.partition, record.offset, prompt.group, prompt.min_version, prompt, inherited)
+        queue.work[record.offset] = queue.by_group[work.group] = work
+        return True
 
     def skip(self, record: Record) -> None:
         """Note a record nobody can use, so that the watermark passes it."""
@@ -114,20 +119,33 @@ class PromptQueue:
 
     def missing(self, work: Work) -> list[int]:
         """Samples of a prompt that nobody has published yet."""
-        queue = self.partitions.get(work.partition)
-        known = queue.known.get(work.group, {}) if queue else {}
+        known = self.known(work.partition, work.group)
         return [sample for sample in range(work.prompt.samples_per_prompt) if sample not in known]
 
-    def acknowledged(self, *, partition: int, group: int, sample: int, offset: int) -> None:
+    def known(self, partition: int, group: int) -> Iterable[int]:
+        """Samples of a group that stand in the log, as far as is known here."""
+        queue = self.partitions.get(partition)
+        return queue.known.get(group, {}) if queue else ()
+
+    def exists(self, partition: int, group: int, sample: int, offset: int) -> None:
         """Note a sample that stands in the log."""
         queue = self.partitions.get(partition)
         if queue is None:
             return
-        queue.rollouts_end = max(queue.rollouts_end, offset + 1)
-        where = self._where.get(group)
-        if where is None or where[0] != partition:
-            return
         queue.known.setdefault(group, {}).setdefault(sample, offset)
-        work = queue.work.get(where[1])
+        work = queue.by_group.get(group)
         if work is not None and not self.missing(work):
             work.done = True
+
+    def acknowledged(self, partition: int, group: int, sample: int, offset: int) -> None:
+        """Note a sample of this worker that stands in the log now; `gap` tells when it does not follow what is known of `rollouts`."""
+        self.exists(partition, group, sample, offset)
+        queue = self.partitions.get(partition)
+        if queue is not None and offset >= queue.rollouts_end:
+            queue.gap = queue.gap or offset > queue.rollouts_end
+            queue.rollouts_end += not queue.gap
+
+    def looked(self, partition: int, end: int) -> None:
+        """Note that all samples before `end` are known."""
+        queue = self.partitions[partition]
+        queue.rollouts_end, queue.gap = max(queue.rollouts_end, end), False

@@ -18,6 +18,7 @@ from topics.errors import Unusable
 __all__ = ["as_text", "collect", "load", "render", "summarise"]
 
 READ_LIMIT_S = 120.0
+DEAD_LETTERS = "dead-letters"
 ALL = tuple(topic for topic in TOPICS if topic != "weights")
 COSTS = ("encode", "decode", "send", "poll", "io")
 PAYING_ROLES = frozenset({"feeder", "rollout", "scorer", "trainer"})
@@ -41,11 +42,18 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None) -> dict[str
 
 def load(log: Log, run: str, *, topics: Iterable[str] = ALL) -> RunView:
     """Fold these topics of a run up to their ends; records nobody can use are passed over."""
-    view = RunView(run=run)
-    names = [RUNS_TOPIC, *(f"{run}.{topic}" for topic in topics)]
-    starts: dict[Partition, Start] = {(name, partition): "earliest" for name in names for partition in range(log.partitions(name) or 0)}
-    if not starts:
-        return view
+    view, wanted = RunView(run=run), set(topics)
+    if DEAD_LETTERS in wanted:  # first: what has killed those who decoded it is not decoded here
+        _fold_topics(log, view, [f"{run}.{DEAD_LETTERS}"])
+    _fold_topics(log, view, [RUNS_TOPIC, *(f"{run}.{topic}" for topic in wanted - {DEAD_LETTERS})])
+    return view
+
+
+def _fold_topics(log: Log, view: RunView, names: Sequence[str]) -> None:
+    places = [(name, partition) for name in names for partition in range(log.partitions(name) or 0)]
+    if not any(log.end_offsets(places).values()):
+        return
+    starts: dict[Partition, Start] = dict.fromkeys(places, "earliest")
     tail = log.tail(starts)
     try:
         # Full batches are folded as they come, so that a long run's records are never in memory together.
@@ -55,7 +63,6 @@ def load(log: Log, run: str, *, topics: Iterable[str] = ALL) -> RunView:
         _fold(view, tail.read_to_end(READ_LIMIT_S))
     finally:
         tail.close()
-    return view
 
 
 def summarise(view: RunView) -> dict[str, Any]:
@@ -87,6 +94,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "eval": [{"version": version, **found.values, **_source(found.labels)} for version, found in sorted(view.evals.items())],
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),
+        "restarts": _restarts(view),
         "mlflow_run_id": view.mlflow.get("run_id"),
         "mlflow_uri": view.mlflow.get("uri"),
     }
@@ -248,6 +256,14 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
         "by_kind": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "by_topic": {topic: topics.count(topic) for topic in sorted(set(topics))},
     }
+
+
+def _restarts(view: RunView) -> dict[str, int]:
+    """How often workers of a role began again under a name that was there before, those of a resumed run included."""
+    found: dict[str, int] = {}
+    for worker in view.workers.values():
+        found[worker.role] = found.get(worker.role, 0) + len(worker.incarnations) - 1
+    return {role: count for role, count in sorted(found.items()) if count}
 
 
 def _source(labels: Mapping[str, str]) -> dict[str, str]:

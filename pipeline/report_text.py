@@ -111,11 +111,14 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
     count = f"{letters['total']} dead letter{'s' if letters['total'] != 1 else ''}"
     refused = count + (f" ({kinds})" if kinds else "") + f", {report['duplicates']} duplicates ignored"
-    return [
+    lines = [
         ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
         ("drawn", Text(samples)),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
+    if report["restarts"]:
+        lines.append(("restarts", Text(" · ".join(f"{role} {count}" for role, count in report["restarts"].items()))))
+    return lines
 
 
 def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:

@@ -166,10 +166,9 @@ def write(log: Log, record: RunRecord) -> None:
     """Append a run's newest state to the register."""
     producer = log.producer()
     try:
-        headers = topic.headers(record).encode()
-        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=topic.encode(record))).offset(
-            READ_LIMIT_S
-        )
+        value = topic.encode(record)
+        headers = topic.headers(record).encode(value)
+        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(READ_LIMIT_S)
     finally:
         producer.close()
 
@@ -191,9 +190,11 @@ def all_runs(log: Log) -> list[RunRecord]:
         for record in tail.read_to_end(READ_LIMIT_S):
             key = (record.key or b"").decode("ascii", "replace")
             try:
-                found[key] = topic.read(record, run=key)[1]
+                state = topic.read(record, run=key)[1]
             except Unusable:
                 continue
+            if key not in found or state.updated_ns >= found[key].updated_ns:
+                found[key] = state
     finally:
         tail.close()
     return sorted(found.values(), key=lambda run: run.created_ns)

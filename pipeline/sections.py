@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from infra.log import GIVE_UP_S
+
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -24,6 +26,9 @@ class RunSection(Section):
     steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
     epochs: PositiveFloat | None = Field(None, description="passes over the data instead of steps")
     seed: NonNegative = 0
+    restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` starts a worker that died again")
+    max_restarts: NonNegative = Field(5, description="restarts of one worker in a row before the run is given up")
+    stall_s: PositiveFloat = Field(300.0, description="seconds without any progress after which it is said who is stuck")
 
 
 class ModelSection(Section):
@@ -92,6 +97,7 @@ class RolloutSection(Section):
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     slots: Positive = Field(3, description="unfinished groups a worker wants in hand")
+    toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds the toy engine sleeps for each token of a group")
 
 
 class ScorerSection(Section):
@@ -115,6 +121,10 @@ class TrainerSection(Section):
     micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
     gradient_checkpointing: bool = False
     export: bool = Field(True, description="write the final model as a Hugging Face directory")
+    checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
+    checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
+    checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
+    checkpoint_dir: str | None = Field(None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent")
 
 
 class EvalSection(Section):
@@ -141,6 +151,9 @@ class KafkaSection(Section):
         None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
     )
     replication_factor: Positive = 1
+    give_up_s: PositiveFloat = Field(
+        GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
+    )
     security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
 
 

@@ -3,6 +3,7 @@
 The rule: a worker needs a broker address and a run id, nothing else; everything it says goes to the run's topics.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -16,9 +17,13 @@ from typing import Any
 
 import psutil
 
+from infra.attempts import Attempts
+from infra.broker.state import state_directory
+from infra.errors import BrokerError
 from infra.log import Log, Producer
 from pipeline.config import Config, from_json
-from pipeline.costs import Costs
+from pipeline.costs import Clock, Costs
+from pipeline.notices import Notices
 from pipeline.rendering import digests
 from pipeline.runs import find
 from pipeline.schedule import Schedule
@@ -53,7 +58,9 @@ class Session:
     _producer: Producer | None = None
     _sequence: int = 0
     _last_status: float = 0.0
-    _dead: set[str] | None = None
+    _dead: set[tuple[str, int, int]] | None = None
+    _attempts: Attempts | None = None
+    _notices: Notices | None = None
     _started: float = field(default_factory=time.monotonic)
 
     @property
@@ -85,6 +92,35 @@ class Session:
         print(f"{time.strftime('%H:%M:%S')} {self.worker}: {text}", flush=True)
 
     @property
+    def notices(self) -> Notices:
+        """For what may happen once or ten thousand times."""
+        if self._notices is None:
+            self._notices = Notices(self.say)
+        return self._notices
+
+    @property
+    def attempts(self) -> Attempts:
+        """What earlier processes of this name had in hand when they died; kept on this machine."""
+        if self._attempts is None:
+            try:
+                path = state_directory() / "runs" / self.run / "attempts" / self.worker
+            except BrokerError:  # a machine without a place to write: what kills its reader has to be found by hand
+                path = None
+            self._attempts = Attempts(path)
+        return self._attempts
+
+    def decoding(self, record: Record) -> "Decoding":
+        """A block that decodes a record: it is counted, and noted where the death of this process cannot reach.
+
+        Raises `Unusable` for a record that has killed this worker too often, once it is among the dead letters, whoever owns its topic.
+        """
+        try:
+            return Decoding(self.costs.decoding(), self.attempts.reading(record))
+        except Unusable as error:
+            self.dead_letter(record, error)
+            raise
+
+    @property
     def producer(self) -> Producer:
         """The plain producer: samples, measurements and dead letters."""
         if self._producer is None:
@@ -113,6 +149,8 @@ class Session:
         if not force and second == self._last_status:
             return
         self._last_status = second
+        self.notices.sum_up()
+        self.producer.check()  # nobody waits for measurements and dead letters: one that was lost ends the worker here
         self.report(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
 
     def report(
@@ -138,48 +176,59 @@ class Session:
             labels=dict(labels or {}),
         )
         self._sequence += 1
-        headers = metrics.headers(measurement, run=self.run).encode()
-        self._send(
-            Outgoing(topic=self.topic("metrics"), partition=0, key=self.worker.encode(), headers=headers, value=metrics.encode(measurement))
-        )
+        value = metrics.encode(measurement)
+        headers = metrics.headers(measurement, run=self.run).encode(value)
+        self._send(Outgoing(topic=self.topic("metrics"), partition=0, key=self.worker.encode(), headers=headers, value=value))
 
     def dead_letter(self, record: Record, error: Unusable) -> None:
         """Put a record nobody can use aside, once, with the reason; its reader goes on."""
-        key = f"{record.topic}/{record.partition}/{record.offset}"
+        place = record.topic, record.partition, record.offset
         if self._dead is None:
             self._dead = self._known_dead_letters()
-        if key in self._dead:
+        if place in self._dead:
             return
-        self._dead.add(key)
+        self._dead.add(place)
         self.add("dead_letters")
-        self.say(f"dead letter ({error.kind}) from {key}: {error}")
+        key = f"{record.topic}/{record.partition}/{record.offset}"
+        self.notices.note(f"dead letters ({error.kind}) from {record.topic}", f"dead letter ({error.kind}) from {key}: {error}")
         letter = dead_letters.from_record(record, kind=error.kind, reason=str(error), worker=self.worker, time_ns=time.time_ns())
-        headers = dead_letters.headers(letter, run=self.run).encode()
-        self._send(
-            Outgoing(topic=self.topic("dead-letters"), partition=0, key=key.encode(), headers=headers, value=dead_letters.encode(letter))
-        )
+        value = dead_letters.encode(letter)
+        headers = dead_letters.headers(letter, run=self.run).encode(value)
+        self._send(Outgoing(topic=self.topic("dead-letters"), partition=0, key=key.encode(), headers=headers, value=value))
 
     def duplicate(self, what: str) -> None:
         """Count a record that repeats what is known already."""
         self.add("duplicates")
-        self.say(f"ignored a duplicate: {what}")
+        self.notices.note("ignored duplicates", f"ignored a duplicate: {what}")
 
     def close(self, *, status: str) -> None:
         """Send the last measurement and let the producer finish."""
+        self.notices.sum_up(now=True)
         self.labels["status"] = status
         self.report(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
         self.producer.flush(10.0)
         self.producer.close()
+        if self._attempts is not None:
+            self._attempts.close()
 
     def _send(self, outgoing: Outgoing) -> None:
         self.producer.send(outgoing)
 
-    def _known_dead_letters(self) -> set[str]:
-        tail = self.log.tail({(self.topic("dead-letters"), 0): "earliest"})
+    def _known_dead_letters(self) -> set[tuple[str, int, int]]:
+        """The places of records that were set aside by whomever; only a readable letter counts, as any client may write a key."""
+        at = self.topic("dead-letters"), 0
+        end = self.log.end_offsets([at])[at]
+        tail = self.log.tail({at: "earliest"})
+        found: set[tuple[str, int, int]] = set()
         try:
-            return {record.key.decode("utf-8", "replace") for record in tail.read_to_end(30.0) if record.key}
+            while tail.position(at) < end:  # a few at a time: each holds a record of up to 16 MiB
+                for record in tail.poll(1.0, max_records=100):
+                    with contextlib.suppress(Unusable):
+                        letter = dead_letters.read(record, run=self.run)[1]
+                        found.add((letter.topic, letter.partition, letter.offset))
         finally:
             tail.close()
+        return found
 
     def _process_values(self) -> dict[str, float]:
         spent = self.log.costs()
@@ -195,6 +244,23 @@ class Session:
             "cpu_s": times.user + times.system,
             "rss_mib": process.memory_info().rss / 2**20,
         }
+
+
+class Decoding:
+    """The time spent in a block and the record it has in hand, in one."""
+
+    __slots__ = ("_attempts", "_clock")
+
+    def __init__(self, clock: Clock, attempts: Attempts) -> None:
+        self._clock, self._attempts = clock, attempts
+
+    def __enter__(self) -> None:
+        self._clock.__enter__()
+        self._attempts.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._attempts.__exit__(*raised)
+        self._clock.__exit__()
 
 
 def join(*, run: str, role: str, log: Log, worker: str | None, model: str | None, stop: threading.Event) -> Session | None:
@@ -219,6 +285,7 @@ def join(*, run: str, role: str, log: Log, worker: str | None, model: str | None
         info=json.loads(record.info),
         stop=stop,
     )
+    log.wait_out(config.kafka.give_up_s, say=session.say)
     session.labels.update(host=socket.gethostname(), pid=str(os.getpid()), doing="starting")
     session.status(force=True)
     return session

@@ -3,6 +3,7 @@
 The rule: a pure function of what the topics say and of the time; a worker that is not heard of is said to be silent, not dead.
 """
 
+import math
 from typing import Any
 
 from pipeline import bottleneck, report
@@ -16,6 +17,13 @@ WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 def silences(view: RunView, *, now_s: float) -> dict[str, float]:
     """Seconds since each worker's last report, for those that have not ended."""
     return {worker.worker: max(0.0, now_s - worker.time_ns / 1e9) for worker in view.workers.values() if not worker.ended}
+
+
+def standstill_s(view: RunView, *, now_s: float) -> float | None:
+    """Seconds for which nothing has moved, None for a run that is over or has moved within its `run.stall_s`."""
+    limit_s = float(view.config.get("run", {}).get("stall_s", math.inf))
+    still_s = max(0.0, now_s - view.moved_ms / 1000)
+    return still_s if still_s >= limit_s and not view.ended and view.status != "created" else None
 
 
 def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
@@ -44,6 +52,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
                 "role": worker.role,
                 "doing": "ended" if worker.ended else worker.labels.get("doing"),
                 "error": worker.labels.get("error"),
+                "starts": len(worker.incarnations),
                 "host": worker.labels.get("host"),
                 "pid": worker.labels.get("pid"),
                 "silent_s": silent.get(worker.worker),

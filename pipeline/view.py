@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.facts import GroupFacts, StepFacts, Tally, WorkerView, together
+from pipeline.facts import GroupFacts, Opened, StepFacts, Tally, WorkerView, together
+from pipeline.numbers import Numbers
 from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from topics.catalogue import RUNS_TOPIC
 from topics.dead_letters import DeadLetter
@@ -21,9 +22,13 @@ from topics.runs import RunRecord
 
 SCORED = frozenset({"scored", "filtered"})
 """Outcomes with a reward for every sample."""
+DECODED = frozenset({"ledger", "metrics"})
+"""Topics whose payloads are looked at here; of the others the headers say enough."""
 RECENT_STEPS = 4
 """Steps' worth of groups behind the moving mean of the reward, of at most `RECENT_GROUPS`."""
 RECENT_GROUPS = 1024
+WORK = ("samples", "groups", "admitted", "step")
+"""Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
 
@@ -40,6 +45,8 @@ class RunView:
     versions: dict[int, Entry] = field(default_factory=dict)
     stale: set[int] = field(default_factory=set)
     admitted: set[int] = field(default_factory=set)
+    open: dict[int, Opened] = field(default_factory=dict)
+    """Admitted groups without an outcome."""
     groups: dict[int, GroupFacts] = field(default_factory=dict)
     samples: dict[int, dict[int, int]] = field(default_factory=dict)
     """Completion tokens of every sample, by group and sample number."""
@@ -54,35 +61,45 @@ class RunView:
     """run_id and uri, once the tracker has said them."""
     rewards: dict[int, Tally] = field(default_factory=dict)
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
+    moved_ms: int = 0
+    """Timestamp of the newest record that is progress: a step, a version, a group, a sample, a prompt, an evaluation."""
     _recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
-    _entries: set[int] = field(default_factory=set)
-    _measured: dict[tuple[str, str], int] = field(default_factory=dict)
+    _killers: set[tuple[str, int, int]] = field(default_factory=set)
+    """Places of records whose readers have died of decoding them."""
+    _last_seq: int = -1
+    _measured: dict[tuple[str, str], Numbers] = field(default_factory=dict)
 
     def fold(self, record: Record) -> Folded | None:
         """Take in a record and give what it holds; None for a duplicate and for what is not about this run.
 
         Raises `Unusable`, and is unchanged then.
         """
+        if self._killers and (record.topic, record.partition, record.offset) in self._killers:
+            return None
         if record.topic == RUNS_TOPIC:
             return self._fold_run(record)
         topic = record.topic.removeprefix(f"{self.run}.")
         folded = _FOLDS[topic](self, record) if topic in _FOLDS else None
         if folded is None and topic in _FOLDS:
             self.duplicates[topic] += 1
+        elif topic in _PROGRESS:
+            self.moved_ms = max(self.moved_ms, record.timestamp_ms)
         return folded
 
     def _fold_run(self, record: Record) -> RunRecord | None:
-        if record.key != self.run.encode() or not record.value:
+        if record.key != self.run.encode():
             return None
         _, found = runs.read(record, run=self.run)
+        if self.record is not None and found.updated_ns < self.record.updated_ns:
+            return None  # an old state once more: compaction keeps the last record, which need not be the newest
         self.record = found
         return found
 
     def _fold_ledger(self, record: Record) -> Entry | None:
         _, entry = ledger.read(record, run=self.run)
-        if entry.seq in self._entries:
+        if not ledger.continues(entry, after=self._last_seq):
             return None
-        self._entries.add(entry.seq)
+        self._last_seq = entry.seq
         if entry.kind == "run-opened":
             self.opened = self.opened or entry
         elif entry.kind == "run-closed":
@@ -99,11 +116,15 @@ class RunView:
 
     def _fold_metrics(self, record: Record) -> Measurement | None:
         _, found = metrics.read(record, run=self.run)
-        source = (found.worker, found.incarnation)
-        if found.seq <= self._measured.get(source, -1):
+        measured = self._measured.setdefault((found.worker, found.incarnation), Numbers())
+        if found.seq in measured:
             return None
-        self._measured[source] = found.seq
-        self.workers.setdefault(found.worker, WorkerView(worker=found.worker, role=found.role)).add(found)
+        measured.add(found.seq)
+        worker = self.workers.setdefault(found.worker, WorkerView(worker=found.worker, role=found.role))
+        before = [worker.total(name) for name in WORK]
+        worker.add(found)
+        if found.kind == "eval" or [worker.total(name) for name in WORK] != before:
+            self.moved_ms = max(self.moved_ms, record.timestamp_ms)
         if found.kind == "eval" and found.version is not None:
             self.evals.setdefault(found.version, found)
         self.mlflow.update({key.removeprefix("mlflow_"): text for key, text in found.labels.items() if key.startswith("mlflow_")})
@@ -119,6 +140,7 @@ class RunView:
             return None
         facts = GroupFacts(found.outcome, found.samples or 0, found.tokens or 0, found.reward_mean, found.policy_version_min)
         self.groups[found.group] = facts
+        self.open.pop(found.group, None)
         if facts.outcome in SCORED and facts.reward_mean is not None and facts.version_min is not None:
             tally = Tally(facts.samples, facts.samples * facts.reward_mean)
             self.rewards[facts.version_min] = self.rewards.get(facts.version_min, Tally()).plus(tally)
@@ -130,6 +152,8 @@ class RunView:
         if found.group is None or found.group in self.admitted:
             return None
         self.admitted.add(found.group)
+        if found.group not in self.groups:
+            self.open[found.group] = Opened(record.partition, record.timestamp_ms / 1000)
         return found
 
     def _fold_rollouts(self, record: Record) -> Headers | None:
@@ -148,6 +172,8 @@ class RunView:
         if place in self.dead_letters:
             return None
         self.dead_letters[place] = letter.kind
+        if letter.kind == "killer" and letter.topic.removeprefix(f"{self.run}.") in DECODED:
+            self._killers.add(place)
         return letter
 
     @property
@@ -182,6 +208,11 @@ class RunView:
         return _object(self.record.info) if self.record else dict(_object(self.opened.details if self.opened else None).get("info", {}))
 
     @property
+    def progress(self) -> int:
+        """Counts what moves a run on: steps, versions, outcomes of groups; a recovery repeats them and adds none."""
+        return len(self.steps) + len(self.versions) + len(self.groups)
+
+    @property
     def steps_planned(self) -> int | None:
         """Optimizer steps of the whole run."""
         return self.info.get("steps")
@@ -211,6 +242,9 @@ _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
     "rollouts": RunView._fold_rollouts,
     "dead-letters": RunView._fold_dead_letters,
 }
+
+
+_PROGRESS = frozenset({"ledger", "groups", "prompts", "rollouts"})
 
 
 def _object(text: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 
+from infra import faults
 from infra.errors import LogError
 from infra.log import Log, Pending, Producer
 from infra.tensors import TensorBytes, digest, join, split
@@ -14,8 +15,6 @@ from topics import weights
 from topics.errors import Unusable
 from topics.record import Outgoing
 from topics.weights import Chunk, Manifest
-
-SEND_LIMIT_S = 120.0
 
 
 def send_chunks(
@@ -33,11 +32,12 @@ def send_chunks(
     for index, data in enumerate(split(ordered, max_bytes=max_bytes)):
         chunk = Chunk(version=version, index=index, data=data)
         partition = 1 + index % partitions
-        headers = weights.chunk_headers(chunk, run=run).encode()
         value = weights.encode_chunk(chunk)
+        headers = weights.chunk_headers(chunk, run=run).encode(value)
         pending.append(
             producer.send(Outgoing(topic=f"{run}.weights", partition=partition, key=str(version).encode(), headers=headers, value=value))
         )
+        faults.reach("chunk.sent")
         places.append(partition)
         sizes.append(len(data))
         hashes.append(hashlib.sha256(data).hexdigest())
@@ -52,7 +52,7 @@ def send_chunks(
         dtypes=tuple(tensor.dtype for tensor in ordered),
         shapes=tuple(tensor.shape for tensor in ordered),
         chunk_partitions=tuple(places),
-        chunk_offsets=tuple(one.offset(SEND_LIMIT_S) for one in pending),
+        chunk_offsets=tuple(one.offset() for one in pending),
         chunk_sizes=tuple(sizes),
         chunk_sha256=tuple(hashes),
         created_ns=time.time_ns(),
@@ -61,8 +61,8 @@ def send_chunks(
 
 def manifest_record(manifest: Manifest, *, run: str) -> Outgoing:
     """The manifest as it is written to partition 0."""
-    headers = weights.headers(manifest, run=run).encode()
     value = weights.encode(manifest)
+    headers = weights.headers(manifest, run=run).encode(value)
     return Outgoing(topic=f"{run}.weights", partition=0, key=str(manifest.version).encode(), headers=headers, value=value)
 
 

@@ -118,7 +118,7 @@ def test_a_group_in_parts_counts_once_it_is_whole(broker: str, run_id: str) -> N
     told = teller.group([1.0, 0.0, 0.5], version=0)
     whole = groups.decode(told[-1].value)
     parts = [
-        Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(), value=value)
+        Outgoing(topic=f"{run_id}.groups", partition=0, key=b"0", headers=headers.encode(value), value=value)
         for headers, value in groups.encode_parts(whole, run=run_id, worker="scorer-0", max_bytes=1)
     ]
     assert len(parts) == 3
@@ -133,13 +133,9 @@ def test_logprobs_of_tokens_the_model_did_not_draw_are_null(broker: str, run_id:
     teller = Teller(run_id)
     drawn = rollouts.decode(teller.group([1.0, 0.0], version=0)[1].value)
     sample = replace(drawn, behaviour_logprobs=np.array([0.0, np.nan, 0.0], np.float32), loss_mask=np.array([True, False, True]))
-    record = Outgoing(
-        topic=f"{run_id}.rollouts",
-        partition=0,
-        key=b"0",
-        headers=rollouts.headers(sample, run=run_id).encode(),
-        value=rollouts.encode(sample),
-    )
+    value = rollouts.encode(sample)
+    headers = rollouts.headers(sample, run=run_id).encode(value)
+    record = Outgoing(topic=f"{run_id}.rollouts", partition=0, key=b"0", headers=headers, value=value)
     write(broker, run_id, [teller.record(), record])
     with penstock.open(run_id, bootstrap=broker) as run:
         assert run.samples()["behaviour_logprobs"][0].as_py() == [0.0, None, 0.0]

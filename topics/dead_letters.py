@@ -99,7 +99,7 @@ def headers(letter: DeadLetter, *, run: str) -> Headers:
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED)
+    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:

@@ -2,7 +2,18 @@
 
 from typing import Literal, get_args
 
-Kind = Literal["missing-header", "bad-header", "foreign-run", "schema-version", "undecodable", "mismatch", "orphan", "reward-failed"]
+Kind = Literal[
+    "missing-header",
+    "bad-header",
+    "foreign-run",
+    "schema-version",
+    "checksum",
+    "undecodable",
+    "mismatch",
+    "orphan",
+    "killer",
+    "reward-failed",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

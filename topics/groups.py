@@ -189,7 +189,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    found = one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
+    found = one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
     if found.part is None or found.parts is None or not found.part < found.parts:
         raise Unusable(f"part {found.part} of {found.parts} cannot be", kind="bad-header")
     return found

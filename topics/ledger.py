@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from topics.codec import Codec
 from topics.columns import Payload, Reader, Writer, rows
-from topics.errors import require
+from topics.errors import Unusable, require
 from topics.fields import column, list_of, map_of
 from topics.headers import Headers, match, one_of, read_headers
 from topics.record import Record
@@ -118,7 +118,7 @@ def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=ENTRY_KINDS)
+    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=ENTRY_KINDS)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
@@ -127,6 +127,16 @@ def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
     entry = decode(record.value)
     match(found, outcome=entry.kind, policy_version_min=entry.version, policy_version_max=entry.version)
     return found, entry
+
+
+def continues(entry: Entry, *, after: int) -> bool:
+    """Whether an entry is the next one of the story told up to entry `after` (-1: nothing); False for one that was told already.
+
+    Raises `Unusable(kind="mismatch")` for one beyond a gap: it would make its readers take the true entries for repetitions.
+    """
+    if entry.seq > after + 1:
+        raise Unusable(f"entry {entry.seq} follows entry {after}: it is not of this story", kind="mismatch")
+    return entry.seq == after + 1
 
 
 def _build(reader: Reader) -> Entry:

@@ -87,7 +87,7 @@ def headers(measurement: Measurement, *, run: str) -> Headers:
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=MEASUREMENT_KINDS)
+    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=MEASUREMENT_KINDS)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:

@@ -84,7 +84,7 @@ def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED)
+    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:

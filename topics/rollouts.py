@@ -59,7 +59,7 @@ def headers(rollout: Rollout, *, run: str, attempt: int | None = None) -> Header
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return one_of(read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=FINISHES)
+    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=FINISHES)
 
 
 def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Rollout]:

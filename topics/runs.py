@@ -67,7 +67,7 @@ def headers(record: RunRecord, *, run: str | None = None) -> Headers:
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return one_of(read_headers(record.headers, run=run, schema=SCHEMA), outcomes=STATUSES)
+    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA), outcomes=STATUSES)
 
 
 def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:

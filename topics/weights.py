@@ -130,12 +130,12 @@ def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Heade
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a manifest of `run`, its payload untouched; raises `Unusable`."""
-    return read_headers(record.headers, run=run, schema=SCHEMA, required=_REQUIRED)
+    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
 
 
 def check_chunk(record: Record, *, run: str) -> Headers:
     """The headers of a chunk of `run`, its payload untouched; raises `Unusable`."""
-    return read_headers(record.headers, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
+    return read_headers(record.headers, record.value, run=run, schema=CHUNK_SCHEMA, required=_REQUIRED)
 
 
 def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:

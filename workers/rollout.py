@@ -1,7 +1,8 @@
 """The rollout worker: `prompts` and `weights` become `rollouts`, one record a sample.
 
 The rule: a prompt starts only under weights it allows, the lowest group number first, and only the samples that nobody has
-published are drawn; a sample's random numbers follow from (run seed, group, sample).
+published are drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while
+the group of workers rebalances it draws on and holds the samples back, and what turns out to be another's now is dropped.
 """
 
 import time
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from infra.engines.requests import Completion, Engine, GroupRequest, Sampling
-from infra.log import Assigned, Event, Member, Pending, Records, Revoked, Start
+from infra.log import Assigned, Member, Pending, Records, Revoked
 from pipeline import schedule as rules
 from pipeline.control import Control
 from pipeline.engines import make_engine
+from pipeline.existing import ExistingSamples
+from pipeline.presence import Presence
 from pipeline.prompt_queue import PromptQueue, Work, rollouts_start
 from pipeline.session import Session
 from pipeline.weights import fetch
@@ -41,17 +44,21 @@ def main(session: Session) -> None:
     session.doing("loading the model", now=True)
     engine = make_engine(session.config)
     control = Control(session.log, session.run)
-    member = session.log.member(f"{session.run}.rollout", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
-    worker = Rollouts(session, engine, control, member)
+    worker = Rollouts(session, engine, control, join_others(session), ExistingSamples(session.log, session.run))
     session.ready()
     try:
         while control.story.closed is None and not session.stop.is_set():
             worker.turn()
-    finally:
         worker.hand_back()
-        member.close(5.0)
+    finally:
+        worker.close()
         control.close()
         engine.close()
+
+
+def join_others(session: Session) -> Member:
+    """Membership among the run's rollout workers."""
+    return session.log.member(f"{session.run}.rollout", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
 
 
 @dataclass(slots=True)
@@ -62,21 +69,26 @@ class Rollouts:
     engine: Engine
     control: Control
     member: Member
+    existing: ExistingSamples
     queue: PromptQueue = field(default_factory=PromptQueue)
+    presence: Presence = field(default_factory=Presence)
+    _settled: bool = False
+    """Whether this worker knows which partitions are its own: not while the group rebalances."""
     _in_hand: dict[int, Work] = field(default_factory=dict)
     _left: dict[int, set[int]] = field(default_factory=dict)
-    """Samples of the groups in hand that the engine has not returned."""
+    """Samples of the groups in hand that are not sent yet."""
     _ended: list[Completion] = field(default_factory=list)
-    """Samples that are not sent yet."""
+    """Those of them that the engine has returned."""
     _flying: list[tuple[Pending, Work, int]] = field(default_factory=list)
     _looked: float = 0.0
     _gathered: float = 0.0
     _committed: float = 0.0
 
     def turn(self) -> None:
-        """Take what arrived, start what may start, decode one step, publish what ended, commit what is done."""
-        for event in self.member.take(0.0):
-            self._on(event)
+        """Take what arrived, publish what ended, start what may start, decode one step, commit what is done."""
+        self._absent()
+        self._take(0.0)
+        self._publish_ended()
         if self.engine.idle or time.monotonic() - self._looked > BUSY_LOOK_S:
             self._look(wait_s=0.0)
         self._start()
@@ -90,11 +102,29 @@ class Rollouts:
         self.session.status()
 
     def hand_back(self) -> None:
-        """Commit what is acknowledged, so that the next owner draws only what is missing."""
+        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
+        self._take(0.0)
+        self._publish_ended(all_of_them=True)
         self.session.producer.flush(10.0)
         self._acknowledge()
         self._commit()
         self.session.labels["partitions"] = ""
+
+    def close(self) -> None:
+        """Leave the other rollout workers."""
+        self.member.close(5.0)
+        self.existing.close()
+        self.presence.close()
+
+    def _absent(self) -> bool:
+        """Whether this process was stopped for a while: then its partitions may be others' by now, and it joins them again."""
+        if not self.presence.was_away():
+            return False
+        self.session.say("this process was stopped for a while: joining the other rollout workers again")
+        self.member.close(5.0)
+        self._revoked()
+        self.member = join_others(self.session)
+        return True
 
     def _look(self, *, wait_s: float) -> None:
         self.control.poll(wait_s)
@@ -107,18 +137,22 @@ class Rollouts:
         elif self.control.story.newest_version > self.engine.version:
             self._load(self.control.story.newest_version)  # its prompts are on their way
         else:
-            for event in self.member.take(0.01 if self._flying else IDLE_WAIT_S):
-                self._on(event)
+            self._take(0.01 if self._flying else IDLE_WAIT_S)
 
     def _draw(self) -> None:
-        """One decode step; what ended in it is sent with its group, or soon."""
+        """One decode step."""
         started = time.monotonic()
         ended = self.engine.step()
         self.session.add("generate_s", time.monotonic() - started)
         if not self._ended:
             self._gathered = started
-        self._ended += ended
-        all_of_them = self.engine.idle or started - self._gathered > GATHER_S
+        self._ended += [one for one in ended if one.sample in self._left.get(one.group, ())]
+
+    def _publish_ended(self, *, all_of_them: bool = False) -> None:
+        """Send what ended, with its group or soon, as long as it is certain whose partition it is."""
+        if not self._ended or not self._settled or self._absent():
+            return
+        all_of_them = all_of_them or self.engine.idle or time.monotonic() - self._gathered > GATHER_S
         there = Counter(completion.group for completion in self._ended)
         ripe = [one for one in self._ended if all_of_them or there[one.group] == len(self._left[one.group])]
         if ripe:
@@ -126,44 +160,65 @@ class Rollouts:
             for completion in ripe:
                 self._publish(completion)
 
-    def _on(self, event: Event) -> None:
-        match event:
-            case Assigned():
-                self._assigned(event)
-            case Revoked():
-                self.queue.revoke(partition for _, partition in event.partitions)
-            case Records():
-                for record in event.records:
-                    self._received(record)
+    def _take(self, wait_s: float) -> None:
+        for event in self.member.take(wait_s):
+            match event:
+                case Assigned():
+                    self._assigned(event)
+                case Revoked():
+                    self._revoked()
+                case Records():
+                    for record in event.records:
+                        self._received(record)
+
+    def _revoked(self) -> None:
+        self.queue.revoke()
+        self._settled = False
 
     def _assigned(self, event: Assigned) -> None:
-        """Learn from `rollouts` which samples of the new partitions exist already."""
-        offsets = {partition: committed.offset or 0 for (_, partition), committed in event.partitions.items()}
-        topic = self.session.topic("rollouts")
-        starts: dict[tuple[str, int], Start] = {
-            (topic, partition): rollouts_start(committed.metadata) for (_, partition), committed in event.partitions.items()
-        }
-        samples: list[tuple[int, int, int, int]] = []
-        ends: dict[int, int] = {partition: int(start) for (_, partition), start in starts.items()}
-        if starts:
-            tail = self.session.log.tail(starts)
-            for record in tail.read_to_end(120.0):
-                ends[record.partition] = record.offset + 1
-                try:
-                    headers = rollouts.check(record, run=self.session.run)
-                except Unusable:
-                    continue  # the scorer owns reading `rollouts`
-                if headers.group is not None and headers.sample is not None:
-                    samples.append((record.partition, headers.group, headers.sample, record.offset))
-            tail.close()
-        self.queue.assign(offsets, samples, ends)
-        self.session.labels["partitions"] = ",".join(str(partition) for partition in sorted(self.queue.partitions))
+        """Drop what others own now, and learn from `rollouts` which samples of the own partitions exist already."""
+        owned = {partition: committed for (_, partition), committed in event.partitions.items()}
+        for group, work in list(self._in_hand.items()):
+            if work.partition not in owned or work.offset < (owned[work.partition].offset or 0):  # another's, or done by another
+                self._drop(group)
+        ends = self.session.log.end_offsets(event.partitions)
+        found = self.existing.follow({partition: rollouts_start(committed.metadata) for partition, committed in owned.items()})
+        for partition, committed in owned.items():
+            inherited_end, rollouts_end = ends[self.session.topic("prompts"), partition], self.existing.position(partition)
+            self.queue.assign(partition, offset=committed.offset or 0, inherited_end=inherited_end, rollouts_end=rollouts_end)
+        for sample in found:
+            self.queue.exists(*sample)
+        for group, work in list(self._in_hand.items()):
+            self._keep(group, self._left[group].difference(self.queue.known(work.partition, group)))
+        self._settled = True
+        self.session.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
         self.session.values["slots"] = self.session.config.rollout.slots
         self.session.status(force=True)
 
+    def _look_again(self) -> None:
+        """Learn which samples others have published since the partitions were assigned."""
+        for partition, queue in self.queue.partitions.items():
+            self.existing.skip(partition, queue.rollouts_end)
+        for sample in self.existing.news():
+            self.queue.exists(*sample)
+        for partition in self.queue.partitions:
+            self.queue.looked(partition, self.existing.position(partition))
+
+    def _keep(self, group: int, samples: set[int]) -> None:
+        """Want only these samples of a group in hand."""
+        self._left[group] = samples
+        self._ended = [one for one in self._ended if one.group != group or one.sample in samples]
+        if not samples:
+            self.engine.drop(group)
+
+    def _drop(self, group: int) -> None:
+        self._keep(group, set())
+        del self._in_hand[group], self._left[group]
+        self.session.add("dropped_groups")
+
     def _received(self, record: Record) -> None:
         try:
-            with self.session.costs.decoding():
+            with self.session.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
         except Unusable as error:
             self.queue.skip(record)
@@ -194,6 +249,8 @@ class Rollouts:
                 if not self.engine.idle:
                     return  # the weights change between groups
                 self._load(wanted)
+            if self._absent():
+                return
             self._submit(work)
 
     def _load(self, version: int) -> None:
@@ -205,6 +262,8 @@ class Rollouts:
 
     def _submit(self, work: Work) -> None:
         config, work.started = self.session.config, True
+        if work.inherited:  # its earlier owner may have published samples after the partition was assigned
+            self._look_again()
         missing = self.queue.missing(work)
         if not missing or work.group in self._in_hand:
             work.done = not missing
@@ -251,8 +310,8 @@ class Rollouts:
                 ended_ns=completion.ended_ns,
                 worker=session.worker,
             )
-            headers = rollouts.headers(sample, run=session.run).encode()
             value = rollouts.encode(sample)
+            headers = rollouts.headers(sample, run=session.run).encode(value)
         outgoing = Outgoing(
             topic=session.topic("rollouts"), partition=work.partition, key=str(work.group).encode(), headers=headers, value=value
         )
@@ -267,7 +326,7 @@ class Rollouts:
             if not pending.done():
                 self._flying.append((pending, work, sample))
                 continue
-            self.queue.acknowledged(partition=work.partition, group=work.group, sample=sample, offset=pending.offset(0.0))
+            self.queue.acknowledged(work.partition, work.group, sample, pending.offset(0.0))
         still = {work.group for _, work, _ in self._flying} | {group for group, left in self._left.items() if left}
         for group in [group for group in self._in_hand if group not in still]:
             del self._in_hand[group], self._left[group]
@@ -275,6 +334,8 @@ class Rollouts:
 
     def _commit(self) -> None:
         self._committed = time.monotonic()
+        if any(queue.gap for queue in self.queue.partitions.values()):
+            self._look_again()
         moved = {}
         for partition, queue in self.queue.partitions.items():
             watermark = queue.watermark()

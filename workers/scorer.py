@@ -8,6 +8,8 @@ import json
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from infra.children import ChildPool, Done, Failed
 from infra.errors import LostPartition, OutcomeUnknown
 from infra.log import Assigned, Event, Member, Records, Revoked, Transactions
@@ -20,6 +22,7 @@ from pipeline.session import Session
 from topics import groups, prompts, rollouts
 from topics.errors import Unusable
 from topics.groups import Group, ScoredSample
+from topics.prompts import Prompt
 from topics.record import Outgoing, Record
 
 CONTROL_EVERY_S = 0.5
@@ -65,6 +68,8 @@ class Scorer:
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     clock: WorkingTime = field(default_factory=WorkingTime)
     _scoring: dict[int, tuple[int, OpenGroup]] = field(default_factory=dict)
+    _unread: list[Group] = field(default_factory=list)
+    """Outcomes of groups whose prompt must not be decoded."""
 
     def turn(self) -> None:
         """Take what arrived, have complete groups scored, write what was scored."""
@@ -73,8 +78,11 @@ class Scorer:
         self.clock.tick(working=self.member.outage_s == 0)
         ended = [self._ended(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
         ended += self._abandoned()
+        ended += self._unread
+        self._unread = []
         self._write([group for group in ended if group is not None])
         self.session.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
+        self.session.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
         self.session.doing("scoring" if self._scoring else "waiting for samples")
         self.session.status()
 
@@ -93,23 +101,26 @@ class Scorer:
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))
             if topic == self.session.topic("prompts"):
-                state.prompts_position = committed.offset or 0
+                state.begin(prompts=committed.offset or 0, metadata=committed.metadata)
             else:
                 state.rollouts_position = committed.offset or 0
         self._read_finished(sorted({partition for _, partition in event.partitions}))
 
     def _read_finished(self, partitions: list[int]) -> None:
-        """Learn from `groups` which groups of these partitions have ended."""
+        """Learn from `groups` which groups of these partitions have ended since what is known."""
         if not partitions:
             return
-        tail = self.session.log.tail({(self.session.topic("groups"), partition): "earliest" for partition in partitions})
+        topic = self.session.topic("groups")
+        tail = self.session.log.tail({(topic, partition): self.owned[partition].groups_position for partition in partitions})
         for record in tail.read_to_end(120.0):
             try:
                 headers = groups.check(record, run=self.session.run)
             except Unusable:
                 continue  # the trainer owns reading `groups`
             if headers.group is not None and record.partition in self.owned:
-                self.owned[record.partition].finish(headers.group)
+                self.owned[record.partition].finish(headers.group, offset=record.offset)
+        for partition in partitions:
+            self.owned[partition].groups_position = tail.position((topic, partition))
         tail.close()
 
     def _received(self, record: Record) -> None:
@@ -124,12 +135,42 @@ class Scorer:
     def _prompt(self, state: PartitionGroups, record: Record) -> None:
         state.prompts_position = record.offset + 1
         try:
-            with self.session.costs.decoding():
+            with self.session.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
-        except Unusable:
-            return  # the rollout workers own reading `prompts`
+        except Unusable as error:  # the rollout workers own reading `prompts`
+            if error.kind == "killer":
+                self._fail_unread(state, record, str(error))
+            return
+        if state.out_of_order(prompt.group):  # nothing of ours: the feeder's numbers rise
+            self.session.say(
+                f"prompt {prompt.group} at {record.topic}/{record.partition}/{record.offset} is out of order: reading all groups"
+            )
+            state.distrust()
+            self._read_finished([state.partition])
         if state.add_prompt(record, prompt, now_s=self.clock.now_s):
             self._submit(state, prompt.group)
+
+    def _fail_unread(self, state: PartitionGroups, record: Record, reason: str) -> None:
+        """End the group of a prompt that must not be decoded: its headers, which are beyond doubt, say which group it is."""
+        headers = prompts.check(record, run=self.session.run)
+        assert headers.group is not None and headers.policy_version_min is not None
+        unread = Prompt(
+            group=headers.group,
+            slot=0,
+            min_version=headers.policy_version_min,
+            samples_per_prompt=self.session.rules.samples_per_prompt,
+            epoch=0,
+            row=0,
+            prompt="",
+            messages=None,
+            token_ids=np.empty(0, np.int32),
+            columns="{}",
+            created_ns=record.timestamp_ms * 1_000_000,
+        )
+        if state.add_prompt(record, unread, now_s=self.clock.now_s):
+            group = state.open[headers.group]
+            group.submitted = True
+            self._unread.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
 
     def _sample(self, state: PartitionGroups, record: Record) -> None:
         state.rollouts_position = record.offset + 1
@@ -148,7 +189,7 @@ class Scorer:
                     f"sample {headers.sample} of group {headers.group}: a group has {self.session.rules.samples_per_prompt}",
                     kind="mismatch",
                 )
-            with self.session.costs.decoding():
+            with self.session.decoding(record):
                 rollout = rollouts.read(record, run=self.session.run, checked=headers)[1]
         except Unusable as error:
             self.session.dead_letter(record, error)
@@ -210,6 +251,8 @@ class Scorer:
                 ended.append(self._group(group, "abandoned", there, ()))
             for group in state.orphans(now_s=self.clock.now_s):
                 del state.open[group.group]
+                if group.group < state.below:
+                    continue  # it had ended long before its samples were read once more
                 for record in group.records.values():
                     self.session.dead_letter(
                         record, Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan")
@@ -240,37 +283,37 @@ class Scorer:
 
     def _write(self, ended: list[Group]) -> None:
         """Commit outcomes and offsets together; when their fate is unknown, the log is asked."""
-        if not ended:
-            return None
         where = {group.group: p for p, state in self.owned.items() for group in ended if group.group in state.open}
         ended = [group for group in ended if group.group in where]
+        if not ended:
+            return None
         records: list[Outgoing] = []
+        numbers: list[int] = []
         with self.session.costs.encoding():
             for group in ended:
                 for headers, value in groups.encode_parts(group, run=self.session.run, worker=self.session.worker):
-                    key, partition = str(group.group).encode(), where[group.group]
-                    records.append(
-                        Outgoing(topic=self.session.topic("groups"), partition=partition, key=key, headers=headers.encode(), value=value)
-                    )
+                    topic, key, partition = self.session.topic("groups"), str(group.group).encode(), where[group.group]
+                    numbers.append(group.group)
+                    records.append(Outgoing(topic=topic, partition=partition, key=key, headers=headers.encode(value), value=value))
         kept = {group.group: self.owned[where[group.group]].open.pop(group.group) for group in ended}
         offsets = self._offsets({where[group.group] for group in ended})
         for number, held in kept.items():
             self.owned[where[number]].open[number] = held
         try:
-            self.transactions.commit(records, offsets=offsets, member=self.member.membership())
+            written = self.transactions.commit(records, offsets=offsets, member=self.member.membership())
         except LostPartition:
             return None  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
         except OutcomeUnknown:
             self._read_finished(sorted({where[group.group] for group in ended}))
             return self._write([group for group in ended if group.group in self.owned[where[group.group]].open])
-        for group in ended:
-            self.owned[where[group.group]].finish(group.group)
+        for number, offset in zip(numbers, written, strict=True):
+            self.owned[where[number]].finish(number, offset=offset)
         return None
 
     def _offsets(self, partitions: set[int]) -> dict[tuple[str, int], tuple[int, str]]:
         found: dict[tuple[str, int], tuple[int, str]] = {}
         for partition in partitions:
             at_prompts, at_rollouts = self.owned[partition].offsets()
-            found[self.session.topic("prompts"), partition] = (at_prompts, "")
+            found[self.session.topic("prompts"), partition] = (at_prompts, self.owned[partition].noted())
             found[self.session.topic("rollouts"), partition] = (at_rollouts, "")
         return found

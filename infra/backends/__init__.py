@@ -63,7 +63,7 @@ class Backend(Protocol):
         ...
 
     def save(self, directory: str | Path) -> None:
-        """Write weights, optimizer, step count and random state into `directory`, fsynced; renaming it is the caller's."""
+        """Write weights, optimizer, step count and random state into `directory`; making it durable is the caller's. Raises `OSError`."""
         ...
 
     def load(self, directory: str | Path) -> None:

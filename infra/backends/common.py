@@ -4,11 +4,12 @@ The rule: nothing here is random. Dropout is off and deterministic kernels are a
 same machine end in the same bits.
 """
 
+import contextlib
 import ctypes
 import os
 import platform
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +218,12 @@ def checked_norm(norm: float, *, step: int) -> float:
     return norm
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush every file below `directory`, and the directories, to the disk."""
-    for path in [*sorted(directory.rglob("*")), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+@contextlib.contextmanager
+def saving(directory: Path) -> Iterator[None]:
+    """Raise the disk's own `OSError`, which torch hides behind a RuntimeError of its writer, or else `BackendError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise OSError(error.__context__.errno, error.__context__.strerror) from error
+        raise BackendError(f"cannot write the trainer's state into {directory}: {str(error).splitlines()[0]}") from error

@@ -13,7 +13,7 @@ import torch
 
 from infra.backends import LossFunction, StepResult
 from infra.backends.batch import TokenBatch
-from infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, sync_directory
+from infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving
 from infra.backends.process_group import import_deepspeed, join_process_group
 from infra.errors import BackendError
 from infra.tensors import TensorBytes
@@ -102,8 +102,8 @@ class DeepSpeedBackend(LocalModel):
         """Write DeepSpeed's checkpoint of weights, optimizer and random state, one shard a process."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
-        sync_directory(target)
+        with saving(target):
+            self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
 
     def load(self, directory: str | Path) -> None:
         """Go on exactly where `save` stood; `BackendError` when the state is missing or of another model."""

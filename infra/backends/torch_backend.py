@@ -11,7 +11,7 @@ import torch
 
 from infra.backends import LossFunction, StepResult
 from infra.backends.batch import TokenBatch
-from infra.backends.common import LocalModel, checked_denominator, checked_norm, sync_directory
+from infra.backends.common import LocalModel, checked_denominator, checked_norm, saving
 from infra.errors import BackendError
 from infra.tensors import TensorBytes
 from infra.torch_tensors import copy_into, to_bytes
@@ -91,8 +91,8 @@ class TorchBackend(LocalModel):
             "steps": self.steps,
             "random": self.random_state(),
         }
-        torch.save(state, target / STATE_FILE)
-        sync_directory(target)
+        with saving(target), (target / STATE_FILE).open("wb") as file:
+            torch.save(state, file)
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:

@@ -1,5 +1,6 @@
 """Start, find and stop the embedded broker of a state directory: there is never more than one, and its data outlive it."""
 
+import errno
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 _FORMAT_TIMEOUT_S = 60.0
 _POLL_S = 0.03
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LEAST_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,8 @@ class BrokerInfo:
     log_file: Path
     started_s: float | None
     """Seconds the start took until the broker served; 0.0 when it ran already, None from `status`."""
+    ended: str | None = None
+    """Why it runs no longer although nobody stopped it, in one line; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class _Place:
         pid, chosen = process.running(self.pid_file), ports.remembered(self.directory)
         return BrokerInfo(
             bootstrap=f"{settings.HOST}:{chosen.client}" if chosen else "",
-            pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s,
+            pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s, ended=_why_it_ended(self),
         )  # fmt: skip
 
 
@@ -75,8 +80,17 @@ def _silent(message: str) -> None:
 
 def start(*, home: Path | None = None, port: int | None = None, progress: Callable[[str], None] = _silent) -> BrokerInfo:
     """Return the broker of `home` (the state directory), started unless it runs, once it serves; `BrokerError` says why it cannot."""
-    began = time.monotonic()
     place = _Place(state_directory() if home is None else writable(home.absolute()))
+    try:
+        return _start(place, port, progress)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise BrokerError(_no_space(place)) from error
+
+
+def _start(place: _Place, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
+    began = time.monotonic()
     place.log.parent.mkdir(parents=True, exist_ok=True)
     with process.locked(place.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
         if process.running(place.pid_file) is not None:
@@ -110,6 +124,32 @@ def status(home: Path | None = None) -> BrokerInfo:
     return _Place(state_directory() if home is None else home.absolute()).info()
 
 
+def why_it_ended(home: Path | None = None) -> str | None:
+    """Return in one line why the broker of `home` ended although nobody stopped it; None while it runs, or when it was stopped."""
+    return _why_it_ended(_Place(state_directory() if home is None else home.absolute()))
+
+
+def _why_it_ended(place: _Place) -> str | None:
+    since = process.log_bytes(place.pid_file)
+    if since is None or process.running(place.pid_file) is not None:
+        return None
+    if _is_full(place, since):
+        return _no_space(place)
+    told = _errors(place, since) or _text(place.console).strip()
+    return f"the broker ended: {_last_lines(told)}; see {place.log}" if told else "the broker was killed: it left no error in its log"
+
+
+def _is_full(place: _Place, since: int) -> bool:
+    """Whether it ended for want of disk space; where its log stands on the same disk it may not have been able to say so."""
+    return bool(re.search(r"No space left on device|Disk quota exceeded", _text(place.log, since=since))) or (
+        place.directory.exists() and shutil.disk_usage(place.directory).free < _LEAST_FREE_BYTES
+    )
+
+
+def _no_space(place: _Place) -> str:
+    return f"the broker needs disk space: no space left in {place.directory}: make room, then start again; nothing acknowledged is lost"
+
+
 def _end(place: _Place, *, timeout_s: float) -> None:
     whole = process.end(place.pid_file, timeout_s=timeout_s)
     cds.finish(place.directory / "cds", whole=whole)
@@ -130,18 +170,20 @@ def _launch(place: _Place, chosen: ports.Ports, progress: Callable[[str], None])
     since = _size(place.log)
     for _ in range(2):
         archive = cds.flags(java, class_path=class_path, jvm=jvm, directory=place.directory / "cds")
-        if _run(place, chosen, [str(java.program), *jvm, *archive, "-cp", class_path]):
+        if _run(place, chosen, [str(java.program), *jvm, *archive, "-cp", class_path], since):
             return
+        if _is_full(place, since):
+            raise BrokerError(_no_space(place))
         if _errors(place, since):
             break
         cds.drop(place.directory / "cds")  # Java itself died: a damaged archive can do that, so once more without
     raise BrokerError(f"the broker stopped while starting: {_errors(place, since) or _last_lines(_text(place.console))}; see {place.log}")
 
 
-def _run(place: _Place, chosen: ports.Ports, java: list[str]) -> bool:
+def _run(place: _Place, chosen: ports.Ports, java: list[str], since: int) -> bool:
     """Start Kafka and return whether it came to serve."""
     command = [*java, "kafka.Kafka", "server.properties"]
-    process.spawn(command, directory=place.directory, output=place.console, pid_file=place.pid_file)
+    process.spawn(command, directory=place.directory, output=place.console, pid_file=place.pid_file, log_bytes=since)
     ready = False
     try:
         ready = _await_ready(place, chosen.client)

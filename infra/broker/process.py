@@ -34,15 +34,18 @@ def start_mark(pid: int) -> str | None:
     return None if len(listed) < 2 or listed[0].startswith("Z") else listed[1].strip()
 
 
-def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path) -> int:
-    """Start a program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`."""
+def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, log_bytes: int = 0) -> int:
+    """Start a program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`.
+
+    `log_bytes` is the size of its log before: what it says itself stands behind.
+    """
     with output.open("wb") as console:
         child = subprocess.Popen(
             command, cwd=directory, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )
     _children[child.pid] = child
     note = pid_file.with_suffix(".new")
-    note.write_text(json.dumps({"pid": child.pid, "started": start_mark(child.pid)}))
+    note.write_text(json.dumps({"pid": child.pid, "started": start_mark(child.pid), "log_bytes": log_bytes}))
     note.replace(pid_file)
     return child.pid
 
@@ -55,6 +58,14 @@ def running(pid_file: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return pid if started is not None and start_mark(pid) == started else None
+
+
+def log_bytes(pid_file: Path) -> int | None:
+    """Where the log of the process noted in `pid_file` begins, whether it runs or not; None when none is noted."""
+    try:
+        return int(json.loads(pid_file.read_text()).get("log_bytes", 0))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
 
 
 def end(pid_file: Path, *, timeout_s: float) -> bool:

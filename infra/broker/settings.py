@@ -34,6 +34,8 @@ _BEHAVIOUR = {
     "broker.heartbeat.interval.ms": "500",
     # An overdue transaction of a dead worker holds up every read_committed reader: looked for each second, not every ten.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
+    # A broker that was frozen for a minute finds the reconnections of all its clients waiting; 50 by default, and the rest has to ask anew.
+    "socket.listen.backlog.size": "1000",
     # A run may rest for months and go on: group offsets expire after 7 days by default.
     "offsets.retention.minutes": str(10 * 365 * 24 * 60),
 }

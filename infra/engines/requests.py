@@ -98,6 +98,9 @@ class Engine(Protocol):
     def step(self) -> list[Completion]:
         """Draw one token for every row in work and return the wanted samples that ended with it; nothing in hand, nothing done."""
 
+    def drop(self, group: int) -> None:
+        """Let go of a group in hand, whatever of it is drawn; nothing when it is not in hand."""
+
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         """Take all tensors or, with `EngineError`, none; only while idle."""
 

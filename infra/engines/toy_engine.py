@@ -69,6 +69,11 @@ class ToyEngine:
         self._drawing = [group for group in self._drawing if group.left]
         return ended
 
+    def drop(self, group: int) -> None:
+        self._waiting = [entry for entry in self._waiting if entry[0] != group]
+        heapq.heapify(self._waiting)
+        self._drawing = [one for one in self._drawing if one.request.group != group]
+
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         if not self.idle:
             raise EngineError(f"version {version} came while {self.pending} groups are in hand: load weights between groups")

@@ -89,6 +89,12 @@ class TransformersEngine:
             self._stats["groups"] += 1
         return ended
 
+    def drop(self, group: int) -> None:
+        self._waiting = [entry for entry in self._waiting if entry[0] != group]
+        heapq.heapify(self._waiting)
+        if self._work is not None and self._work.request.group == group:
+            self._work = None
+
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         if not self.idle:
             raise EngineError(f"version {version} came while {self.pending} groups are in hand: load weights between groups")

@@ -6,7 +6,7 @@ The rule: a topic that exists is never changed; where it differs from what is wa
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kafka import KafkaAdminClient, TopicPartition, errors
 from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
@@ -14,6 +14,7 @@ from kafka.protocol.consumer import IsolationLevel
 
 from infra.errors import LogError
 from infra.kafka import edge, settings
+from infra.kafka.contact import Contact, Wait
 from infra.kafka.costs import Costs
 from infra.kafka.settings import Connection
 from infra.log import Partition
@@ -24,12 +25,20 @@ T = TypeVar("T")
 _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
+class Holder(NamedTuple):
+    """What the broker knows of the producer that took a transactional id last."""
+
+    producer_id: int
+    epoch: int
+    timeout_ms: int
+
+
 class Admin:
     """One admin client, made at first use, shared by all threads of a log."""
 
-    def __init__(self, connection: Connection, costs: Costs) -> None:
+    def __init__(self, connection: Connection, costs: Costs, contact: Contact) -> None:
         self._connection = connection
-        self._costs = costs
+        self._costs, self._contact = costs, contact
         self._client: Any = None
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
@@ -44,18 +53,27 @@ class Admin:
                 self._costs.spend("io_s", time.thread_time() - began)
 
     def _ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
-        """Ask the cluster, again while it is only unavailable; raises LogError after `timeout_s`."""
-        self.connect()
-        end = time.monotonic() + timeout_s
+        """Ask the cluster, again while it is only unavailable; raises LogError after `timeout_s`, outages apart."""
+        self._contact.reach(self.connect)
+        wait, end = Wait(self._contact), time.monotonic() + timeout_s
+        wait.begin()
         while True:
             try:
-                return self._answer(question)
+                found = self._answer(question)
+            except edge.AWAY:
+                wait.check()
+                end = time.monotonic() + timeout_s
+                time.sleep(0.1)
             except errors.RetriableError as error:
+                wait.answered(more=True)
                 if time.monotonic() > end:
                     raise edge.translate(error, f"{what} (tried for {timeout_s:.0f} s)") from error
                 time.sleep(0.1)
             except errors.KafkaError as error:
                 raise edge.translate(error, what) from error
+            else:
+                wait.answered()
+                return found
 
     def _answer(self, question: Callable[[Any], T]) -> T:
         with self._lock:
@@ -159,6 +177,12 @@ class Admin:
             lambda client: client.list_partition_offsets(asked, isolation_level=isolation, timeout_ms=15_000),
         )
         return {(tp.topic, tp.partition): value.offset for tp, value in found.items()}
+
+    def holder(self, transactional_id: str) -> Holder:
+        """Who took a transactional id last."""
+        found = self._ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
+        described = found[transactional_id]
+        return Holder(described.producer_id, described.producer_epoch, described.transaction_timeout_ms)
 
     def close(self) -> None:
         """Close the client; waits for nothing."""

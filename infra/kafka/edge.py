@@ -15,7 +15,7 @@ from kafka.net.compat import KafkaNetClient
 from infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from infra.kafka import patches
 from infra.kafka.loop import CallersLoop
-from infra.kafka.settings import Connection
+from infra.kafka.settings import Connection, connecting
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
@@ -30,6 +30,16 @@ NEVER_WRITTEN = (
     errors.InvalidTopicError,
     errors.PolicyViolationError,
 )
+AWAY = (
+    errors.KafkaConnectionError,
+    errors.NodeNotReadyError,
+    errors.RequestTimedOutError,
+    errors.KafkaTimeoutError,
+    errors.MetadataEmptyBrokerList,
+    errors.Cancelled,
+    errors.UnknownBrokerIdError,  # a broker that has just come back does not lead its partitions yet
+)
+"""What a client says while no broker answers."""
 OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
 _FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
 REFUSED = (
@@ -82,7 +92,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     made: list[Any] = []
 
     def net_client(**configs: Any) -> Any:
-        made.append(KafkaNetClient(net=CallersLoop(**configs), **configs))
+        made.append(KafkaNetClient(net=CallersLoop(**configs), **configs, **connecting()))
         return made[0]
 
     reasons = _Reasons()

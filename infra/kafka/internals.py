@@ -31,6 +31,12 @@ def connected(consumer: Any) -> bool:
     return any(connection.connected for connection in list(consumer._manager._conns.values()))
 
 
+def last_heard(consumer: Any) -> float:
+    """When, by the monotonic clock, a broker last sent anything over a connection that is up; 0.0 when none is."""
+    transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]
+    return max((transport.last_read for transport in transports if transport is not None), default=0.0)
+
+
 def poll_once(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list[Record]]:
     """One round of `KafkaConsumer.poll`: unlike it, this returns as soon as an assignment is there although no record is."""
     polled: Mapping[Any, list[Record]] = consumer._poll_once(Timer(timeout_s * 1000), max_records)

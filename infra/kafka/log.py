@@ -5,7 +5,7 @@ The rule: a log object is cheap and shared; each tail, member, producer and tran
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kafka import TopicPartition
@@ -13,19 +13,25 @@ from kafka import TopicPartition
 from infra.errors import LogError
 from infra.kafka import internals, reading
 from infra.kafka.admin import Admin
+from infra.kafka.contact import Contact, Outage
 from infra.kafka.costs import Costs
 from infra.kafka.member import KafkaMember
 from infra.kafka.producer import KafkaProducerOfRecords
 from infra.kafka.settings import Connection
 from infra.kafka.tail import KafkaTail
 from infra.kafka.transactions import KafkaTransactions
-from infra.log import Partition, Start, StartAt
+from infra.log import GIVE_UP_S, TRANSACTION_S, Partition, Start, StartAt
 from topics.catalogue import TopicSpec
 from topics.record import Record
 
 _RUN_GAP = 64
 """Offsets further apart than this are fetched by a seek of their own instead of reading what lies between."""
 
+_LONGEST_S = 7 * 86400.0
+"""Client settings count milliseconds in 32 bits."""
+
+_AFTER_OUTAGE_S = 30.0
+"""A read that an outage interrupted has at least this long after it."""
 
 _AT_ONCE_S = 0.25
 """Records that exist come within this time; only those that do not are worth asking where the partition begins and ends."""
@@ -35,18 +41,32 @@ class KafkaLog:
     """A connection to one Kafka cluster; raises LogUnreachable in one line when no broker answers in `unreachable_after_s`."""
 
     def __init__(
-        self, bootstrap: str, *, client_id: str = "penstock", security: Mapping[str, Any] | None = None, unreachable_after_s: float = 10.0
+        self,
+        bootstrap: str,
+        *,
+        client_id: str = "penstock",
+        security: Mapping[str, Any] | None = None,
+        unreachable_after_s: float = 10.0,
+        give_up_s: float = GIVE_UP_S,
     ) -> None:
         self._connection = Connection(
             bootstrap=bootstrap, client_id=client_id, security=dict(security or {}), unreachable_after_s=unreachable_after_s
         )
         self._costs = Costs()
-        self._admin = Admin(self._connection, self._costs)
+        self._contact = Contact(bootstrap, give_up_s)
+        self._admin = Admin(self._connection, self._costs, self._contact)
         self._admin.connect()
         self._reader: Any = None
+        self._reader_outage = Outage(self._contact)
         self._reader_meter = self._costs.meter("poll_s")
         self._reader_lock = threading.Lock()
         self.bootstrap = bootstrap
+
+    def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
+        """How clients made from now on bear an outage: they wait for `give_up_s`, and `say` is told once of its begin and of its end."""
+        self._contact.give_up_s = give_up_s
+        if say is not None:
+            self._contact.tell(say)
 
     def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
@@ -74,32 +94,52 @@ class KafkaLog:
 
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> KafkaTail:
         """A reader of exactly these partitions; `group` only keeps offsets for it."""
-        return KafkaTail(self._connection, self._costs, self._admin, starts, committed=committed, group=group)
+        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group)
 
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
     ) -> KafkaMember:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
         return KafkaMember(
-            self._connection, self._costs, self._admin, group, topics, max_records=max_records, max_bytes=max_bytes, start_at=start_at
+            self._connection,
+            self._costs,
+            self._contact,
+            self._admin,
+            group,
+            topics,
+            max_records=max_records,
+            max_bytes=max_bytes,
+            start_at=start_at,
         )
 
-    def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float = 120.0, linger_ms: float = 10.0) -> KafkaProducerOfRecords:
+    def producer(
+        self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0
+    ) -> KafkaProducerOfRecords:
         """A writer of single records; `linger_ms` 0 for single records that somebody waits for."""
         return KafkaProducerOfRecords(
-            self._connection, self._costs, self._admin, max_in_flight_bytes=max_in_flight_bytes, give_up_s=give_up_s, linger_ms=linger_ms
+            self._connection,
+            self._costs,
+            self._contact,
+            self._admin,
+            max_in_flight_bytes=max_in_flight_bytes,
+            give_up_s=self._patience_s(give_up_s),
+            linger_ms=linger_ms,
         )
 
-    def transactions(self, transactional_id: str, *, timeout_s: float = 15.0, give_up_s: float = 120.0) -> KafkaTransactions:
+    def _patience_s(self, give_up_s: float | None) -> float:
+        return min(self._contact.give_up_s if give_up_s is None else give_up_s, _LONGEST_S)
+
+    def transactions(self, transactional_id: str, *, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None) -> KafkaTransactions:
         """A writer of transactions; it takes the id from any other process that has it."""
         return KafkaTransactions(
             self._connection,
             self._costs,
+            self._contact,
             self._admin,
             lambda topic, partition, offset: bool(self._fetch(topic, partition, [offset], 10.0)),
             transactional_id=transactional_id,
             timeout_s=timeout_s,
-            give_up_s=give_up_s,
+            give_up_s=self._patience_s(give_up_s),
         )
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
@@ -135,7 +175,8 @@ class KafkaLog:
         with self._reader_lock:
             began = time.thread_time()
             if self._reader is None:
-                self._reader = reading.make_consumer(self._connection, self._costs, group=None, committed=True)
+                self._reader = self._contact.reach(lambda: reading.make_consumer(self._connection, self._costs, group=None, committed=True))
+                self._reader_outage = Outage(self._contact)
                 began = time.thread_time()
             for run in _runs([offset for offset in offsets if offset >= 0 and offset not in found]):
                 self._fetch_run(TopicPartition(topic, partition), run, found, deadline, patience_s)
@@ -155,8 +196,13 @@ class KafkaLog:
             if now >= deadline:
                 place = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {place} took too long; is the broker running, or a transaction open?")
-            for records in reading.poll(self._reader, min(1.0, left), 500).values():
+            polled = reading.poll(self._reader, min(1.0, left), 500)
+            for records in polled.values():
                 found.update((record.offset, record) for record in records if record.offset in wanted)
+            if polled:
+                self._reader_outage.over()
+            elif self._reader_outage.look(self._reader) > 0:
+                deadline = time.monotonic() + _AFTER_OUTAGE_S
 
     def costs(self) -> dict[str, float]:
         """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on the client's network threads."""
@@ -169,6 +215,7 @@ class KafkaLog:
         if reader is not None:
             reading.close_consumer(reader, 2.0)
         self._admin.close()
+        self._contact.close()
 
 
 def _runs(offsets: Sequence[int]) -> list[list[int]]:

@@ -11,10 +11,11 @@ from typing import Any
 
 from kafka import ConsumerRebalanceListener, TopicPartition, errors
 
-from infra.errors import LogError, LogUnreachable
+from infra.errors import LogError
 from infra.kafka import edge, internals, reading
 from infra.kafka.admin import Admin
 from infra.kafka.buffer import Buffer
+from infra.kafka.contact import Contact, Outage
 from infra.kafka.costs import Costs
 from infra.kafka.settings import Connection
 from infra.log import Assigned, Commits, Event, Membership, StartAt
@@ -36,6 +37,7 @@ class KafkaMember:
         self,
         connection: Connection,
         costs: Costs,
+        contact: Contact,
         admin: Admin,
         group: str,
         topics: Sequence[str],
@@ -46,16 +48,16 @@ class KafkaMember:
         join_limit_s: float = JOIN_LIMIT_S,
     ) -> None:
         admin.require((topic, 0) for topic in topics)
-        self._connection, self._costs = connection, costs
+        self._connection, self._costs, self._contact = connection, costs, contact
         self._group, self._topics, self._start_at = group, list(topics), start_at
         self._join_limit_s = join_limit_s
         self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
         self._meter = costs.meter("poll_s")
-        self._outage = reading.Outage()
+        self._outage = Outage(contact)
         self._incoming: tuple[frozenset[Any], Membership] | None = None
         self._paused: set[Any] = set()
         self._closing = False
-        self._consumer: Any = self._join()
+        self._consumer: Any = contact.reach(self._join)
         self._joined_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"log-member-{group}")
         self._thread.start()
@@ -63,7 +65,7 @@ class KafkaMember:
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which no broker has been connected; 0.0 in normal times."""
+        """Seconds for which no broker has answered; 0.0 in normal times."""
         return self._outage.seconds
 
     def take(self, timeout_s: float) -> list[Event]:
@@ -179,25 +181,20 @@ class KafkaMember:
 
     def _watch(self) -> None:
         """Make the consumer anew when a join does not come to an end although a broker is connected."""
-        now, outage_s = time.monotonic(), self._outage.look(self._consumer)
-        if outage_s > 0 or internals.has_joined(self._consumer):
+        now, joined = time.monotonic(), internals.has_joined(self._consumer)
+        outage_s = self._outage.look(self._consumer, due=joined)
+        if outage_s > 0 or joined:
             self._joined_at = now
         elif now - self._joined_at > self._join_limit_s:
             log.warning("group %s: no join completed for %.0f s; joining anew", self._group, now - self._joined_at)
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Replace the consumer, however long the broker is away."""
+        """Replace the consumer; raises LogUnreachable when the broker is away for the log's `give_up_s`."""
         self.on_revoked(self._consumer)
         reading.close_consumer(self._consumer, 2.0)
-        while not self._closing:
-            try:
-                self._consumer = self._join()
-            except (LogUnreachable, errors.RetriableError):
-                time.sleep(0.5)
-            else:
-                self._joined_at = time.monotonic()
-                return
+        self._consumer = self._contact.reach(self._join, ended=lambda: self._closing)
+        self._joined_at = time.monotonic()
 
     # What follows runs on the owning thread, too, but inside the client's event loop: nothing here may wait for the broker.
 

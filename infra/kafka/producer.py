@@ -12,6 +12,7 @@ from kafka import KafkaProducer, errors
 from infra.errors import LogError, OutcomeUnknown, SendFailed
 from infra.kafka import edge, internals, settings
 from infra.kafka.admin import Admin
+from infra.kafka.contact import Contact, Wait
 from infra.kafka.costs import Costs
 from infra.kafka.settings import Connection
 from topics.record import Outgoing
@@ -35,12 +36,12 @@ class KafkaPending:
     def _lost(self, error: BaseException) -> None:
         self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
 
-    def offset(self, timeout_s: float = 60.0) -> int:
-        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError."""
+    def offset(self, timeout_s: float | None = None) -> int:
+        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError; None waits as long as it is tried."""
         try:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:
-            if not self._future.is_done:
+            if not self._future.is_done and timeout_s is not None:
                 raise LogError(f"no answer from {self._what} within {timeout_s:.0f} s; the record is still on its way") from None
             raise edge.translate(error, f"cannot write to {self._what}") from error
         return offset
@@ -59,12 +60,20 @@ class KafkaProducerOfRecords:
     """An idempotent producer with a byte budget; safe to share between threads."""
 
     def __init__(
-        self, connection: Connection, costs: Costs, admin: Admin, *, max_in_flight_bytes: int, give_up_s: float, linger_ms: float
+        self,
+        connection: Connection,
+        costs: Costs,
+        contact: Contact,
+        admin: Admin,
+        *,
+        max_in_flight_bytes: int,
+        give_up_s: float,
+        linger_ms: float,
     ) -> None:
-        self._admin, self._costs = admin, costs
+        self._admin, self._costs, self._wait = admin, costs, Wait(contact)
         self._budget, self._give_up_s = max_in_flight_bytes, give_up_s
         configs = settings.producer(connection, give_up_s=give_up_s, linger_ms=linger_ms)
-        self._kafka = edge.make(KafkaProducer, connection, configs)
+        self._kafka = contact.reach(lambda: edge.make(KafkaProducer, connection, configs))
         self._meter = costs.meter("send_s")
         costs.watch(internals.io_thread(self._kafka), "io_s")
         self._room = threading.Condition()
@@ -80,7 +89,7 @@ class KafkaProducerOfRecords:
         try:
             future = self._append(outgoing)
         except BaseException:
-            self._settle(size, None)
+            self._release(size)
             raise
         pending = KafkaPending(future, self, size, f"{outgoing.topic}/{outgoing.partition}")
         with self._room:
@@ -96,6 +105,7 @@ class KafkaProducerOfRecords:
                 if not free:
                     raise SendFailed(f"the broker took nothing for {self._give_up_s:.0f} s with {self._held} bytes waiting; is it running?")
             self._held += size
+            self._wait.begin()
 
     def _append(self, outgoing: Outgoing) -> Any:
         """Give the record to the client, waiting for the topic's metadata while the broker is away."""
@@ -111,12 +121,25 @@ class KafkaProducerOfRecords:
                 raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
 
     def _settle(self, size: int, failure: LogError | None) -> None:
+        """The fate of a record is known."""
+        if failure is None:
+            self._wait.answered(more=True)
+        elif self._failure is None:
+            self._failure = failure
+        self._release(size)
+
+    def _release(self, size: int) -> None:
         with self._room:
             self._held -= size
-            if failure is not None and self._failure is None:
-                self._failure = failure
+            if not self._held:
+                self._wait.end()
             if self._waiting:
                 self._room.notify_all()
+
+    def check(self) -> None:
+        """Raise the first failure since the last flush: whoever sends without waiting asks now and then whether a record was lost."""
+        if self._failure is not None:
+            raise self._failure
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until every record sent so far is written; raises the first failure since the last flush."""

@@ -1,4 +1,4 @@
-"""What tails and members share: making, polling and closing a consumer, and noticing an outage.
+"""What tails and members share: making, polling and closing a consumer.
 
 The rule: a broker that is away is waited for, quietly and without spinning; only a refusal is an error.
 """
@@ -22,8 +22,8 @@ GATHER_S = 0.02
 GATHER_BELOW = 64
 """Polls that brought more than this are followed by the next at once."""
 
-_SPIN_S = 0.02
-"""A poll that waited less than this and brought nothing is followed by a pause, so that an outage costs no CPU."""
+_SPIN_S, _AWAY_S = 0.02, 0.2
+"""A poll that waited less than this and brought nothing is followed by a pause, a longer one while no broker is connected."""
 
 
 def make_consumer(connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False) -> Any:
@@ -59,10 +59,10 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list
         raise edge.translate(error, "the broker refuses to be read") from error
     except errors.CorruptRecordError as error:
         raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
-    except errors.RetriableError:
+    except (errors.RetriableError, *edge.AWAY):
         pass
     if not polled and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
-        internals.nap(consumer, min(_SPIN_S, timeout_s))
+        internals.nap(consumer, min(_SPIN_S if internals.connected(consumer) else _AWAY_S, timeout_s))
     return polled
 
 
@@ -70,26 +70,6 @@ def to_kafka(offsets: Commits) -> dict[Any, Any]:
     """Commits as the client library wants them; raises ValueError for metadata that is too long."""
     check_commits(offsets)
     return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
-
-
-class Outage:
-    """How long no connection to any broker has been up, as seen by the thread that polls."""
-
-    def __init__(self) -> None:
-        self._last_up = time.monotonic()
-        self._down = False
-
-    def look(self, consumer: Any) -> float:
-        """Look at the consumer's connections now; returns `seconds`."""
-        self._down = not internals.connected(consumer)
-        if not self._down:
-            self._last_up = time.monotonic()
-        return self.seconds
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since a connection was last up; 0.0 while one is."""
-        return time.monotonic() - self._last_up if self._down else 0.0
 
 
 def partition_of(topic_partition: Any) -> Partition:

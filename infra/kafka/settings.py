@@ -57,6 +57,13 @@ def common(connection: Connection) -> dict[str, Any]:
     }
 
 
+def connecting() -> dict[str, Any]:
+    """What the network part of every client has beyond the settings a client takes."""
+    # A frozen broker's queue of new connections fills up, and the system asks again ever more seldom: after a minute first half a
+    # minute later. An attempt that is given up and begun anew comes through within seconds of the broker's return.
+    return {"socket_connection_setup_timeout_ms": 5000, "socket_connection_setup_timeout_max_ms": 5000}
+
+
 def admin(connection: Connection) -> dict[str, Any]:
     """Topics and offsets."""
     return common(connection)
@@ -112,12 +119,15 @@ def producer(connection: Connection, *, give_up_s: float, linger_ms: float) -> d
     }
 
 
-def transactional(connection: Connection, *, transactional_id: str, timeout_s: float) -> dict[str, Any]:
-    """Writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass."""
+def transactional(connection: Connection, *, transactional_id: str, timeout_s: float, mark_ms: int = 0) -> dict[str, Any]:
+    """Writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass.
+
+    The broker remembers the time-out of whoever took the id last: `mark_ms`, up to two seconds more, tells instances apart.
+    """
     return {
         **producer(connection, give_up_s=timeout_s, linger_ms=0),  # adding partitions takes a round trip, in which the records gather
         "transactional_id": transactional_id,
-        "transaction_timeout_ms": int(timeout_s * 1000),
+        "transaction_timeout_ms": int(timeout_s * 1000) + mark_ms,
         # With the default of 100 ms back-to-back transactions take 105-215 ms each, with 2 ms about 6-12 ms.
         "retry_backoff_ms": 2,
     }

@@ -9,6 +9,7 @@ from kafka import TopicPartition
 from infra.errors import LogError
 from infra.kafka import edge, internals, reading
 from infra.kafka.admin import Admin
+from infra.kafka.contact import Contact, Outage
 from infra.kafka.costs import Costs
 from infra.kafka.settings import Connection
 from infra.log import Commits, Committed, Partition, Start
@@ -19,20 +20,28 @@ class KafkaTail:
     """Records of the partitions its caller names, from where its caller says; for one thread."""
 
     def __init__(
-        self, connection: Connection, costs: Costs, admin: Admin, starts: Mapping[Partition, Start], *, committed: bool, group: str | None
+        self,
+        connection: Connection,
+        costs: Costs,
+        contact: Contact,
+        admin: Admin,
+        starts: Mapping[Partition, Start],
+        *,
+        committed: bool,
+        group: str | None,
     ) -> None:
         self._admin, self._costs, self._committed, self._group = admin, costs, committed, group
         self._consumer: Any = None
         offsets = self._resolve(starts)
         self._meter = costs.meter("poll_s")
         self._few_until = 0.0
-        self._outage = reading.Outage()
-        self._consumer = reading.make_consumer(connection, costs, group=group, committed=committed)
+        self._consumer = contact.reach(lambda: reading.make_consumer(connection, costs, group=group, committed=committed))
+        self._outage = Outage(contact)
         self._assign(offsets)
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which no broker has been connected, as of the last poll; 0.0 in normal times."""
+        """Seconds for which no broker has answered, as of the last poll; 0.0 in normal times."""
         return self._outage.seconds
 
     def _resolve(self, starts: Mapping[Partition, Start]) -> dict[Partition, int]:
@@ -59,7 +68,10 @@ class KafkaTail:
         self._assign(self._resolve(partitions))
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
-        """Records that are there within `timeout_s`, in offset order within each partition; possibly none."""
+        """Records that are there within `timeout_s`, in offset order within each partition; possibly none.
+
+        Raises LogUnreachable when no broker has answered for the log's `give_up_s`.
+        """
         began, end = time.thread_time(), time.monotonic() + timeout_s
         if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
             time.sleep(min(pause, timeout_s))
@@ -68,13 +80,15 @@ class KafkaTail:
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
+        if polled:
+            self._outage.over()
         records = [record for part in polled.values() for record in part]
         self._few_until = time.monotonic() + reading.GATHER_S if 0 < len(records) < reading.GATHER_BELOW else 0.0
         self._meter.seconds += time.thread_time() - began
         return records
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
-        """Everything up to the ends as they are now; raises LogError when that takes longer than `timeout_s`."""
+        """Everything up to the ends as they are now; raises LogError when that takes longer than `timeout_s`, outages apart."""
         deadline = time.monotonic() + timeout_s
         held = [reading.partition_of(tp) for tp in self._consumer.assignment()]
         ends = self._admin.offsets(held, end=True, committed=self._committed)
@@ -86,6 +100,8 @@ class KafkaTail:
                 at = ", ".join(f"{topic}/{p} at {self.position((topic, p))} of {ends[topic, p]}" for topic, p in sorted(behind))
                 raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: {at}")
             records += self.poll(min(1.0, timeout_s), max_records=5000)
+            if self.outage_s > 0:
+                deadline = time.monotonic() + timeout_s
             behind = {partition for partition in behind if self.position(partition) < ends[partition]}
         return records
 

@@ -4,15 +4,19 @@ The rule: a producer that met any error is never used again. Its successor takes
 whether the last transaction was committed, and does it again only when it certainly was not.
 """
 
+import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kafka import ConsumerGroupMetadata, KafkaProducer, errors
 
+from infra import faults
 from infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from infra.kafka import edge, internals, reading, settings
 from infra.kafka.admin import Admin
+from infra.kafka.contact import Contact, Wait
 from infra.kafka.costs import Costs
 from infra.kafka.settings import Connection
 from infra.log import Commits, Membership
@@ -21,6 +25,7 @@ from topics.record import Outgoing
 Visible = Callable[[str, int, int], bool]
 """Whether a committed record stands at (topic, partition, offset); raises LogError when that cannot be read."""
 
+_INSTANCES = itertools.count()
 _FINAL = (*edge.NEVER_WRITTEN, *edge.REFUSED, ValueError, TypeError)
 """Errors another attempt would meet again. All others pass; a fenced answer too, when only our own transaction took too long."""
 
@@ -32,6 +37,7 @@ class KafkaTransactions:
         self,
         connection: Connection,
         costs: Costs,
+        contact: Contact,
         admin: Admin,
         visible: Visible,
         *,
@@ -40,40 +46,56 @@ class KafkaTransactions:
         give_up_s: float,
     ) -> None:
         self._connection, self._costs, self._admin, self._visible = connection, costs, admin, visible
+        self._contact, self._wait = contact, Wait(contact)
         self._id, self._timeout_s, self._give_up_s = transactional_id, timeout_s, give_up_s
+        mark_ms = (os.getpid() * 37 + next(_INSTANCES)) % 2000
+        self._configs = settings.transactional(connection, transactional_id=transactional_id, timeout_s=timeout_s, mark_ms=mark_ms)
         self._meter = costs.meter("send_s")
         self._identity: Any = None
         self._kafka: Any = None
         self._fenced = False
+        self._wait.begin()
         self._open(time.monotonic() + give_up_s)
+        self._wait.answered()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
         """Write all of it or nothing and return the records' offsets; a broker that is away is waited for.
 
         Raises SendFailed when certainly nothing was written, OutcomeUnknown when that cannot be told, Fenced when another
-        process has this id, LostPartition when `member`'s assignment is over.
+        process has this id, LostPartition when `member`'s assignment is over, LogUnreachable when the broker stays away: what
+        became of the records is unknown then, too.
         """
         if offsets and member is None:
             raise ValueError("offsets in a transaction need the membership they are committed for")
         began = time.thread_time()
         deadline = time.monotonic() + self._give_up_s
+        self._wait.begin()
         try:
             self._admin.require((record.topic, record.partition) for record in records)  # a missing one would be waited for in vain
+        except LogUnreachable:
+            raise
         except LogError as error:
             raise SendFailed(f"nothing was written as {self._id}: {error}") from error
         try:
             while True:
                 try:
                     self._open(deadline)
-                    return self._attempt(records, offsets or {}, member)
+                    written = self._attempt(records, offsets or {}, member, deadline)
+                    self._wait.answered()
+                    return written
+                except LogUnreachable as error:
+                    raise self._contact.gave_up(self._give_up_s) from error
                 except SendFailed as failure:
-                    if time.monotonic() > deadline or isinstance(failure.__cause__, _FINAL):
+                    if isinstance(failure.__cause__, _FINAL):
                         raise
+                    if time.monotonic() > deadline:
+                        raise self._contact.gave_up(self._give_up_s) from failure
                     time.sleep(0.05)
         finally:
+            self._wait.end()
             self._meter.seconds += time.thread_time() - began
 
-    def _attempt(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None) -> list[int]:
+    def _attempt(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None, deadline: float) -> list[int]:
         """One transaction from begin to end; on any error the producer is given up."""
         kafka = self._kafka
         end = time.monotonic() + self._timeout_s
@@ -88,12 +110,13 @@ class KafkaTransactions:
             cause = internals.first_error(kafka) or error  # what later calls say is only that something failed before
             self._drop()
             raise self._unwritten(cause) from cause
+        faults.reach("transaction.sent")
         try:
             internals.commit_transaction(kafka, self._timeout_s)
         except errors.KafkaError as error:
             cause = internals.first_error(kafka) or error
             self._drop()
-            self._settle(records, written, cause)
+            self._settle(records, written, cause, deadline)
         return written
 
     def _unwritten(self, error: Exception) -> Exception:
@@ -103,15 +126,15 @@ class KafkaTransactions:
             return LostPartition(f"{what}: the consumer group has moved on to another generation")
         return SendFailed(f"{what}: {edge.one_line(error)}")
 
-    def _settle(self, records: Sequence[Outgoing], written: Sequence[int], error: Exception) -> None:
+    def _settle(self, records: Sequence[Outgoing], written: Sequence[int], error: Exception, deadline: float) -> None:
         """After a commit without an answer: return when it was committed, else raise SendFailed or OutcomeUnknown."""
         unknown = OutcomeUnknown(f"no answer to the commit as {self._id}: read the log to learn whether it was written")
         try:
-            self._open(time.monotonic() + self._give_up_s)  # by its return the old transaction has ended one way or the other
+            self._open(deadline)  # by its return the old transaction has ended one way or the other
             if not records:
                 raise unknown from error
             visible = self._visible(records[0].topic, records[0].partition, written[0])
-        except Fenced:
+        except (Fenced, LogUnreachable):
             raise
         except LogError:
             raise unknown from error
@@ -129,25 +152,41 @@ class KafkaTransactions:
         fenced = Fenced(f"another process writes as {self._id} now: this one must stop")
         if self._fenced:
             raise fenced
-        configs = settings.transactional(self._connection, transactional_id=self._id, timeout_s=self._timeout_s)
         while self._kafka is None:
             kafka: Any = None
             try:
-                kafka = edge.make(KafkaProducer, self._connection, configs)
+                kafka = edge.make(KafkaProducer, self._connection, self._configs)
                 internals.init_transactions(kafka, self._identity, self._timeout_s)
             except LogUnreachable:
-                if self._identity is None or time.monotonic() > deadline:
+                if time.monotonic() > deadline:
                     raise
-            except errors.KafkaError as error:
+            except errors.ProducerFencedError as error:
                 internals.close_producer(kafka, 0)
-                self._fenced = isinstance(error, errors.ProducerFencedError)
+                self._fenced = not self._took_it_ourselves()
                 if self._fenced:
                     raise fenced from error
+            except errors.KafkaError as error:
+                internals.close_producer(kafka, 0)
                 if time.monotonic() > deadline or isinstance(error, _FINAL):
                     raise edge.translate(error, f"cannot write as {self._id}") from error
+                time.sleep(0.05)
             else:
                 self._kafka = kafka
                 self._costs.watch(internals.io_thread(kafka), "io_s")
+
+    def _took_it_ourselves(self) -> bool:
+        """Whether the broker refuses our identity because it raised our epoch itself; then it is ours again.
+
+        A broker that dies between raising the epoch and answering leaves us with the old one, and knows no better after its restart.
+        """
+        if self._identity is None:
+            return False
+        holder = self._admin.holder(self._id)
+        same = (holder.producer_id, holder.timeout_ms) == (self._identity.producer_id, self._configs["transaction_timeout_ms"])
+        if not same or holder.epoch <= self._identity.epoch:
+            return False
+        self._identity = type(self._identity)(holder.producer_id, holder.epoch)
+        return True
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop; takes `timeout_s` at most."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import brokers, looking, machine, running, topics
+from pipeline.cli import auditing, brokers, looking, machine, running, topics
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -28,6 +28,7 @@ app.command(rich_help_panel="Train")(running.worker)
 app.command(rich_help_panel="Look")(looking.runs)
 app.command(rich_help_panel="Look")(looking.status)
 app.command(rich_help_panel="Look")(looking.report)
+app.command(rich_help_panel="Look")(auditing.audit)
 app.add_typer(topics.app, name="topics", rich_help_panel="Look")
 app.command(rich_help_panel="Look")(looking.graph)
 app.add_typer(brokers.app, name="broker", rich_help_panel="This machine")

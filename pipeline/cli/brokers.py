@@ -50,5 +50,7 @@ def _show(found: Any, *, json: bool) -> None:
         emit(asdict(found))
     elif found.running:
         print(f"running at {found.bootstrap}, pid {found.pid}")
+    elif found.ended is not None:
+        print(f"not running: {found.ended}")
     else:
         print("not running; start it with `penstock broker start`")

@@ -29,22 +29,30 @@ def runs(*, bootstrap: Bootstrap = "embedded", security: Security = None, json: 
 def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """Where a run stands now, and what each worker does."""
     import time
+    from dataclasses import asdict
 
     from pipeline.report import load
     from pipeline.runs import resolve
-    from pipeline.standing import WATCHED, silences, standing
+    from pipeline.standing import WATCHED, silences, standing, standstill_s
+    from pipeline.stuck import Scene
+    from pipeline.watchdog import describe, examine
 
     with at(bootstrap, security) as log:
         view = load(log, resolve(log, run), topics=WATCHED)
-    now_s = time.time()
+        now_s = time.time()
+        silent = silences(view, now_s=now_s)
+        still_s = standstill_s(view, now_s=now_s)
+        found = None if still_s is None else examine(log, Scene(view=view, now_s=now_s, silent=silent))
     if json:
-        emit(standing(view, now_s=now_s))
+        emit({**standing(view, now_s=now_s), "stuck": None if found is None else {**asdict(found), "still_s": still_s}})
         return
     from rich.console import Console
 
     from pipeline.live_frame import frame
 
-    Console().print(frame(view, now_s=now_s, silent=silences(view, now_s=now_s)))
+    Console().print(frame(view, now_s=now_s, silent=silent))
+    if found is not None and still_s is not None:
+        print(describe(found, still_s=still_s))
 
 
 def report(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:

@@ -1,7 +1,10 @@
 """Transactions on a real broker when the answer to the commit is lost, when they take too long, and while they are open."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from infra.errors import Fenced, LogError, OutcomeUnknown
 from infra.kafka import internals
 from infra.kafka.log import KafkaLog
 from tests.infra.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def test_a_transaction_that_overstays_its_time_is_done_again_not_taken_for_a_for
     def slow_at_first(producer: Any, timeout_s: float) -> None:
         attempts.append(timeout_s)
         if len(attempts) == 1:
-            time.sleep(4)  # the broker looks for overdue transactions each second
+            time.sleep(5)  # the time-out may be two seconds longer, and the broker looks for overdue transactions each second
         commit(producer, 10)
 
     monkeypatch.setattr(internals, "commit_transaction", slow_at_first)
@@ -92,6 +97,22 @@ def test_a_transaction_that_overstays_its_time_is_done_again_not_taken_for_a_for
     assert len(attempts) == 2
     assert [record.offset for record in log.read(topic, 0, [offset])] == [offset]
     assert values_in(log, topic) == [b"once"]
+
+
+def test_a_writer_whose_own_renewal_was_done_but_not_answered_is_not_taken_for_fenced(log: KafkaLog, topic: str, run_id: str) -> None:
+    """A broker that dies between raising the epoch and answering leaves exactly this behind."""
+    writer = log.transactions(f"{run_id}.writer")
+    writer.commit([outgoing(topic, b"1")])
+    writer._drop()
+    identity = writer._identity
+    for _ in range(2):  # a broker that has not been restarted still knows the epoch before the newest
+        renewed = KafkaProducer(**writer._configs)
+        internals.init_transactions(renewed, identity, 10.0)
+        identity = internals.producer_identity(renewed)
+        internals.close_producer(renewed, 3.0)
+    writer.commit([outgoing(topic, b"2")])
+    writer.close()
+    assert values_in(log, topic) == [b"1", b"2"]
 
 
 def test_a_writer_that_lost_an_answer_does_not_take_the_id_back_from_its_successor(
@@ -150,3 +171,56 @@ def test_a_dead_writers_open_transaction_is_ended_by_the_next_one_at_once(broker
     assert time.monotonic() - began < 5  # far below the dead one's own time limit of a minute
     writer.close()
     dead.close(0)
+
+
+_HANGS_IN_ITS_TRANSACTION = """
+import sys, time
+from infra.kafka import internals
+from infra.kafka.log import KafkaLog
+from topics.record import Outgoing
+
+def hang(*_):
+    print("open", flush=True)
+    time.sleep(600)
+
+bootstrap, writer, topic, partition = sys.argv[1:]
+internals.commit_transaction = hang
+KafkaLog(bootstrap).transactions(writer).commit([Outgoing(topic=topic, partition=int(partition), key=None, headers=(), value=b"half")])
+"""
+
+
+def killed_inside_its_transaction(broker: str, writer: str, topic: str, partition: int) -> None:
+    """A process writes as `writer`, gets its record acknowledged, and is killed before it commits."""
+    command = [sys.executable, "-c", _HANGS_IN_ITS_TRANSACTION, broker, writer, topic, str(partition)]
+    process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def readable_after_s(log: KafkaLog, place: tuple[str, int]) -> float:
+    """Seconds until readers of committed records get past everything that stands in a partition."""
+    began = time.monotonic()
+    while log.end_offsets([place]) != log.end_offsets([place], committed=False):
+        assert time.monotonic() - began < WAIT_S
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_a_killed_writer_holds_readers_up_for_15_s_at_most_and_not_at_all_once_it_is_back(broker: str, log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=2)
+    gone, back = (topic, 0), (topic, 1)
+    killed_inside_its_transaction(broker, f"{run_id}.gone", *gone)
+    began = time.monotonic()
+    killed_inside_its_transaction(broker, f"{run_id}.back", *back)
+    returned = time.monotonic()
+    writer = log.transactions(f"{run_id}.back")
+    assert readable_after_s(log, back) < 2
+    assert time.monotonic() - returned < 4  # a client is made meanwhile
+    assert log.end_offsets([gone]) != log.end_offsets([gone], committed=False)
+    readable_after_s(log, gone)
+    assert time.monotonic() - began < 15
+    assert values_in(log, topic) == []
+    writer.close()

@@ -42,9 +42,8 @@ class Teller:
         found = runs.RunRecord(
             run=self.run, status=status, config=json.dumps(self.config), info=info, created_ns=self.created_ns, updated_ns=self._ns
         )
-        return Outgoing(
-            topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(), value=runs.encode(found)
-        )
+        value = runs.encode(found)
+        return Outgoing(topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(value), value=value)
 
     def entry(self, kind: Any, **fields: Any) -> Outgoing:
         entry = Entry(seq=self.seq, kind=kind, time_ns=self._ns, **fields)
@@ -204,7 +203,7 @@ class Teller:
         )
 
     def _out(self, topic: str, key: bytes | None, headers: Headers, value: bytes) -> Outgoing:
-        return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(), value=value)
+        return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(value), value=value)
 
 
 def as_records(told: list[Outgoing]) -> list[Record]:

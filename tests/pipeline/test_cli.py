@@ -59,7 +59,7 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ["run", "create", "worker", "runs", "status", "report", "graph", "doctor"]
+COMMANDS = ["run", "create", "worker", "runs", "status", "report", "audit", "graph", "doctor"]
 COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broker stop", "broker status", "model tiny"]
 
 

@@ -129,7 +129,7 @@ def test_weights_are_shown_without_their_bytes(log: Log) -> None:
         (1, weights.chunk_headers(chunk, run=RUN), weights.encode_chunk(chunk)),
         (0, weights.headers(manifest, run=RUN), weights.encode(manifest)),
     ):
-        producer.send(Outgoing(topic=topic, partition=partition, key=b"3", headers=headers.encode(), value=value)).offset(5.0)
+        producer.send(Outgoing(topic=topic, partition=partition, key=b"3", headers=headers.encode(value), value=value)).offset(5.0)
     shown = inspect.view(inspect.record_at(log, RUN, "weights", partition=1, offset=0), run=RUN)
     assert shown["payload"]["data"].startswith(f"{len(data)} bytes, 0001")
     assert "16384 bytes, chunks: 1" in readable.as_line(inspect.record_at(log, RUN, "weights", partition=0, offset=0), run=RUN)

@@ -40,6 +40,35 @@ def test_the_reward_is_a_mean_over_all_scored_samples_before_the_filter(report: 
     assert report["reward_trained"] == {"first": pytest.approx(0.0), "last": pytest.approx(1.0)}
 
 
+def test_what_restarted_workers_did_is_added_up_once_and_their_restarts_are_counted() -> None:
+    teller = Teller(steps=2)
+    told = list(teller.whole())
+    before = report_of(told)
+    again = [
+        teller.measured_by("rollout-0", incarnation="b", generate_s=0.25),
+        teller.measured_by("rollout-0", "eval", incarnation="b", version=0),  # not a counter: adds nothing
+        teller.measured_by("rollout-0", incarnation="b", generate_s=1.0),
+        teller.measured_by("rollout-0", "final", incarnation="c", generate_s=0.5),
+        teller.measured_by("rollout-1", generate_s=2.0),
+        teller.measured_by("trainer", incarnation="b"),
+    ]
+    found = report_of([*told, *again, *again])
+    assert found["time"]["generate_s"] == pytest.approx(before["time"]["generate_s"] + 1.0 + 0.5 + 2.0)
+    assert (before["restarts"], found["restarts"]) == ({}, {"rollout": 2, "trainer": 1})
+    assert "restarts" not in as_text(before)
+    assert "rollout 2 · trainer 1" in as_text(found)
+
+
+def test_the_last_words_of_a_worker_that_was_started_again_are_no_longer_its_own() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.measured_by("scorer-0", "final", labels={"status": "failed", "error": "no memory"})]
+    view = RunView(run=RUN)
+    for record in as_records([*told, teller.measured_by("scorer-0", incarnation="b")]):
+        view.fold(record)
+    assert view.workers["scorer-0"].labels == {"doing": "working"}
+    assert not view.workers["scorer-0"].ended
+
+
 def test_samples_weigh_the_same_in_groups_of_any_size() -> None:
     teller = Teller(steps=1)
     told = [teller.record(), teller.opened(), *teller.group([1.0], version=0), *teller.group([0.0] * 3, version=0, outcome="filtered")]

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.control import Story
 from pipeline.view import RunView
 from tests.pipeline.a_run import RUN, Teller, as_records
+from tests.topics.strategies import a_manifest
+from topics import weights
 from topics.errors import Unusable
 from topics.record import Record
 
@@ -115,10 +118,67 @@ def test_a_rate_is_taken_over_the_time_between_statuses() -> None:
 def test_the_status_comes_from_the_ledger_before_the_register() -> None:
     teller = Teller()
     assert folded(as_records([teller.record()])).status == "created"
-    assert folded(as_records([teller.record(), teller.opened()])).status == "running"
+    opened = teller.opened()
+    assert folded(as_records([teller.record(), opened])).status == "running"
     assert folded(as_records([teller.record("failed")])).status == "failed"
-    view = folded(as_records([teller.record("running"), teller.closed("stopped", steps=1, reason="asked to")]))
+    view = folded(as_records([teller.record("running"), opened, teller.closed("stopped", steps=1, reason="asked to")]))
     assert (view.status, view.details["reason"]) == ("stopped", "asked to")
+
+
+def test_an_entry_beyond_a_gap_is_refused_and_the_true_ones_count_all_the_same() -> None:
+    teller = Teller()
+    told = [teller.opened(), teller.version(0)]
+    teller.seq = 900
+    forged = teller.entry("stale", groups=(1, 2, 3))
+    teller.seq = 2
+    told += [teller.step(0, [0, 1], begun_s=teller.now_s), teller.closed()]
+    records = as_records([*told[:2], forged, *told[2:]])
+    view, story = RunView(run=RUN), Story(RUN)
+    for reader in (view, story):
+        for place, record in enumerate(records):
+            if place == 2:
+                with pytest.raises(Unusable, match="entry 900 follows entry 1") as error:
+                    reader.fold(record)
+                assert error.value.kind == "mismatch"
+            else:
+                assert reader.fold(record) is not None
+    assert view.status == "finished"
+    assert (list(view.steps), view.stale, story.steps, story.stale) == ([0], set(), 1, set())
+
+
+def test_a_measurement_numbered_far_ahead_does_not_silence_its_worker() -> None:
+    teller = Teller()
+    told = [teller.measured_by("rollout-0", samples=1.0)]
+    teller.measured["rollout-0a"] = 10**12
+    told.append(teller.measured_by("rollout-0", samples=2.0))
+    teller.measured["rollout-0a"] = 1
+    told += [teller.measured_by("rollout-0", samples=3.0), told[0], told[1]]
+    view = folded(as_records(told))
+    assert view.workers["rollout-0"].values["samples"] == 3.0
+    assert view.duplicates["metrics"] == 2
+
+
+def test_an_old_state_of_the_run_that_is_written_again_is_ignored() -> None:
+    teller = Teller()
+    created = teller.record("created")
+    teller.now_s += 1
+    view = folded(as_records([created, teller.record("failed"), created]))
+    assert view.status == "failed"
+
+
+def test_a_version_that_was_not_published_is_refused() -> None:
+    def manifest(version: int) -> Record:
+        found = replace(a_manifest(), version=version)
+        value = weights.encode(found)
+        headers = weights.headers(found, run=RUN).encode(value)
+        return Record(topic=f"{RUN}.weights", partition=0, offset=version, timestamp_ms=0, key=None, headers=headers, value=value)
+
+    story = Story(RUN)
+    for version in (900, 1):
+        with pytest.raises(Unusable, match=f"version {version} follows version -1"):
+            story.fold(manifest(version))
+    assert [story.fold(manifest(version)) is not None for version in (0, 1, 1, 0)] == [True, True, False, False]
+    assert story.newest_version == 1
 
 
 def test_the_moving_reward_looks_at_the_last_steps_only() -> None:

@@ -28,7 +28,7 @@ NAMES = sorted(MODULES)
 
 
 def record_of(headers, value, *, key=b"r"):
-    raw = headers.encode() if isinstance(headers, Headers) else headers
+    raw = headers.encode(value) if isinstance(headers, Headers) else headers
     return Record(topic="t", partition=0, offset=5, timestamp_ms=1, key=key, headers=raw, value=value)
 
 

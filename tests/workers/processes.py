@@ -17,6 +17,8 @@ from pipeline.graph import ROLES
 PRELOADED = [
     "torch",
     "transformers",
+    "transformers.models.auto.modeling_auto",  # with it comes what the first model loaded would import: six seconds
+    "transformers.models.qwen3.modeling_qwen3",
     "infra.engines.transformers_engine",
     "infra.backends.torch_backend",
     "pipeline.entry",

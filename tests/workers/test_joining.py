@@ -1,15 +1,22 @@
 """Workers come in any order and at any time; the result does not change and nothing is lost."""
 
+import random
+import time
 from pathlib import Path
 
 from crew import Crew, complete, config_of
 
+from pipeline import copies
 from pipeline.runs import create
 
+MOVES = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
+"""Of rollout workers, while the run goes on; one is always left."""
 
-def test_the_worst_order_and_a_joiner_half_way_give_the_same_report_and_weights(broker, run_id, tiny_model, tmp_path: Path):
-    config = config_of(tiny_model, tmp_path, run={"steps": 8, "seed": 7}, scorer={"workers": 2})
+
+def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_and_weights(broker, run_id, tiny_model, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path, run={"steps": 16, "seed": 7}, scorer={"workers": 2})
     plain = complete(broker, f"{run_id}-plain", config)
+    draw = random.Random(3)
     with Crew(broker, f"{run_id}-odd") as crew:
         crew.start("trainer")  # the run does not exist yet
         crew.start("scorer", 0)
@@ -17,13 +24,17 @@ def test_the_worst_order_and_a_joiner_half_way_give_the_same_report_and_weights(
         create(config, log=crew.log, run_id=f"{run_id}-odd", say=lambda _: None)
         crew.start("scorer", 1)
         crew.start("feeder")
-        crew.wait(lambda: crew.report()["steps"] >= 3)
-        crew.start("rollout", 1)
-        crew.wait(lambda: crew.report()["steps"] >= 5)
-        crew.stop("rollout-0")  # and the first one leaves
+        for done, move in enumerate(MOVES, start=1):
+            crew.wait(lambda done=done: crew.report()["steps"] >= 2 * done - 1)
+            time.sleep(draw.uniform(0.0, 0.5))  # at any instant of a group, or of the rebalance before
+            what, slot = move.split()
+            crew.start("rollout", int(slot)) if what == "join" else crew.stop(f"rollout-{slot}")
         crew.wait()
         odd = crew.report()
+        drawn = copies.count(copies.read_drawn(crew.log, crew.run))
     assert odd["weights"]["digest"] == plain["weights"]["digest"]
     for name in ("groups", "reward", "steps", "versions", "tokens", "dead_letters"):
         assert odd[name] == plain[name], name
     assert odd["groups"]["admitted"] == odd["groups"]["trained"] + odd["groups"]["filtered"]
+    assert drawn.needless == 0, drawn
+    assert drawn.samples == 4 * odd["groups"]["admitted"]

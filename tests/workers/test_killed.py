@@ -1,28 +1,129 @@
-"""SIGKILL at any instant: what was committed stays, and the run goes on to the same weights."""
+"""SIGKILL and SIGSTOP at any instant: what was committed stays, and the run goes on to the same weights."""
 
+import os
+import random
+import signal
+import time
 from pathlib import Path
 
+import psutil
+import pytest
 from crew import Crew, complete, config_of
 from processes import Processes
 
+from infra.kafka import internals
+from pipeline import copies
 from pipeline.runs import create
+from pipeline.supervision import HOPELESS
+
+WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
+STOP_S = 7.5
+"""Longer than the 6 s after which a group member that says nothing is replaced."""
+WAVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("kill", ("rollout-0", "scorer-0", "trainer")),
+    ("stop", ("rollout-1", "scorer-1")),
+    ("kill", WORKERS),
+    ("kill", ("feeder", "scorer-1", "rollout-1", "trainer")),
+)
+"""Done to the workers in this order, each wave when the run has gone on by some steps; those of a wave are hit within a second."""
 
 
-def test_a_run_whose_workers_are_killed_ends_in_the_weights_of_the_undisturbed_one(broker, run_id, tiny_model, tmp_path: Path):
-    config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 7}, rollout={"workers": 1})
+class Waves:
+    """Does what is planned to the workers of a run, each a little later than the one before."""
+
+    def __init__(self, workers: Processes, *, seed: int) -> None:
+        self.workers, self.stops = workers, dict[str, list[tuple[int, int]]]()
+        self._draw = random.Random(seed)
+
+    def hit(self, what: str, names: tuple[str, ...]) -> None:
+        for name in names:
+            time.sleep(self._draw.uniform(0.0, 1.0 / len(names)))  # at any instant of the others' recovery
+            if what == "kill":
+                self.workers.kill(name)
+                self.start(name)
+        if what == "stop":
+            self._stop(names)
+
+    def start(self, name: str) -> None:
+        role, _, slot = name.partition("-")
+        self.workers.start(role, int(slot or 0))
+
+    def _stop(self, names: tuple[str, ...]) -> None:
+        began = time.time_ns()
+        for name in names:
+            self.workers.signal(name, signal.SIGSTOP)
+        time.sleep(STOP_S)
+        for name in names:
+            self.workers.signal(name, signal.SIGCONT)
+            self.stops.setdefault(name, []).append((began, time.time_ns()))
+
+
+def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_undisturbed_one(broker, run_id, tiny_model, tmp_path: Path):
+    sizes = {"run": {"steps": 14, "seed": 7}, "rollout": {"workers": 2}, "scorer": {"workers": 2}}
+    config = config_of(tiny_model, tmp_path, **sizes)
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
         create(config, log=crew.log, run_id=run, say=lambda _: None)
-        for role in ("trainer", "rollout", "scorer", "feeder"):
-            workers.start(role)
-        for done, role in enumerate(("rollout-0", "scorer-0", "trainer", "feeder"), start=1):
-            crew.wait(lambda done=done: crew.report()["steps"] >= 2 * done)
-            workers.kill(role)
-            workers.start(role.split("-")[0])
+        waves = Waves(workers, seed=7)
+        for name in WORKERS:
+            waves.start(name)
+        for done, (what, names) in enumerate(WAVES, start=1):
+            crew.wait(lambda done=done: crew.report()["steps"] >= 3 * done)
+            waves.hit(what, names)
+        zombie = workers.running["scorer-0"]
+        waves.start("scorer-0")  # a second process takes the name of one that is alive
         crew.wait(lambda: crew.report()["status"] == "finished")
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
+        zombie.join(30.0)
+        if zombie.exitcode != 0:  # it is fenced at its next transaction, if it has one
+            assert zombie.exitcode == HOPELESS
+            assert "another process writes as" in workers.text("scorer-0")
+            assert "Traceback" not in workers.text("scorer-0")
         killed = crew.report()
+        drawn = copies.count(copies.read_drawn(crew.log, run), stops=waves.stops)
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert killed["groups"] == plain["groups"]
+    assert drawn.needless == 0, drawn
+
+
+def stop_in_the_third_transaction() -> None:
+    """Let this process stop itself between the last record of its third transaction and its commit."""
+    commit, left = internals.commit_transaction, [3]
+
+    def stopping(*arguments: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        commit(*arguments)
+
+    internals.commit_transaction = stopping
+
+
+@pytest.mark.parametrize("seconds", [STOP_S, pytest.param(20.0, marks=pytest.mark.slow)])
+def test_a_scorer_that_is_stopped_inside_a_transaction_loses_and_doubles_no_group(broker, run_id, tiny_model, tmp_path, seconds):
+    """20 s is longer than the transaction may last: the broker has aborted it by then."""
+    config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7}, rollout={"workers": 1})
+    plain = complete(broker, f"{run_id}-plain", config)
+    run = f"{run_id}-stopped"
+    with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
+        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        workers.start("scorer", 1, before=stop_in_the_third_transaction)
+        for role in ("trainer", "rollout", "feeder"):
+            workers.start(role)
+        process = psutil.Process(workers.running["scorer-1"].pid)
+        crew.wait(lambda: process.status() == psutil.STATUS_STOPPED)
+        workers.start("scorer")  # takes the partitions over, but not before the open transaction has ended one way or the other
+        time.sleep(seconds)
+        workers.signal("scorer-1", signal.SIGCONT)
+        crew.wait(lambda: crew.report()["status"] == "finished")
+        for name in workers.running:
+            assert workers.ended(name) == 0, workers.text(name)
+        stopped = crew.report()
+        tail = crew.log.tail({(f"{run}.groups", partition): "earliest" for partition in range(8)})
+        outcomes = [record.key for record in tail.read_to_end()]
+        tail.close()
+    assert len(outcomes) == len(set(outcomes)) == stopped["groups"]["admitted"]
+    assert stopped["weights"]["digest"] == plain["weights"]["digest"]
+    assert stopped["groups"] == plain["groups"]

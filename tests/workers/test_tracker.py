@@ -3,15 +3,19 @@
 import json
 import shutil
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.errors import Fenced
 from infra.memory_log import MemoryLog
+from infra.memory_readers import MemoryTail
 from infra.tracking import MlflowRun, Target
+from pipeline import points_file
 from pipeline.config import from_json
 from pipeline.report import load
 from pipeline.session import Session
@@ -107,8 +111,8 @@ def test_every_step_evaluation_and_version_is_one_line(log: MemoryLog, tmp_path:
     write(log, told(**WITHOUT_MLFLOW)[1])
     follow(log)
     found = points_in(tmp_path)
-    counts = Counter(point["kind"] for point in found)
-    assert counts == {"step": STEPS, "eval": 2, "reward": STEPS, "status": 3, "final": 5}
+    counts = Counter(point["kind"] for point in found if point.get("worker") != "tracker")
+    assert counts == {"step": STEPS, "eval": 2, "reward": STEPS, "status": 2, "final": 5}
     assert [point["step"] for point in found if point["kind"] == "step"] == list(range(STEPS))
     assert [point["reward"] for point in found if point["kind"] == "reward"] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
 
@@ -179,6 +183,82 @@ def test_it_waits_for_the_last_words_of_workers_that_still_report(log: MemoryLog
     assert not thread.is_alive()
     report = json.loads((run_directory(tmp_path) / "report.json").read_text())
     assert report["eval"][-1]["version"] == STEPS + 1
+
+
+@pytest.fixture
+def followed(log: MemoryLog) -> Iterator[Callable[[], threading.Thread]]:
+    """Start a tracker that is told to stop at the end of the test."""
+    sessions: list[Session] = []
+    threads: list[threading.Thread] = []
+
+    def start() -> threading.Thread:
+        sessions.append(session_for(log))
+        threads.append(threading.Thread(target=tracker.main, args=(sessions[-1],), daemon=True))
+        threads[-1].start()
+        return threads[-1]
+
+    yield start
+    for session, thread in zip(sessions, threads, strict=True):
+        session.stop.set()
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize("doing", ["starting", "loading the model"])
+def test_an_evaluator_that_still_loads_when_the_run_is_over_has_its_say(log, tmp_path: Path, monkeypatch, followed, doing: str) -> None:
+    monkeypatch.setattr(tracker, "QUIET_S", 0.0)
+    teller, records = told(**WITHOUT_MLFLOW)
+    late = {"doing": doing}
+    write(
+        log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels=late), teller.measured_by("trainer", incarnation="b")]
+    )
+    thread = followed()
+    thread.join(0.5)
+    assert thread.is_alive(), "a worker that is loading says nothing for long"
+    write(log, [teller.measured_by("evaluator", "eval", incarnation="b", version=STEPS + 1, greedy_accuracy=1.0)])
+    write(log, [teller.measured_by("evaluator", "final", incarnation="b")])
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["eval"][-1]["version"] == STEPS + 1
+
+
+def test_an_evaluator_that_died_while_it_was_loading_is_not_waited_for_without_end(log, tmp_path: Path, monkeypatch, followed) -> None:
+    monkeypatch.setattr(tracker, "LOADING_S", 0.5)
+    teller, records = told(**WITHOUT_MLFLOW)
+    write(log, [*records[:-1], teller.measured_by("evaluator", incarnation="b", labels={"doing": "loading the model"})])
+    followed().join(10.0)
+    assert (run_directory(tmp_path) / "report.json").exists()
+
+
+def test_a_second_tracker_of_the_same_run_writes_nothing(log, tmp_path: Path, monkeypatch, followed) -> None:
+    monkeypatch.setattr(points_file, "LOCK_WAIT_S", 0.2)
+    _, records = told(**WITHOUT_MLFLOW)
+    write(log, records[:-10])
+    followed()
+    deadline = time.monotonic() + 10.0
+    while not (run_directory(tmp_path) / "metrics.jsonl").exists() or not points_in(tmp_path):
+        assert time.monotonic() < deadline
+    with pytest.raises(Fenced, match=r"another tracker of this run writes .*metrics\.jsonl"):
+        follow(log)
+
+
+def test_a_tracker_that_is_stopped_says_no_reward_that_may_still_change(log: MemoryLog, tmp_path: Path) -> None:
+    _, records = told(**WITHOUT_MLFLOW)
+    middle = next(place for place, record in enumerate(records) if record.topic.endswith(".ledger") and place > len(records) // 2)
+    write(log, records[: middle - 1])
+    follow(log, stop=True)
+    write(log, records[middle - 1 :])
+    follow(log)
+    rewards = [(point["step"], point["reward"]) for point in points_in(tmp_path) if point["kind"] == "reward"]
+    assert rewards == [(step, pytest.approx(step / 4)) for step in range(STEPS)]
+
+
+def test_rewards_are_the_same_whatever_is_read_first_of_a_long_log(log: MemoryLog, tmp_path: Path, monkeypatch) -> None:
+    """One record at a time, a whole topic before the next: the versions are known long before their groups are."""
+    poll = MemoryTail.poll
+    monkeypatch.setattr(MemoryTail, "poll", lambda self, timeout_s, **_: poll(self, timeout_s, max_records=1))
+    write(log, told(**WITHOUT_MLFLOW)[1])
+    follow(log)
+    assert [point["reward"] for point in points_in(tmp_path) if point["kind"] == "reward"] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
 
 
 @pytest.fixture

@@ -1,0 +1,60 @@
+"""The checks of an audit as a table, and what each of them found.
+
+The rule: a check is a pure function from facts to violations; it examines one promise, so that a broken promise is reported by its name.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from pipeline.audit.facts import Facts, Where
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A promise that the log shows broken, and where."""
+
+    text: str
+    group: int | None = None
+    step: int | None = None
+    version: int | None = None
+    where: Where | None = None
+
+
+Rule = Callable[[Facts], Iterator[Violation]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One promise."""
+
+    name: str
+    promise: str
+    counts: str
+    """What was examined, in words."""
+    examined: Callable[[Facts], int]
+    rule: Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one check found."""
+
+    check: Check
+    examined: int
+    violations: tuple[Violation, ...]
+
+
+def examine(facts: Facts, checks: Iterable[Check] | None = None) -> list[Result]:
+    """Apply every check."""
+    return [
+        Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts)))
+        for check in (all_checks() if checks is None else checks)
+    ]
+
+
+def all_checks() -> tuple[Check, ...]:
+    """Every check, in the order in which a sample's life passes them."""
+    from pipeline.audit import check_groups, check_letters, check_prompts, check_steps, check_versions
+
+    modules = (check_prompts, check_groups, check_steps, check_versions, check_letters)
+    return tuple(check for module in modules for check in module.CHECKS)

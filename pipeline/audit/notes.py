@@ -1,0 +1,101 @@
+"""What an audit tells beside violations: duplicates, samples drawn again, what could not be judged.
+
+The rule: a note breaks no promise; whatever is one-sided or rests on clocks is told here, with its figures.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeline.audit.check_letters import accounted, unaccounted
+from pipeline.audit.check_prompts import one_clock
+from pipeline.audit.facts import Facts, SampleFact
+
+
+class Redrawn(NamedTuple):
+    """A sample whose generation began after the first record of it had been sent."""
+
+    group: int
+    sample: int
+    first: SampleFact
+    again: SampleFact
+
+    @property
+    def after_s(self) -> float:
+        """Seconds from the first record's timestamp to the later one's start, by the workers' clocks."""
+        return (self.again.started_ns - self.first.timestamp_ms * 1_000_000) / 1e9
+
+
+def later_samples(facts: Facts) -> list[tuple[SampleFact, SampleFact]]:
+    """(first record, later record) of every sample that stands in its partition more than once."""
+    first = facts.first_samples()
+    pairs = [(first.get((sample.where.partition, sample.group, sample.sample)), sample) for sample in facts.samples]
+    return [(before, sample) for before, sample in pairs if before is not None and before is not sample]
+
+
+def redrawn(facts: Facts) -> list[Redrawn]:
+    """Samples drawn again although they were in the log, as far as clocks tell: a record's timestamp is that of its sending."""
+    return [
+        Redrawn(again.group, again.sample, first, again)
+        for first, again in later_samples(facts)
+        if again.body != first.body and again.started_ns >= (first.timestamp_ms + 1) * 1_000_000
+    ]
+
+
+def duplicates(facts: Facts) -> dict[str, int]:
+    """Records that repeat others, by kind; readers drop them all."""
+    later = later_samples(facts)
+    copies = sum(first.body == again.body for first, again in later)
+    listed = {
+        (partition, offset)
+        for fact in facts.manifests
+        for partition, offset in zip(fact.manifest.chunk_partitions, fact.manifest.chunk_offsets, strict=True)
+    }
+    found = {
+        "prompts": facts.repeats.get("prompts", 0),
+        "samples sent twice": copies,
+        "samples drawn twice": len(later) - copies,
+        "groups": facts.repeats.get("groups", 0),
+        "ledger": facts.repeats.get("ledger", 0),
+        "manifests": facts.repeats.get("weights", 0),
+        "chunks of no manifest": sum((where.partition, where.offset) not in listed for where in facts.chunks),
+        "metrics": facts.repeats.get("metrics", 0),
+        "dead letters": len(facts.letters) - len({letter.about for letter in facts.letters}),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def letters(facts: Facts) -> dict[str, int]:
+    """Records that were set aside, by the class of the reason."""
+    return dict(sorted(Counter({letter.about: letter.kind for letter in facts.letters}.values()).items()))
+
+
+def notes(facts: Facts) -> Iterator[str]:
+    """Whatever a person should know, a line each."""
+    if facts.closed is None:
+        yield "the run is under way: groups without a fate are open, and records without a dead letter are not judged"
+        if facts.unusable:
+            yield f"{len(facts.unusable)} records cannot be used, {len(facts.letters)} dead letters are there so far"
+    if facts.killers:
+        yield f"{len(facts.killers)} records were set aside because they had ended their readers"
+    if roles := {"feeder", "rollout", "scorer", "trainer", "tracker"} - {worker.role for worker in facts.workers.values()}:
+        yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read by anybody"
+    if not one_clock(facts):
+        yield "feeder and trainer were not on one machine: times of admission and of versions were not compared"
+    if gaps := sum(max(worker.seqs) + 1 - len(worker.seqs) for worker in facts.workers.values()):
+        yield f"{gaps} measurements are missing between others of their process"
+    admitted = facts.first_prompts()
+    places = [(admitted.get(sample.group), sample) for sample in facts.samples]
+    if lost := sum(prompt is None or prompt.where.partition != sample.where.partition for prompt, sample in places):
+        yield f"{lost} samples belong to no prompt of their partition"
+    if strangers := sum(record.where.topic == "dead-letters" for record in facts.unusable):
+        yield f"{strangers} records in dead-letters cannot be used; nobody reads that topic"
+    if left := len(unaccounted(facts)) - sum(1 for _ in accounted(facts)):
+        yield f"{left} records cannot be used and have no dead letter; nothing shows that a reader had come to them before the run ended"
+    if released := sorted(version for version, found in facts.recomputed.items() if found.released):
+        yield f"chunks of {len(released)} versions were released by retention: their digests cannot be recomputed"
+    if deltas := sum(fact.manifest.base_version is not None for fact in facts.manifests):
+        yield f"{deltas} versions are changes to another one: their chunks were compared, their digests not recomputed"
+    if (again := redrawn(facts)) and (workers := Counter(found.again.worker for found in again)):
+        who = ", ".join(f"{worker} {count}" for worker, count in workers.most_common())
+        yield f"{len(again)} samples were begun after the first record of them had been sent ({who}); --json lists them"

@@ -1,0 +1,85 @@
+"""How a launcher is asked to stop, and how it outlives its terminal.
+
+The rule: the first SIGINT, SIGTERM or SIGHUP asks for the orderly stop, a second one ends at once; writing never ends anything.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+SAME_S = 1.0
+"""Signals this close together are one request: a terminal that is closed sends SIGHUP more than once."""
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[threading.Event]:
+    """The event that the first signal sets; a second one raises KeyboardInterrupt in the main thread.
+
+    A signal that whoever started this process has it ignore (`nohup`, `&` in a script) stays ignored.
+    """
+    stop = threading.Event()
+    before: dict[signal.Signals, Any] = {}
+    first = [0.0]
+
+    def handle(_number: int, _frame: object) -> None:
+        if stop.is_set() and time.monotonic() - first[0] > SAME_S:
+            raise KeyboardInterrupt
+        if not stop.is_set():
+            first[0] = time.monotonic()
+        stop.set()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Let stdout and stderr fall silent, instead of raising, once their terminal or pipe is gone."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Lasting(stream) for stream in before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Lasting:
+    """A text stream whose first refusal to write is its last: from then on it writes to nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._silence()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._silence()
+
+    def _silence(self) -> None:
+        """Point the descriptor itself at nothing: what is still buffered would be refused again when the interpreter ends."""
+        with contextlib.suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,104 @@
+"""When a process that died is started again, when that waits, and when it is given up: the rules, without processes.
+
+The rule: a decision is a pure function of how the process died before and of the time.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ENDED, FAILED, HOPELESS = 0, 1, 2
+"""Exit statuses of a worker: over or asked to stop; failed, starting again may help; starting again cannot help."""
+HEALTHY_S = 10.0
+"""A process that served for so long, while its run moved on, has made progress: its earlier deaths are forgotten."""
+LONGEST_PAUSE_S = 30.0
+IDLE_SHARE = 0.05
+"""CPU seconds a second: the client's own threads take less, work of any kind takes more."""
+
+Decision = Literal["start", "wait", "give-up"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """One end of a process that should have gone on."""
+
+    at_s: float
+    status: int
+    """As `subprocess` has it: negative for a signal."""
+    progress: bool = False
+    """Whether it had been ready for `HEALTHY_S` and the run had moved meanwhile; one that fails on the same record each time has not."""
+    excused: bool = False
+    """Whether it could not help it: the broker was out of reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The run's choice."""
+
+    restart: Literal["on-failure", "never"] = "on-failure"
+    max_restarts: int = 5
+    """In a row, of one process."""
+
+
+def failures_in_a_row(deaths: Sequence[Death]) -> int:
+    """Deaths since the process last made progress; excused ones do not count.
+
+    Example:
+        failures_in_a_row([Death(at_s=0, status=1), Death(at_s=60, status=1, progress=True), Death(at_s=61, status=1)])  # -> 2
+    """
+    count = 0
+    for death in reversed(deaths):
+        count += not death.excused
+        if death.progress:
+            break
+    return count
+
+
+def pause_s(failures: int) -> float:
+    """How long a restart waits after so many failures in a row: the first not at all, then 1, 2, 4 ... 30 s.
+
+    Example:
+        [pause_s(n) for n in range(1, 8)]  # -> [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    """
+    return 0.0 if failures <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(failures - 2, 10))
+
+
+def decide(deaths: Sequence[Death], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
+    """What to do about a process whose newest death is the last of `deaths`; `reachable` says whether what it needs is there."""
+    last, failures = deaths[-1], failures_in_a_row(deaths)
+    if last.status == HOPELESS or rules.restart == "never" or failures > rules.max_restarts:
+        return "give-up"
+    return "start" if reachable and now_s - last.at_s >= pause_s(failures) else "wait"
+
+
+def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool:
+    """Whether a worker that was ready is killed for a restart: it has neither reported for two stalls nor computed during the last one.
+
+    One that computes is left alone, however long it takes: a step of a large model may last longer than any limit.
+    """
+    return silent_s >= 2 * stall_s and cpu_share is not None and cpu_share < IDLE_SHARE
+
+
+def how(status: int) -> str:
+    """How a process ended, for a person.
+
+    Example:
+        how(-9)  # -> "was killed by SIGKILL"
+    """
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def why_given_up(deaths: Sequence[Death], *, rules: Rules) -> str:
+    """What made `decide` give up, as the end of a sentence."""
+    if deaths[-1].status == HOPELESS:
+        return "starting it again cannot help"
+    if rules.restart == "never":
+        return 'run.restart = "never"'
+    failures = failures_in_a_row(deaths)
+    return f"{failures} times in a row, run.max_restarts = {rules.max_restarts}"

@@ -1,0 +1,218 @@
+"""Thousands of damaged records in all topics of a run while it goes on: each is accounted for, and the run is what it would have been."""
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from crew import Crew, complete, config_of
+from processes import Processes
+from test_foreign_records import letters
+
+from infra.kafka.log import KafkaLog
+from pipeline.report import load
+from pipeline.runs import create
+from tests.topics.mutations import DAMAGE, HARMLESS
+from topics.catalogue import RUNS_TOPIC
+from topics.record import Record
+
+MUTATIONS = DAMAGE | HARMLESS
+TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
+ROLES = ("trainer", "rollout", "feeder", "tracker")
+"""With them a run begins; it waits for a scorer."""
+SORTS = len(TOPICS) + 2
+"""Of records: chunks are not manifests, and there is the register of runs."""
+Place = tuple[str, int, int]
+
+
+class Mallory:
+    """Follows a run and writes damaged copies of its records beside them, by a client that is not ours."""
+
+    def __init__(self, broker: str, run: str, *, wanted: int) -> None:
+        self.run, self.wanted = run, wanted
+        self.sent: dict[Place, str] = {}
+        """Where each damaged record stands, and what was done to it."""
+        self._rng = random.Random(f"{wanted}")
+        self._kinds: Iterator[str] = iter(())
+        self._log = KafkaLog(broker, client_id="mallory")
+        self._producer = Producer({"bootstrap.servers": broker, "message.max.bytes": 16 << 20, "linger.ms": 1})
+        names = [RUNS_TOPIC, *(f"{run}.{topic}" for topic in TOPICS)]
+        self._tail = self._log.tail({(name, p): "earliest" for name in names for p in range(self._log.partitions(name) or 0)})
+        self._known: dict[tuple[str, int], list[Record]] = {}
+        """Genuine records by sort."""
+        self._spoiled: Counter[tuple[str, int]] = Counter()
+        self._share = math.ceil(wanted / SORTS)
+
+    def work(self) -> None:
+        """Spoil what came since the last time, each record many times over, and some that came before."""
+        new = [record for record in self._tail.poll(0.02) if self._genuine(record)]
+        for record in new:
+            self._known.setdefault(_sort(record), []).append(record)
+        open_sorts = [sort for sort in self._known if self._spoiled[sort] < self._share]
+        again = [self._rng.choice(self._known[self._rng.choice(open_sorts)]) for _ in range(self.wanted // 6 if open_sorts else 0)]
+        for record in [*(record for record in new for _ in range(8)), *again]:
+            if self._spoiled[_sort(record)] < self._share:
+                self._spoil(record)
+        assert self._producer.flush(30) == 0
+
+    def close(self) -> None:
+        self._tail.close()
+        self._log.close()
+        del self._producer  # ends its threads before the broker goes
+
+    def _genuine(self, record: Record) -> bool:
+        ours = record.topic != RUNS_TOPIC or record.key == self.run.encode()
+        return ours and (record.topic, record.partition, record.offset) not in self.sent
+
+    def _spoil(self, record: Record) -> None:
+        sort = _sort(record)
+        self._spoiled[sort] += 1
+        kind = next(self._kinds, None)
+        if kind is None:
+            self._kinds = iter(self._rng.sample(sorted(MUTATIONS), len(MUTATIONS)))
+            kind = next(self._kinds)
+        other = self._rng.choice(self._known[sort])
+        alone = (other.headers, other.value) == (record.headers, record.value)
+        if (alone and kind in ("headers of another", "payload of another")) or (record.topic == RUNS_TOPIC and kind == "another key"):
+            kind = "payload bits"
+        spoiled = MUTATIONS[kind](record, other, self._rng)
+        self._producer.produce(
+            record.topic,
+            spoiled.value,
+            key=spoiled.key,
+            partition=record.partition,
+            headers=list(spoiled.headers),
+            on_delivery=lambda error, message, kind=kind: self._delivered(error, message, kind),
+        )
+        self._producer.poll(0)
+
+    def _delivered(self, error: Any, message: Any, kind: str) -> None:
+        assert error is None, error
+        self.sent[message.topic(), message.partition(), message.offset()] = kind
+
+
+def _sort(record: Record) -> tuple[str, int]:
+    """What kind of record it is: manifests and chunks share a topic."""
+    return record.topic, min(record.partition, 1) if record.topic.endswith(".weights") else 0
+
+
+def disturbed(crew: Crew, mallory: Mallory, *, steps: int, start_scorer: Callable[[], None], over: Callable[[], bool]) -> None:
+    """Spoil records, most of them before there is a scorer; no more in the run's last steps: whoever reads a topic has to pass them."""
+    while len(mallory.sent) < 0.6 * mallory.wanted:
+        mallory.work()
+        assert not crew.failures, crew.failures
+    start_scorer()
+    looked, done = time.monotonic(), 0
+    while len(mallory.sent) < mallory.wanted and done < steps - 2:
+        mallory.work()
+        if time.monotonic() - looked > 1.0:
+            looked, done = time.monotonic(), crew.report()["steps"]
+        assert not crew.failures, crew.failures
+    mallory.close()
+    crew.wait(over, limit_s=400.0)
+
+
+def account(crew: Crew, mallory: Mallory) -> Counter[tuple[str, str]]:
+    """What was done to a record, what became of it -> how often. Every damaged one must be a dead letter, and no other."""
+    found = {(letter.topic, letter.partition, letter.offset): letter for letter in letters(crew, crew.run)}
+    assert not found.keys() - mallory.sent.keys(), "a genuine record was put aside"
+    table = Counter[tuple[str, str]]()
+    for place, kind in mallory.sent.items():
+        fate = found[place].kind if place in found else "duplicate" if kind in HARMLESS else "nobody's"
+        if place[0].endswith(".dead-letters") and fate == "nobody's":
+            fate = "passed over"  # a letter nobody can read is not put aside once more
+        table[kind, fate] += 1
+        assert fate != "nobody's", f"{kind} at {place}: {table}"
+        assert (fate in ("duplicate", "passed over")) or kind in DAMAGE, f"{kind} at {place} is a dead letter: {found[place].reason}"
+    return table
+
+
+def show(table: Counter[tuple[str, str]]) -> None:
+    for kind in sorted({kind for kind, _ in table}):
+        print(f"{kind:20} " + "  ".join(f"{count} {fate}" for (one, fate), count in sorted(table.items()) if one == kind))
+
+
+def same_run(report: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert report["status"] == "finished"
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
+    assert report["groups"] == plain["groups"]
+
+
+def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_for(broker, run_id, tiny_model, tmp_path: Path, capsys):
+    steps = 12
+    config = config_of(tiny_model, tmp_path, run={"steps": steps, "seed": 7}, rollout={"workers": 1})
+    plain = complete(broker, f"{run_id}-plain", config)
+    capsys.readouterr()
+    run = f"{run_id}-dirty"
+    with Crew(broker, run) as crew:
+        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        mallory = Mallory(broker, run, wanted=1500)
+        for role in ROLES:
+            crew.start(role)
+        disturbed(
+            crew,
+            mallory,
+            steps=steps,
+            start_scorer=lambda: crew.start("scorer"),
+            over=lambda: not any(thread.is_alive() for thread in crew.threads.values()),
+        )
+        same_run(crew.report(), plain)
+        table = account(crew, mallory)
+    assert len(mallory.sent) >= 1500
+    assert {topic for topic, _, _ in mallory.sent} == {RUNS_TOPIC, *(f"{run}.{topic}" for topic in TOPICS)}
+    said = capsys.readouterr().out.splitlines()
+    assert len([line for line in said if "dead letter" in line or "duplicate" in line]) < 300
+    assert any(" more: " in line for line in said)
+    show(table)
+
+
+@contextmanager
+def a_run_of_processes(broker: str, run: str, config: Any, directory: Path) -> Iterator[tuple[Crew, Processes, Callable[[], bool]]]:
+    with Crew(broker, run) as crew, Processes(broker, run, directory) as workers:
+        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        for role in ROLES:
+            workers.start(role)
+
+        def over() -> bool:
+            statuses = {name: process.exitcode for name, process in workers.running.items()}
+            assert not any(statuses.values()), [workers.text(name) for name, status in statuses.items() if status]
+            return all(status == 0 for status in statuses.values())
+
+        yield crew, workers, over
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_damaged_records_hold_a_run_of_processes_up_for_seconds(broker, run_id, tiny_model, tmp_path: Path, capsys):
+    steps, took, cpu = 40, dict[str, float](), dict[str, dict[str, float]]()
+    config = config_of(tiny_model, tmp_path, run={"steps": steps, "seed": 7}, rollout={"workers": 1})
+    reports = {}
+    for name in ("plain", "dirty"):
+        run = f"{run_id}-{name}"
+        with a_run_of_processes(broker, run, config, tmp_path) as (crew, workers, over):
+            start_scorer = partial(workers.start, "scorer")
+            if name == "plain":
+                start_scorer()
+                crew.wait(over, limit_s=400.0)
+            else:
+                mallory = Mallory(broker, run, wanted=10_000)
+                disturbed(crew, mallory, steps=steps, start_scorer=start_scorer, over=over)
+                table = account(crew, mallory)
+            view, reports[name] = load(crew.log, run), crew.report()
+            took[name] = (view.closed.time_ns - view.opened.time_ns) / 1e9
+            cpu[name] = {worker: round(found.total("cpu_s"), 1) for worker, found in sorted(view.workers.items())}
+    same_run(reports["dirty"], reports["plain"])
+    assert len(mallory.sent) >= 10_000, f"only {len(mallory.sent)} were written in {took}"
+    assert took["dirty"] < took["plain"] + 60.0
+    with capsys.disabled():
+        print()
+        show(table)
+        print(f"{len(mallory.sent)} damaged records: {took['dirty']:.1f} s, without them {took['plain']:.1f} s")
+        print(f"CPU seconds of the workers: {cpu['dirty']}, without them {cpu['plain']}")

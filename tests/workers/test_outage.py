@@ -1,0 +1,81 @@
+"""The broker goes away in mid-run, frozen and killed: no worker ends, memory stays bounded, and the run goes on soon after its return."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from crew import Crew, complete, config_of
+from processes import Processes
+
+from infra.broker import embedded
+from pipeline.runs import create
+from tests.infra.own_broker import OwnBroker
+
+AWAY_S = 6.0
+"""Longer than a group member may be silent, and long enough to be said."""
+BACK_S = 30.0
+"""On a machine busy with other tests; a quiet one needs less than 10 s (benchmarks/outage.py)."""
+GROWTH_MIB = 200.0
+
+
+@pytest.fixture
+def own_broker(new_home: Callable[[], Path]) -> Iterator[OwnBroker]:
+    broker = OwnBroker(new_home())
+    yield broker
+    embedded.stop(broker.home)
+
+
+def rss_mib(workers: Processes) -> dict[str, float]:
+    return {name: psutil.Process(process.pid).memory_info().rss / 2**20 for name, process in workers.running.items()}
+
+
+def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: OwnBroker, run_id: str, tiny_model: Path, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path, run={"steps": 14, "seed": 7}, rollout={"workers": 1})
+    bootstrap = own_broker.start()
+    plain = complete(bootstrap, f"{run_id}-plain", config)
+    run = f"{run_id}-outage"
+    with Crew(bootstrap, run) as watching, Processes(bootstrap, run, tmp_path) as workers:
+        create(config, log=watching.log, run_id=run, say=lambda _: None)
+        for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
+            workers.start(role)
+        for away, back, steps in ((own_broker.freeze, own_broker.thaw, 3), (own_broker.kill, own_broker.start, 8)):
+            watching.wait(lambda steps=steps: watching.report()["steps"] >= steps)
+            done, before = watching.report()["steps"], rss_mib(workers)
+            away()
+            time.sleep(AWAY_S)
+            grown = {name: size - before[name] for name, size in rss_mib(workers).items()}
+            assert max(grown.values()) < GROWTH_MIB, grown
+            back()
+            returned = time.monotonic()
+            watching.wait(lambda done=done: watching.report()["steps"] > done + 1)  # the step in work may have been committed just before
+            assert time.monotonic() - returned < BACK_S
+            assert all(process.is_alive() for process in workers.running.values())
+        watching.wait(lambda: watching.report()["status"] == "finished")
+        for name in workers.running:
+            assert workers.ended(name) == 0, workers.text(name)
+        for name in ("rollout-0", "scorer-0", "feeder", "trainer"):
+            assert workers.text(name).count("has not answered for") == workers.text(name).count("answers again, after") in (1, 2), name
+        report = watching.report()
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
+    assert report["groups"] == plain["groups"]
+
+
+@pytest.mark.slow
+def test_workers_that_have_waited_long_enough_say_so_and_end_for_the_launcher_to_restart_them(
+    own_broker: OwnBroker, run_id: str, tiny_model: Path, tmp_path: Path
+):
+    config = config_of(tiny_model, tmp_path, run={"steps": 500, "seed": 7}, rollout={"workers": 1}, kafka={"give_up_s": 8.0})
+    bootstrap = own_broker.start()
+    with Crew(bootstrap, run_id) as watching, Processes(bootstrap, run_id, tmp_path) as workers:
+        create(config, log=watching.log, run_id=run_id, say=lambda _: None)
+        for role in ("trainer", "rollout", "scorer", "feeder", "tracker"):
+            workers.start(role)
+        watching.wait(lambda: watching.report()["steps"] >= 2)
+        own_broker.kill()
+        for name in workers.running:
+            assert workers.ended(name) == 1
+            (last,) = [line for line in workers.text(name).splitlines() if line.startswith("penstock: ")]
+            assert "has not answered for 8 s (kafka.give_up_s)" in last or "cannot write to" in last, last
+        own_broker.start()

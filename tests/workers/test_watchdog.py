@@ -1,0 +1,53 @@
+"""A run in which one stage is held: the watchdog names it, and whoever waits for it is not blamed."""
+
+import io
+import signal
+import time
+from pathlib import Path
+
+from crew import Crew, config_of
+from processes import Processes
+from rich.console import Console
+
+from pipeline.live import LiveView
+from pipeline.runs import create
+from pipeline.watchdog import Watchdog
+
+
+class Listener:
+    """A launcher's eyes and ears without its hands."""
+
+    def __init__(self, crew: Crew, *, stall_s: float) -> None:
+        self.said: list[str] = []
+        self.view = LiveView(crew.log, crew.run, console=Console(file=io.StringIO()), plain=True)
+        self._dog = Watchdog(crew.log, stall_s, self.said.append)
+
+    def hears(self, *words: str, limit_s: float = 60.0) -> None:
+        """Listen until all of these are said in one message that comes from now on."""
+        self.said.clear()
+        deadline = time.monotonic() + limit_s
+        while not any(all(word in text for word in words) for text in self.said):
+            assert time.monotonic() < deadline, f"not said: {words}; said: {self.said}"
+            self.view.poll(0.1)
+            self._dog.look(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
+
+
+def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, run_id, tiny_model, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path, run={"steps": 400}, rollout={"workers": 1})
+    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        listener = Listener(crew, stall_s=3.0)
+        listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
+        workers.start("trainer")
+        listener.hears("stuck: rollout\n  no rollout worker")
+        workers.start("rollout")
+        listener.hears("stuck: feeder\n  step 0 waits for the prompt of group 0; no feeder")
+        workers.start("feeder")
+        listener.hears("stuck: scorer, group 0", "complete since", "no scorer")
+        workers.start("scorer")
+        for name in ("rollout-0", "scorer-0"):
+            listener.hears("the run moves again")
+            workers.signal(name, signal.SIGSTOP)
+            listener.hears(f"stuck: {name.partition('-')[0]}", f"{name} has been silent for")
+            workers.signal(name, signal.SIGCONT)
+    listener.view.close()
