@@ -99,7 +99,7 @@ _ROLES = (
     _role(
         "evaluator",
         does="measures chosen versions on held-out prompts",
-        reads={"weights": "manifests and chunks", "ledger": "the end of the run"},
+        reads={"weights": "manifests and chunks", "ledger": "the end of the run", "metrics": "what was measured before"},
         writes={"metrics": "accuracy by version"},
         single=True,
         extras=("rollout", "rewards"),

@@ -62,7 +62,7 @@ class RunView:
     rewards: dict[int, Tally] = field(default_factory=dict)
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     moved_ms: int = 0
-    """Timestamp of the newest record that is progress: a step, a version, a group, a sample, a prompt, an evaluation."""
+    """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
     _recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
     _killers: set[tuple[str, int, int]] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
@@ -93,6 +93,7 @@ class RunView:
         if self.record is not None and found.updated_ns < self.record.updated_ns:
             return None  # an old state once more: compaction keeps the last record, which need not be the newest
         self.record = found
+        self.moved_ms = max(self.moved_ms, found.updated_ns // 1_000_000)
         return found
 
     def _fold_ledger(self, record: Record) -> Entry | None:

@@ -18,7 +18,10 @@ from pipeline.rewards import CHILD, Score, payload, spec
 from pipeline.runs import open_eval_data
 from pipeline.session import Session
 from pipeline.weights import fetch
+from topics import metrics
+from topics.errors import Unusable
 
+READ_LIMIT_S = 120.0
 SEED_OFFSET = 1_000_003
 """Keeps the evaluator's random numbers apart from the rollout workers', whose seeds are run.seed with the same group numbers."""
 
@@ -32,8 +35,9 @@ def main(session: Session) -> None:
     session.doing("loading the model", now=True)
     evaluator = Evaluator.open(session)
     control = Control(session.log, session.run)
+    stopping = EarlyStopping(held.target, held.patience)
+    done = evaluated(session, stopping)
     session.ready()
-    stopping, done = EarlyStopping(held.target, held.patience), set[int]()
     while not session.stop.is_set():
         control.poll(0.2)
         story = control.story
@@ -56,6 +60,22 @@ def main(session: Session) -> None:
         session.report(kind="eval", values={**values, "best_version": float(stopping.best_version or 0)}, labels=labels, version=version)
     evaluator.close()
     control.close()
+
+
+def evaluated(session: Session, stopping: EarlyStopping) -> set[int]:
+    """The versions that an evaluator before this one has measured, each taken into account once."""
+    tail = session.log.tail({(session.topic("metrics"), 0): "earliest"})
+    done = set[int]()
+    for record in tail.read_to_end(READ_LIMIT_S):
+        try:
+            found = metrics.read(record, run=session.run)[1]
+        except Unusable:
+            continue  # the tracker owns reading `metrics`
+        if found.kind == "eval" and found.version is not None and found.version not in done:
+            done.add(found.version)
+            stopping.note(version=found.version, accuracy=found.values["greedy_accuracy"])
+    tail.close()
+    return done
 
 
 @dataclass(slots=True)

@@ -158,3 +158,9 @@ def test_a_worker_that_only_reports_does_not_move_the_run_and_one_that_works_doe
     assert told.report(*WORKERS, doing="waiting").view.moved_ms == before
     told.records.append(told.teller.measured_by("rollout-0", samples=1.0))
     assert told.view.moved_ms > before
+
+
+def test_a_run_in_which_nothing_has_happened_yet_stands_still_since_it_was_registered():
+    view = Told().view
+    assert view.record is not None
+    assert view.moved_ms == view.record.updated_ns // 1_000_000 > 0

@@ -52,7 +52,7 @@ class Mallory:
 
     def work(self) -> None:
         """Spoil what came since the last time, each record many times over, and some that came before."""
-        new = [record for record in self._tail.poll(0.02) if self._genuine(record)]
+        new = [record for record in self._tail.read_to_end(30.0) if self._genuine(record)]
         for record in new:
             self._known.setdefault(_sort(record), []).append(record)
         open_sorts = [sort for sort in self._known if self._spoiled[sort] < self._share]

@@ -19,6 +19,7 @@ from pipeline.past import read_past
 from pipeline.report import load
 from pipeline.runs import create
 from pipeline.session import Session, join
+from topics import metrics
 from topics.groups import Group
 from workers.trainer import Trainer, chunk_partitions
 
@@ -301,3 +302,24 @@ def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(broker,
     assert again["weights"]["digest"] == plain["weights"]["digest"]
     assert again["steps"] == plain["steps"] == 6
     assert again["groups"] == plain["groups"]
+
+
+def test_an_evaluator_that_is_replaced_measures_no_version_again(broker, run_id, tiny_model, tmp_path: Path):
+    held = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
+    config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
+    with Crew(broker, run_id) as crew:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        crew.start("evaluator")
+        crew.start("trainer")
+        crew.wait(lambda: bool(crew.report()["eval"]))
+        crew.stop("evaluator")
+        crew.start("evaluator")
+        for role in ("rollout", "scorer", "feeder"):
+            crew.start(role)
+        crew.wait()
+        tail = crew.log.tail({(f"{run_id}.metrics", 0): "earliest"})
+        found = [metrics.read(record, run=run_id)[1] for record in tail.read_to_end()]
+        tail.close()
+    measured = [one.version for one in found if one.kind == "eval"]
+    assert sorted(measured) == sorted(set(measured)), measured
+    assert {0, 4} <= set(measured)

@@ -17,8 +17,13 @@ LATER = {"ledger.step.before": 3, "ledger.step.after": 3, "ledger.version.before
 """At which passing the process dies, where the first is not the one that tells most."""
 TRANSACTIONS = {"run-opened": 1, "version 0": 2, "step": 5, "version": 6, "checkpoint": 7, "stale": 11, "run-closed": 19}
 """What the n-th transaction of the run commits."""
+ALWAYS = {"chunk.sent", "ledger.version.before", "ledger.step.before", "ledger.step.after", "checkpoint.some", "ledger.checkpoint.after"}
+ALWAYS |= {"checkpoint.removing", "recovery.repeated", "ledger.run-closed.after"}
+"""Points that the default suite passes; all the others are among the slow tests."""
 CASES = [(point, LATER.get(point, 1)) for point in POINTS if point != "transaction.sent"]
 CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]
+ALWAYS_TOO = ("transaction.sent", TRANSACTIONS["step"])
+MARKED = [case if case[0] in ALWAYS or case == ALWAYS_TOO else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def test_the_undisturbed_run_is_what_the_cases_count_on(undisturbed: dict[str, A
     assert sum(undisturbed["kinds"].values()) + 3 == TRANSACTIONS["run-closed"]
 
 
-@pytest.mark.parametrize(("point", "passing"), CASES)
+@pytest.mark.parametrize(("point", "passing"), MARKED)
 def test_a_trainer_that_dies_there_and_comes_back_ends_in_the_same_run(
     broker: str, log: KafkaLog, run_id: str, run: Any, undisturbed: dict[str, Any], tmp_path: Path, point: str, passing: int
 ) -> None:
