@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo      install, make the tiny model, train it through Kafka, print the report"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
-	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 20 minutes"
+	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make check     ruff, mypy --strict, the layer test;  make format rewrites the files"
 	@echo "make lock      resolve requirements.in into requirements.lock"
 	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
@@ -53,7 +53,7 @@ test-all: install
 	@set -o pipefail; $(PYTEST) --timeout 1200 $(ARGS) 2>&1 | tee $(LOG)
 
 chaos: install model
-	$(BIN)/python benchmarks/chaos.py examples/demo.toml --kills 40 --stops 7 --set run.steps=240 $(ARGS)
+	$(BIN)/python benchmarks/chaos.py examples/demo.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import chaos_figures
+from command import PENSTOCK
 
-from infra.broker import embedded
+from infra.broker import embedded, probe
 from infra.kafka.log import KafkaLog
 from pipeline.control import Control
 
 ROLES = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker", "broker")
 LONGEST_STOP_S = 20.0
 SOON_S = 3.0
-PENSTOCK = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))"]
+BROKER_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,10 @@ class Chaos:
         now = time.time()
         if planned.stop_s is not None:
             self._stopped.append((now + planned.stop_s, pid))
-        self.done.append({**asdict(planned), "worker": name, "at": now})
+        event = {**asdict(planned), "worker": name, "at": now}
+        self.done.append(event)
+        if planned.role == "broker" and planned.stop_s is None:
+            threading.Thread(target=self._await_broker, args=(event,), daemon=True).start()
         what = "killed" if planned.stop_s is None else f"stopped for {planned.stop_s:g} s"
         print(f"{time.strftime('%H:%M:%S')} {len(self.done):>3}. {name} {what}", file=sys.stderr, flush=True)
         return True
@@ -108,6 +113,15 @@ class Chaos:
                 os.kill(pid, signal.SIGCONT)
             except ProcessLookupError:
                 continue  # it was killed while it was stopped
+
+    def _await_broker(self, event: dict[str, Any]) -> None:
+        """Note when the killed broker serves again."""
+        host, _, port = embedded.status(self.home).bootstrap.rpartition(":")
+        while time.time() - event["at"] < BROKER_LIMIT_S:
+            if embedded.status(self.home).running and probe.cluster_id(host, int(port), timeout_s=1.0):
+                event["back_at"] = time.time()
+                return
+            time.sleep(0.05)
 
     def _victim(self, role: str) -> tuple[str, int | None]:
         if role == "broker":

@@ -18,8 +18,6 @@ from topics.errors import Unusable
 from topics.record import Record
 
 WIDTHS = (12, 7, 10, 8, 7, 7, 8, 7)
-BUFFERED_S = 0.5
-"""Records of the broker's last moments may carry slightly later times."""
 BEFORE_S = 10.0
 READ = ("rollouts", "groups", "prompts", "ledger", "metrics")
 
@@ -32,6 +30,7 @@ class Start(NamedTuple):
     worker: str
     seconds: float
     """Since the process was created."""
+    incarnation: str
 
 
 @dataclass(slots=True)
@@ -42,14 +41,13 @@ class Signs:
     seen: dict[str, list[float]] = field(default_factory=dict)
     """Worker -> times of its records that show it at work or ready for it, with nothing left to catch up on."""
     starts: list[Start] = field(default_factory=list)
-    records: list[float] = field(default_factory=list)
-    """Times of all records that came through the broker."""
+    repeats: dict[str, float] = field(default_factory=dict)
+    """Trainer's incarnation -> seconds it took to load a checkpoint and repeat the steps after it."""
     _incarnations: set[tuple[str, str]] = field(default_factory=set)
 
     def fold(self, record: Record) -> None:
         """Take note of one record; raises `Unusable`."""
         topic, at = record.topic.removeprefix(f"{self.run}."), record.timestamp_ms / 1000
-        self.records.append(at)
         if topic == "rollouts":
             self._see(rollouts.check(record, run=self.run).worker, at)
         elif topic == "groups":
@@ -69,7 +67,9 @@ class Signs:
             return
         if (found.worker, found.incarnation) not in self._incarnations:
             self._incarnations.add((found.worker, found.incarnation))
-            self.starts.append(Start(at, found.worker, startup_s))
+            self.starts.append(Start(at, found.worker, startup_s, found.incarnation))
+        if "recovery_s" in found.values:
+            self.repeats[found.incarnation] = found.values["recovery_s"]
         if at_its_post(found):
             self._see(found.worker, at)
 
@@ -92,6 +92,8 @@ class Recovery(NamedTuple):
     role: str
     seconds: float
     startup_s: float | None
+    repeat_s: float
+    """Part of it in which a trainer repeated the steps since its checkpoint."""
     alone: bool
     """Whether nothing else was disturbed from ten seconds before the kill to the recovery."""
 
@@ -136,18 +138,15 @@ def collect(log: Log, run: str, done: Sequence[Mapping[str, Any]]) -> Facts:
 
 
 def recovery(signs: Signs, event: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> Recovery | None:
-    """How long what was killed was of no use; None when it never came back because the run ended.
-
-    The broker is back when any worker's record gets through.
-    """
-    role, at, startup_s = event["role"], event["at"], None
+    """How long what was killed was of no use; None when it never came back because the run ended."""
+    role, at, startup_s, repeat_s = event["role"], event["at"], None, 0.0
     if role == "broker":
-        after = [seen for seen in signs.records if seen > at + BUFFERED_S]
+        after = [event["back_at"]] if "back_at" in event else []
     else:
         starts = sorted(start for start in signs.starts if start.worker == event["worker"] and start.at > at)
         if not starts:
             return None
-        startup_s = starts[0].seconds
+        startup_s, repeat_s = starts[0].seconds, signs.repeats.get(starts[0].incarnation, 0.0)
         after = [seen for seen in signs.seen.get(event["worker"], ()) if seen >= starts[0].at]
     if not after:
         return None
@@ -155,22 +154,23 @@ def recovery(signs: Signs, event: Mapping[str, Any], done: Sequence[Mapping[str,
     alone = not any(
         other is not event and at - BEFORE_S <= other["at"] + (other["stop_s"] or 0.0) and other["at"] <= back for other in done
     )
-    return Recovery(role, back - at, startup_s, alone)
+    return Recovery(role, back - at, startup_s, repeat_s, alone)
 
 
 def table(facts: Facts, *, kills: Mapping[str, int], stops: Mapping[str, int]) -> str:
-    """The figures for people: medians, and 95th percentiles beside them; `beyond` is recovery less the worker's own start-up."""
+    """The figures for people: medians, and 95th percentiles beside them."""
     titles = zip(("recovery s", "p95", "start-up", "beyond", "p95", "alone", "beyond", "p95"), WIDTHS, strict=True)
     lines = [f"{'role':<11}{'kills':>6}{'stops':>6}" + "".join(f"{title:>{width}}" for title, width in titles)]
     for role in sorted({*kills, *stops}):
         found = [one for one in facts.recoveries if one.role == role]
         alone = [one for one in found if one.alone]
         seconds, starts = [one.seconds for one in found], [one.startup_s for one in found if one.startup_s is not None]
-        beyond, beyond_alone = ([one.seconds - (one.startup_s or 0.0) for one in some] for some in (found, alone))
+        beyond, beyond_alone = ([one.seconds - (one.startup_s or 0.0) - one.repeat_s for one in some] for some in (found, alone))
         cells = [median(seconds), p95(seconds), median(starts), median(beyond), p95(beyond)]
         cells += [str(len(alone)), median(beyond_alone), p95(beyond_alone)]
         columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
         lines.append(f"{role:<11}{kills.get(role, 0):>6}{stops.get(role, 0):>6}{columns}")
+    lines.append("beyond: recovery less the worker's own start-up and, for the trainer, less the steps repeated since its checkpoint")
     lines.append("alone: kills with nothing else disturbed from ten seconds before until the recovery")
     if facts.unrecovered:
         lines.append(f"{facts.unrecovered} killed workers were not needed any more before the run ended")

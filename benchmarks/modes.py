@@ -10,13 +10,14 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 from typing import Any
+
+from command import PENSTOCK
 
 
 def run(config: str, *, mode: str, settings: list[str]) -> dict[str, Any]:
     """One run's report. Raises `SystemExit` with the run's own words when it fails."""
-    command = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))", "run", config, "--json"]
+    command = [*PENSTOCK, "run", config, "--json"]
     command += [word for setting in [*settings, f"schedule.mode={mode}"] for word in ("--set", setting)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:

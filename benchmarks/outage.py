@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from command import PENSTOCK
 
 from infra.broker import embedded
 from infra.kafka.log import KafkaLog
 from infra.log import Start
 
-PENSTOCK = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))"]
 GROWTH_LIMIT_MB, BACK_LIMIT_S, START_LIMIT_S = 200.0, 10.0, 300.0
 HEARD_BEFORE_S = 2.0
 FOLLOWED = {"rollouts": "sample", "groups": "group", "ledger": "step"}

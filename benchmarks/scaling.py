@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from command import PENSTOCK
+
 from infra.broker import embedded
 from infra.kafka.log import KafkaLog
 from infra.log import Start
@@ -28,7 +30,6 @@ from pipeline.control import Control
 from topics import metrics
 from topics.errors import Unusable
 
-PENSTOCK = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))"]
 LEAST_RATIO = 1.8
 LONGEST_S = 10.0
 START_LIMIT_S = 180.0
