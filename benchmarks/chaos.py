@@ -19,14 +19,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import chaos_figures
-from command import PENSTOCK
+from command import PENSTOCK, launched
 
 from infra.broker import embedded, probe
 from infra.kafka.log import KafkaLog
@@ -59,19 +58,6 @@ def schedule(*, seed: int, kills: int, stops: int, roles: Sequence[str] = ROLES)
     draw.shuffle(events)
     soon = [round(draw.uniform(0.0, SOON_S), 2) if draw.random() < 0.25 else None for _ in events]
     return [Disturbance(role=role, stop_s=stop_s, soon_s=wait) for (role, stop_s), wait in zip(events, soon, strict=True)]
-
-
-@contextmanager
-def launched(arguments: Sequence[str], output: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """`penstock run` with its output in a file; stopped in an orderly way when the block is left early."""
-    with output.open("wb") as file:
-        process = subprocess.Popen([*PENSTOCK, "run", *arguments], stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait(120)
 
 
 class Chaos:
@@ -228,7 +214,7 @@ def disturbed(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Carry the plan out on a new run: what was done, and the run's report. Raises `SystemExit` when the run fails."""
     output = home / f"{run}.txt"
-    with launched([config, "--plain", "--run-id", run, *settings], output) as process:
+    with launched(config, run, settings, output) as process:
         done = disturb_run(process, run, home, plan, steps=steps, seed=seed)
     (home / f"{run}.json").write_text(json.dumps(done, indent=1))
     if process.returncode:

@@ -9,7 +9,6 @@ Ends with 1 when one is not kept.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -17,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from command import PENSTOCK
+from command import PENSTOCK, launched
 
 from infra.broker import embedded
 from infra.kafka.log import KafkaLog
@@ -117,20 +116,6 @@ def rss_mb(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else process.memory_info().rss / 1e6
     except psutil.NoSuchProcess:
         return None
-
-
-@contextlib.contextmanager
-def launched(config: str, run: str, settings: Sequence[str], output: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """`penstock run` with its output in a file; stopped in an orderly way when the block is left early."""
-    command = [*PENSTOCK, "run", config, "--plain", "--run-id", run, *settings]
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                process.wait(120)
 
 
 def undisturbed(config: str, run: str, settings: Sequence[str], home: Path) -> dict[str, Any]:
