@@ -166,6 +166,18 @@ def digest(values: Sequence[Payload]) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
+def mean(rewards: Sequence[float]) -> float:
+    """The mean of some rewards, exact to the last bit but for sums beyond the range of doubles.
+
+    Example:
+        mean([0.0, 1.0])  # -> 0.5
+    """
+    try:
+        return math.fsum(rewards) / len(rewards)
+    except OverflowError:
+        return math.fsum(reward / len(rewards) for reward in rewards)
+
+
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
     """What a group in one part says on its outside: versions, tokens and mean reward are over its samples, absent without any."""
     versions = [version for sample in group.samples for version in sample.rollout.span_versions.tolist()]
@@ -182,7 +194,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
         parts=1,
         samples=len(group.samples),
         tokens=sum(len(sample.rollout.token_ids) for sample in group.samples),
-        reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+        reward_mean=mean(rewards) if rewards else None,
         sha256=sha256,
     )
 

@@ -160,6 +160,11 @@ def test_a_group_comes_back_from_any_number_of_parts(group, max_bytes):
     assert headers == parts[0][0]
 
 
+def test_the_mean_of_rewards_near_the_largest_double_is_one_of_them():
+    assert groups.mean([1.6e308] * 4) == 1.6e308
+    assert groups.mean([0.1, 0.2, 0.3]) == pytest.approx(0.2)
+
+
 def test_a_small_group_is_one_record_and_its_headers_are_over_all_its_samples():
     ((headers, value),) = groups.encode_parts(a_group(), run="r", worker="scorer-0")
     assert headers == Headers(

@@ -31,6 +31,7 @@ def rss_mib(workers: Processes) -> dict[str, float]:
     return {name: psutil.Process(process.pid).memory_info().rss / 2**20 for name, process in workers.running.items()}
 
 
+@pytest.mark.slow
 def test_a_run_bears_a_broker_that_is_frozen_and_one_that_is_killed(own_broker: OwnBroker, run_id: str, tiny_model: Path, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 14, "seed": 7}, rollout={"workers": 1})
     bootstrap = own_broker.start()
