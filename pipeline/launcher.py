@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infra.broker.state import state_directory
+from infra.broker.state import run_directory
 from infra.errors import LogError, PenstockError
 from infra.kafka.log import KafkaLog
 from infra.log import Log
@@ -141,11 +141,6 @@ class Watching:
             self.crew.stop(limit_s=HURRY_S if away else STOP_LIMIT_S)
         finally:
             self.view.close()
-
-
-def run_directory(run: str) -> Path:
-    """Where a run's logs, measurements, report and final model are on this machine."""
-    return state_directory() / "runs" / run
 
 
 def show_report(directory: Path, *, json_out: bool) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from infra.attempts import Attempts
-from infra.broker.state import state_directory
+from infra.broker.state import run_directory
 from infra.errors import BrokerError
 from infra.log import Log, Producer
 from pipeline.config import Config, from_json
@@ -103,7 +103,7 @@ class Session:
         """What earlier processes of this name had in hand when they died; kept on this machine."""
         if self._attempts is None:
             try:
-                path = state_directory() / "runs" / self.run / "attempts" / self.worker
+                path = run_directory(self.run) / "attempts" / self.worker
             except BrokerError:  # a machine without a place to write: what kills its reader has to be found by hand
                 path = None
             self._attempts = Attempts(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from infra import faults
 from infra.backends import Backend
-from infra.broker.state import state_directory
+from infra.broker.state import run_directory
 from infra.checkpoints import CheckpointStore, State
 from infra.errors import Unrecoverable
 from infra.tensors import digest
@@ -113,15 +113,10 @@ class Training:
     def export(self, say: Callable[[str], None]) -> None:
         """Write the model as a Hugging Face directory, if the run wants it."""
         if self.session.config.trainer.export:
-            target = run_directory(self.session) / "model"
+            target = run_directory(self.session.run) / "model"
             self.session.doing("writing the final model")
             self.backend.export(target)
             say(f"final model in {target}")
-
-
-def run_directory(session: Session) -> Path:
-    """Where this machine keeps what belongs to the run."""
-    return state_directory() / "runs" / session.run
 
 
 def open_store(session: Session) -> CheckpointStore | None:
@@ -129,5 +124,5 @@ def open_store(session: Session) -> CheckpointStore | None:
     chosen = session.config.trainer
     if not chosen.checkpoint_every:
         return None
-    directory = Path(chosen.checkpoint_dir) / session.run if chosen.checkpoint_dir else run_directory(session) / "checkpoints"
+    directory = Path(chosen.checkpoint_dir) / session.run if chosen.checkpoint_dir else run_directory(session.run) / "checkpoints"
     return CheckpointStore(directory, keep_last=chosen.checkpoint_keep_last, keep_every=chosen.checkpoint_keep_every)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.broker.state import state_directory
+from infra.broker.state import run_directory, state_directory
 from infra.errors import LogError
 from infra.log import Partition
 from infra.tracking import Target, without_credentials
@@ -46,7 +46,7 @@ MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"
 
 def main(session: Session) -> None:
     """Follow the run until it is closed and its workers have ended, or until told to stop; leaves a report either way."""
-    directory = state_directory() / "runs" / session.run
+    directory = run_directory(session.run)
     directory.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(session, directory=directory)
     session.ready()

@@ -19,6 +19,11 @@ def state_directory() -> Path:
     return writable((Path(base).expanduser() if base else Path.home() / ".local" / "state").absolute() / "penstock")
 
 
+def run_directory(run: str) -> Path:
+    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model."""
+    return state_directory() / "runs" / run
+
+
 def writable(directory: Path) -> Path:
     """Return `directory`, made if need be, once a file could be written in it."""
     try:

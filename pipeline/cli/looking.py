@@ -65,9 +65,9 @@ def report(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
     if json:
         emit(found)
         return
-    from infra.broker.state import state_directory
+    from infra.broker.state import run_directory
 
-    directory: Path | None = state_directory() / "runs" / str(found["run"])
+    directory: Path | None = run_directory(str(found["run"]))
     if directory is not None and not directory.is_dir():
         directory = None
     if sys.stdout.isatty():
