@@ -71,7 +71,14 @@ class Config(Section):
         if schedule.mode not in MODES:
             raise ValueError(f"schedule.mode: {schedule.mode!r} is none of {', '.join(MODES)}{nearest(schedule.mode, MODES)}")
         if schedule.max_lag is not None and MODES[schedule.mode].max_lag == 0 and schedule.max_lag != 0:
-            raise ValueError(f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use one_step_off")
+            others = "one_step_off, in_flight or bounded"
+            raise ValueError(f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use {others}")
+        if MODES[schedule.mode].loads_at == "step" and self.rollout.engine == "transformers":
+            raise ValueError(f"schedule.mode: {schedule.mode!r} changes weights between decode steps; set rollout.engine = 'vllm'")
+        if self.rules.stale_in_hand != "finish" and self.rules.loads_at != "step":
+            raise ValueError(
+                f"schedule.stale_in_hand: {self.rules.stale_in_hand!r} needs weights that change between decode steps; use mode 'bounded'"
+            )
         if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
             key, value = ("top_p", self.sampling.top_p) if self.sampling.top_p != 1.0 else ("top_k", self.sampling.top_k)
             raise ValueError(
@@ -126,6 +133,12 @@ class Config(Section):
         return LOSSES.get(self.algorithm.loss, LOSSES["grpo"])
 
     @property
+    def slots(self) -> int:
+        """Unfinished groups that a rollout worker wants in hand."""
+        side_by_side = -(-self.rollout.concurrency // self.rules.samples_begun) if self.rollout.engine == "vllm" else 1
+        return self.rollout.slots or side_by_side + 2
+
+    @property
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
@@ -141,6 +154,8 @@ class Config(Section):
             steps_per_version=chosen.steps_per_version,
             max_lag=chosen.max_lag,
             order=chosen.order,
+            stale_in_hand=chosen.stale_in_hand,
+            oversample=chosen.oversample,
             max_drops_per_step=chosen.max_drops_per_step,
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Order = Literal["submission", "arrival"]
+StaleInHand = Literal["finish", "abort", "continue"]
 
 DROPPED = frozenset({"filtered", "failed", "abandoned"})
 """Outcomes a scorer may give a group instead of `scored`; each of them, and `stale`, admits one new prompt."""
@@ -23,8 +24,9 @@ class Schedule:
     mode: str
     starts_on: Literal["round", "groups"]
     """round: a step waits until its whole round is scored; groups: until its own groups are (complete groups, arXiv 2606.26997)."""
-    loads_at: Literal["round", "group"]
-    """round: every group of a round is drawn under that round's version; group: under the newest version when the group starts."""
+    loads_at: Literal["round", "group", "step"]
+    """round: every group of a round is drawn under that round's version; group: under the newest version when the group starts; step: the
+    newest weights are taken between two decode steps, and samples in flight go on under them (PipelineRL, arXiv 2509.19128)."""
     max_lag: int
     prompts_per_step: int = 8
     """U"""
@@ -33,7 +35,17 @@ class Schedule:
     steps_per_version: int = 1
     """S"""
     order: Order = "submission"
+    stale_in_hand: StaleInHand = "finish"
+    """finish: a group in hand that can no longer be fresh is drawn to its end all the same; abort: it is ended early and replaced
+    (RollArt); continue: it goes on, and its tokens of versions that are too old are not trained."""
+    oversample: int = 0
+    """r: a group is begun as K + r samples and closed when K of them have ended."""
     max_drops_per_step: int = 128
+
+    @property
+    def samples_begun(self) -> int:
+        """Samples that are begun for a group: K + r."""
+        return self.samples_per_prompt + self.oversample
 
     @property
     def round_groups(self) -> int:
@@ -45,6 +57,8 @@ MODES: Mapping[str, Schedule] = {
     "synchronous": Schedule(mode="synchronous", starts_on="round", loads_at="round", max_lag=0),
     "pipelined": Schedule(mode="pipelined", starts_on="groups", loads_at="round", max_lag=0),
     "one_step_off": Schedule(mode="one_step_off", starts_on="groups", loads_at="group", max_lag=1),
+    "in_flight": Schedule(mode="in_flight", starts_on="groups", loads_at="step", max_lag=4, order="arrival"),
+    "bounded": Schedule(mode="bounded", starts_on="groups", loads_at="step", max_lag=1, order="arrival", stale_in_hand="abort"),
 }
 
 
@@ -55,10 +69,12 @@ def preset(
     samples_per_prompt: int,
     steps_per_version: int,
     max_lag: int | None = None,
-    order: Order = "submission",
+    order: Order | None = None,
+    stale_in_hand: StaleInHand | None = None,
+    oversample: int = 0,
     max_drops_per_step: int | None = None,
 ) -> Schedule:
-    """A named mode with this run's sizes; `max_lag` and `max_drops_per_step` default to the mode's and to max(16 U, 64)."""
+    """A named mode with this run's sizes; None stands for the mode's own, for `max_drops_per_step` it is max(16 U, 64)."""
     base = MODES[mode]
     return replace(
         base,
@@ -66,7 +82,9 @@ def preset(
         samples_per_prompt=samples_per_prompt,
         steps_per_version=steps_per_version,
         max_lag=base.max_lag if max_lag is None else max_lag,
-        order=order,
+        order=order or base.order,
+        stale_in_hand=stale_in_hand or base.stale_in_hand,
+        oversample=oversample,
         max_drops_per_step=max_drops_per_step or max(16 * prompts_per_step, 64),
     )
 
@@ -137,7 +155,7 @@ def may_start(*, min_version: int, loaded_version: int) -> bool:
 def version_to_load(schedule: Schedule, *, min_version: int, newest_version: int, loaded_version: int) -> int | None:
     """Which version to load before a group is started, or None when the loaded one serves.
 
-    Under `loads_at = "round"` the weights change only when the group needs it; under "group" the newest are taken.
+    Under `loads_at = "round"` the weights change only when the group needs it; otherwise the newest are taken.
     """
     if newest_version <= loaded_version or (schedule.loads_at == "round" and loaded_version >= min_version):
         return None
@@ -157,6 +175,15 @@ def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> 
         is_fresh(learner_version=9, policy_version_min=6, max_lag=2)  # -> False
     """
     return learner_version - policy_version_min <= max_lag
+
+
+def is_hopeless(*, newest_version: int, policy_version_min: int, max_lag: int) -> bool:
+    """Whether a group that is still in hand will be stale whatever happens: the learner is at the newest version at least.
+
+    Example:
+        is_hopeless(newest_version=9, policy_version_min=6, max_lag=2)  # -> True
+    """
+    return not is_fresh(learner_version=newest_version, policy_version_min=policy_version_min, max_lag=max_lag)
 
 
 def next_in_line(groups: Sequence[tuple[int, int]], *, loaded_version: int, newest_version: int) -> int | None:

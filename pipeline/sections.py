@@ -3,7 +3,7 @@
 The rule: a table knows nothing of the others; what has to fit together is checked in `pipeline.config`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -60,7 +60,11 @@ class ScheduleSection(Section):
     samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group")
     steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
     max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
-    order: Literal["submission", "arrival"] = "submission"
+    order: Literal["submission", "arrival"] | None = Field(None, description="the mode's own if absent")
+    stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
+        None, description="what becomes of a group in hand that can no longer be fresh; the mode's own if absent"
+    )
+    oversample: NonNegative = Field(0, description="r: samples started beyond K per group; the group is closed when K of them have ended")
     max_drops_per_step: Positive | None = Field(
         None, description="dropped groups between two steps that stop the run; 16 U, at least 64, if absent"
     )
@@ -91,12 +95,23 @@ class AlgorithmSection(Section):
 
 
 class RolloutSection(Section):
-    engine: Literal["transformers", "toy"] = "transformers"
+    engine: Literal["transformers", "vllm", "toy"] = "transformers"
     workers: Positive = 2
+    gpus_per_worker: NonNegative = Field(
+        0, description="GPUs of each rollout worker, after those of the trainer; 0 leaves them all visible"
+    )
     threads: Positive = 1
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: Positive = Field(3, description="unfinished groups a worker wants in hand")
+    slots: Positive | None = Field(
+        None, description="unfinished groups a worker wants in hand; what its engine draws side by side, and 2, if absent"
+    )
+    concurrency: Positive = Field(64, description="samples that vLLM draws side by side (its max_num_seqs)")
+    kv_cache: Literal["recompute", "keep"] = Field(
+        "recompute", description="whether samples in flight compute their keys and values anew when the weights change"
+    )
+    engine_process: bool = Field(False, description="vLLM in a process of its own instead of the worker's")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="any argument of vLLM's engine: tensor_parallel_size, …")
     toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds the toy engine sleeps for each token of a group")
 
 
@@ -110,6 +125,7 @@ class TrainerSection(Section):
     backend: Literal["torch", "deepspeed"] = "torch"
     zero_stage: Literal[0, 1, 2, 3] = 1
     device: str = "auto"
+    gpus: NonNegative = Field(0, description="GPUs of the trainer, the first of the machine's; 0 leaves them all visible")
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Positive = 1
     lr: PositiveFloat = 1e-6

@@ -192,7 +192,7 @@ class Rollouts:
             self._keep(group, self._left[group].difference(self.queue.known(work.partition, group)))
         self._settled = True
         self.session.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
-        self.session.values["slots"] = self.session.config.rollout.slots
+        self.session.values["slots"] = self.session.config.slots
         self.session.status(force=True)
 
     def _look_again(self) -> None:
@@ -209,7 +209,7 @@ class Rollouts:
         self._left[group] = samples
         self._ended = [one for one in self._ended if one.group != group or one.sample in samples]
         if not samples:
-            self.engine.drop(group)
+            self.engine.abort(group)
 
     def _drop(self, group: int) -> None:
         self._keep(group, set())
@@ -300,8 +300,8 @@ class Rollouts:
                 token_ids=completion.token_ids,
                 behaviour_logprobs=completion.logprobs,
                 loss_mask=np.ones(tokens, np.bool_),
-                span_versions=np.array([completion.version], np.int32),
-                span_starts=np.zeros(1, np.int32),
+                span_versions=np.array([span.version for span in completion.spans], np.int32),
+                span_starts=np.array([span.start for span in completion.spans], np.int32),
                 finish=completion.finish,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,

@@ -1,12 +1,13 @@
 """What a generation engine is asked for and what it answers, and the protocol between the two.
 
-The rule: equal (weights, seed, group, sample, prompt, rows, sampling) give bit-identical tokens and logprobs, whatever the engine drew
-before, in whichever process, whichever of the group's samples are wanted.
+The rule: each token is labelled with the policy version it was drawn under, and its logprob is of the distribution it was drawn from. An
+engine that changes weights between groups only keeps a stronger one: equal (weights, seed, group, sample, prompt, rows, sampling) give
+bit-identical tokens and logprobs, whatever it drew before, in whichever process, whichever of the group's samples are wanted.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from infra.errors import EngineError
 from infra.tensors import TensorBytes
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "abort"]
 DIRECTORY_VERSION = -1
 """The version of an engine that still has the weights it was made with, before any came from the log."""
 
@@ -59,6 +60,13 @@ class GroupRequest:
             raise ValueError(f"group {self.group}: samples {self.samples} must be distinct, at least one, from 0 to {self.rows - 1}")
 
 
+class Span(NamedTuple):
+    """Tokens from `start` on were drawn under policy version `version`, until the next span starts."""
+
+    version: int
+    start: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
     """One sample that ended: `token_ids` include the stop id, `logprobs` are of the distribution drawn from (`float32`, nats)."""
@@ -68,13 +76,28 @@ class Completion:
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     finish: Finish
-    version: int
+    spans: tuple[Span, ...]
+    """At least one; the first starts at 0, none is empty unless the sample is."""
     started_ns: int
     ended_ns: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InHand:
+    """How far an engine is with a group: tokens drawn for its wanted samples, those that ended included."""
+
+    group: int
+    tokens: int
+    oldest_version: int | None
+    """Oldest policy version that any of them was drawn under; None while there is none."""
+
+
 class Engine(Protocol):
     """Draws groups step by step; its owner calls `step` in a loop and does its own work in between."""
+
+    @property
+    def swaps_in_flight(self) -> bool:
+        """Whether weights may be loaded while groups are in hand, whose samples then go on under the new ones."""
 
     @property
     def version(self) -> int:
@@ -98,11 +121,14 @@ class Engine(Protocol):
     def step(self) -> list[Completion]:
         """Draw one token for every row in work and return the wanted samples that ended with it; nothing in hand, nothing done."""
 
-    def drop(self, group: int) -> None:
-        """Let go of a group in hand, whatever of it is drawn; nothing when it is not in hand."""
+    def abort(self, group: int) -> list[Completion]:
+        """End a group in hand: what is drawn of its wanted samples that have not ended, perhaps nothing, with finish "abort"."""
+
+    def in_hand(self) -> list[InHand]:
+        """The groups in hand, lowest number first."""
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
-        """Take all tensors or, with `EngineError`, none; only while idle."""
+        """Take all tensors or, with `EngineError`, none; only while idle unless the engine `swaps_in_flight`."""
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the engine was made."""

@@ -1,6 +1,6 @@
 """An engine without a model: pseudo-random completions at a chosen speed, for tests and for measuring everything else.
 
-The rule: the same contract as the real ones; a completion is a function of the request and of the weights' digest.
+The rule: the same contract as the real ones; a completion is a function of the request and of the digest of the weights it began under.
 """
 
 import hashlib
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from infra.engines.requests import DIRECTORY_VERSION, Completion, GroupRequest, check_tensors, uniforms
-from infra.errors import EngineError
+from infra.engines.requests import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
 from infra.tensors import TensorBytes, digest
 
 
@@ -22,6 +21,8 @@ class ToyEngine:
     Lengths are uniform from 1 to `max_new_tokens`, tokens uniform over `vocabulary` ids. The parameters' names and shapes are `parameters`
     or, without it, those of the first weights that come.
     """
+
+    swaps_in_flight = True
 
     def __init__(
         self,
@@ -55,13 +56,12 @@ class ToyEngine:
 
     def step(self) -> list[Completion]:
         while self._waiting and len(self._drawing) < self.capacity:
-            request = heapq.heappop(self._waiting)[2]
-            self._drawing.append(_Group(request, vocabulary=self._vocabulary, salt=self._salt, version=self.version))
+            self._drawing.append(self._begin(heapq.heappop(self._waiting)[2]))
         if not self._drawing:
             return []
         if self._delay_s:
             time.sleep(self._delay_s)
-        ended = [completion for group in self._drawing for completion in group.step()]
+        ended = [completion for group in self._drawing for completion in group.step(self.version)]
         self._stats["decode_steps"] += 1
         self._stats["busy_s"] += self._delay_s
         self._stats["tokens"] += sum(len(completion.token_ids) for completion in ended)
@@ -69,14 +69,23 @@ class ToyEngine:
         self._drawing = [group for group in self._drawing if group.left]
         return ended
 
-    def drop(self, group: int) -> None:
+    def abort(self, group: int) -> list[Completion]:
+        began = [one for one in self._drawing if one.request.group == group]
+        began += [self._begin(request) for number, _, request in self._waiting if number == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
         self._drawing = [one for one in self._drawing if one.request.group != group]
+        return [completion for one in began for completion in one.aborted()]
+
+    def in_hand(self) -> list[InHand]:
+        found = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+        found += [
+            InHand(group=one.request.group, tokens=one.tokens, oldest_version=one.spans[0].version if one.steps else None)
+            for one in self._drawing
+        ]
+        return sorted(found, key=lambda one: one.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
-        if not self.idle:
-            raise EngineError(f"version {version} came while {self.pending} groups are in hand: load weights between groups")
         held = list(tensors)
         shapes = self._shapes or {tensor.name: tuple(tensor.shape) for tensor in held}
         self._salt = digest(check_tensors(held, shapes, version=version)).encode()
@@ -90,29 +99,49 @@ class ToyEngine:
         self._waiting.clear()
         self._drawing.clear()
 
+    def _begin(self, request: GroupRequest) -> "_Group":
+        return _Group(request, vocabulary=self._vocabulary, salt=self._salt, version=self.version)
+
 
 class _Group:
     """One group in work: its wanted samples are known when it begins and come out at their lengths."""
 
     def __init__(self, request: GroupRequest, *, vocabulary: int, salt: bytes, version: int) -> None:
-        self.request, self.version, self.steps, self.started_ns = request, version, 0, time.time_ns()
+        self.request, self.steps, self.started_ns = request, 0, time.time_ns()
+        self.spans = [Span(version, 0)]
+        self.ended_tokens = 0
         prompt = np.ascontiguousarray(request.prompt_ids, dtype="<i4").tobytes()
         base = hashlib.sha256(salt + prompt + repr(request.sampling).encode()).digest()
         self.left = {sample: _draw(request, sample, int.from_bytes(base[:7], "little"), vocabulary) for sample in request.samples}
 
-    def step(self) -> list[Completion]:
+    @property
+    def tokens(self) -> int:
+        return self.ended_tokens + self.steps * len(self.left)
+
+    def step(self, version: int) -> list[Completion]:
+        if version != self.spans[-1].version:
+            self.spans = [span for span in self.spans if span.start < self.steps] + [Span(version, self.steps)]
         self.steps += 1
         ended = [sample for sample, (ids, _) in self.left.items() if len(ids) == self.steps]
+        self.ended_tokens += self.steps * len(ended)
         return [self._completion(sample, *self.left.pop(sample)) for sample in ended]
 
-    def _completion(self, sample: int, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> Completion:
+    def aborted(self) -> list[Completion]:
+        return [
+            self._completion(sample, ids[: self.steps], logprobs[: self.steps], finish="abort")
+            for sample, (ids, logprobs) in self.left.items()
+        ]
+
+    def _completion(
+        self, sample: int, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], finish: Finish | None = None
+    ) -> Completion:
         return Completion(
             group=self.request.group,
             sample=sample,
             token_ids=ids,
             logprobs=logprobs,
-            finish="stop" if int(ids[-1]) in self.request.sampling.stop_ids else "length",
-            version=self.version,
+            finish=finish or ("stop" if int(ids[-1]) in self.request.sampling.stop_ids else "length"),
+            spans=tuple(self.spans),
             started_ns=self.started_ns,
             ended_ns=time.time_ns(),
         )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from infra.engines.decoder import Decoder, open_decoder
-from infra.engines.requests import DIRECTORY_VERSION, Completion, GroupRequest, check_tensors, uniforms
+from infra.engines.requests import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
 from infra.engines.sampler import choose
 from infra.errors import EngineError
 from infra.tensors import TensorBytes
@@ -32,6 +32,7 @@ class TransformersEngine:
     """
 
     capacity = 1
+    swaps_in_flight = False
 
     def __init__(self, directory: str | Path, *, dtype: DType = "auto", device: str = "cpu", threads: int = 1) -> None:
         """Load the model. Raises `EngineError` when the directory holds none."""
@@ -73,7 +74,7 @@ class TransformersEngine:
         began = time.perf_counter()
         with torch.inference_mode():
             if self._work is None:
-                work = self._work = _Work.of(heapq.heappop(self._waiting)[2], device=self._model.device)
+                work = self._work = self._work_of(heapq.heappop(self._waiting)[2])
                 logits = self._decoder.begin(work.prompt, rows=work.request.rows, room=work.request.sampling.max_new_tokens)
                 self._stats["prefill_s"] += time.perf_counter() - began
             else:
@@ -89,11 +90,22 @@ class TransformersEngine:
             self._stats["groups"] += 1
         return ended
 
-    def drop(self, group: int) -> None:
+    def abort(self, group: int) -> list[Completion]:
+        found = [entry[2] for entry in self._waiting if entry[0] == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
+        aborted = [completion for request in found for completion in self._work_of(request).aborted(version=self.version)]
         if self._work is not None and self._work.request.group == group:
+            aborted += self._work.aborted(version=self.version)
             self._work = None
+        return aborted
+
+    def in_hand(self) -> list[InHand]:
+        found = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+        if self._work is not None:
+            tokens = self._work.steps * len(self._work.left) + self._work.ended_tokens
+            found.append(InHand(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
+        return sorted(found, key=lambda one: one.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         if not self.idle:
@@ -107,6 +119,9 @@ class TransformersEngine:
         self.version = version
         self._stats["loads"] += 1
         self._stats["load_s"] += time.perf_counter() - began
+
+    def _work_of(self, request: GroupRequest) -> "_Work":
+        return _Work.of(request, device=self._model.device)
 
     def stats(self) -> dict[str, float]:
         return self._stats | {"traced": float(self._decoder.traced)}
@@ -129,6 +144,7 @@ class _Work:
     logprobs: npt.NDArray[np.float32]
     stops: npt.NDArray[np.int64]
     left: set[int]
+    ended_tokens: int
     steps: int
     started_ns: int
 
@@ -145,6 +161,7 @@ class _Work:
             logprobs=np.zeros((rows, longest), dtype=np.float32),
             stops=np.array(request.sampling.stop_ids, dtype=np.int64),
             left=set(request.samples),
+            ended_tokens=0,
             steps=0,
             started_ns=time.time_ns(),
         )
@@ -159,19 +176,24 @@ class _Work:
         full = self.steps == self.request.sampling.max_new_tokens
         ended = [row for row in np.flatnonzero(stopped | full).tolist() if row in self.left]
         self.left.difference_update(ended)
-        return [
-            Completion(
-                group=self.request.group,
-                sample=row,
-                token_ids=self.ids[row, : self.steps].copy(),
-                logprobs=self.logprobs[row, : self.steps].copy(),
-                finish="stop" if stopped[row] else "length",
-                version=version,
-                started_ns=self.started_ns,
-                ended_ns=time.time_ns(),
-            )
-            for row in ended
-        ]
+        self.ended_tokens += self.steps * len(ended)
+        return [self._completion(row, "stop" if stopped[row] else "length", version=version) for row in ended]
+
+    def aborted(self, *, version: int) -> list[Completion]:
+        """What is drawn of the wanted samples that have not ended."""
+        return [self._completion(row, "abort", version=version) for row in sorted(self.left)]
+
+    def _completion(self, row: int, finish: Finish, *, version: int) -> Completion:
+        return Completion(
+            group=self.request.group,
+            sample=row,
+            token_ids=self.ids[row, : self.steps].copy(),
+            logprobs=self.logprobs[row, : self.steps].copy(),
+            finish=finish,
+            spans=(Span(version, 0),),
+            started_ns=self.started_ns,
+            ended_ns=time.time_ns(),
+        )
 
 
 def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "cpu") -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.audit.source import Unreadable
 
-LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1}
+LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
 """How old a sample may be where the configuration does not say it."""
 
 DROPS = frozenset({"filtered", "failed", "abandoned"})

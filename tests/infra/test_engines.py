@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.engines.requests import DIRECTORY_VERSION, Completion, Engine, GroupRequest, Sampling
+from infra.engines.requests import DIRECTORY_VERSION, Completion, Engine, GroupRequest, Sampling, Span
 from infra.engines.toy_engine import ToyEngine
 from infra.errors import EngineError
 from infra.tensors import TensorBytes
@@ -182,13 +182,13 @@ def test_new_weights_change_the_draw_and_label_it(engine: Any) -> None:
     engine.load_weights(7, new)
     after = drawn(engine, asked())
     assert engine.version == 7
-    assert {completion.version for completion in after.values()} == {7}
+    assert {completion.spans[-1].version for completion in after.values()} == {7}
     assert not all(same(before[key], after[key]) for key in before)
     engine.load_weights(8, reversed(new))
     again = drawn(engine, asked())
     assert all(same(after[key], again[key]) for key in after)
     engine.load_weights(9, old)
-    assert {completion.version for completion in drawn(engine, asked()).values()} == {9}
+    assert {completion.spans[0].version for completion in drawn(engine, asked()).values()} == {9}
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape", "twice", "short"])
@@ -212,12 +212,36 @@ def test_weights_that_do_not_fit_change_nothing(engine: Any, damage: str) -> Non
     assert all(same(before[key], after[key]) for key in before)
 
 
-def test_weights_are_refused_while_a_group_is_in_hand(engine: Any) -> None:
+def test_weights_that_come_while_a_group_is_in_hand_are_refused_or_label_what_follows(engine: Any) -> None:
     weights = weights_of(engine)
+    engine.load_weights(0, weights)
     engine.submit(asked())
     engine.step()
-    with pytest.raises(EngineError, match="in hand"):
-        engine.load_weights(1, weights)
+    if not engine.swaps_in_flight:
+        with pytest.raises(EngineError, match="in hand"):
+            engine.load_weights(1, weights)
+        return
+    engine.load_weights(1, weights)
+    longer = [completion for completion in drawn(engine).values() if len(completion.token_ids) > 1]
+    assert longer
+    assert all(completion.spans == (Span(0, 0), Span(1, 1)) for completion in longer)
+
+
+def test_an_aborted_group_returns_what_is_drawn_of_it_and_is_gone(engine: Any) -> None:
+    whole = drawn(engine, asked())
+    engine.submit(asked())
+    engine.submit(asked(group=9))
+    ended = [*engine.step(), *engine.step()]
+    assert engine.in_hand()[0].tokens == 2 * (ROWS - len(ended)) + sum(len(completion.token_ids) for completion in ended)
+    aborted = engine.abort(3)
+    assert {completion.finish for completion in aborted} == {"abort"}
+    assert {completion.sample for completion in aborted} == set(range(ROWS)) - {completion.sample for completion in ended}
+    for completion in aborted:
+        assert completion.token_ids.tolist() == whole[3, completion.sample].token_ids[:2].tolist()
+    never_begun = engine.abort(9)
+    assert [len(completion.token_ids) for completion in never_begun] == [0] * ROWS
+    assert engine.idle
+    assert engine.abort(3) == []
 
 
 @pytest.mark.parametrize(
