@@ -65,8 +65,8 @@ class Control:
     Records it cannot use are left to the role that owns reading the topic.
     """
 
-    def __init__(self, log: Log, run: str) -> None:
-        self.story = Story(run)
+    def __init__(self, log: Log, run: str, story: Story | None = None) -> None:
+        self.story = story or Story(run)
         self._tail: Tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
 
     def poll(self, timeout_s: float) -> None:

@@ -36,6 +36,11 @@ class OpenGroup:
         """Whether the prompt and all its samples are there."""
         return self.prompt is not None and len(self.samples) == self.prompt.samples_per_prompt
 
+    @property
+    def aborted(self) -> int:
+        """How many of its samples were ended early, because the group could no longer be fresh."""
+        return sum(sample.finish == "abort" for sample in self.samples.values())
+
     def ordered(self) -> list[Rollout]:
         """Its samples by number."""
         return [self.samples[number] for number in sorted(self.samples)]
@@ -103,6 +108,10 @@ class PartitionGroups:
     def has(self, group: int, sample: int) -> bool:
         """Whether this sample is there already, or too late to matter."""
         return group in self.finished or (group in self.open and sample in self.open[group].samples)
+
+    def enough(self, group: int, *, samples: int) -> bool:
+        """Whether so many samples of an open group are there: under over-sampling the first in the log are the group's."""
+        return group in self.open and len(self.open[group].samples) >= samples
 
     def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
         """Take a sample that `has` does not know yet."""

@@ -5,7 +5,7 @@ metadata says where in `rollouts` the samples of the prompts above it begin.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pipeline.numbers import Numbers
@@ -79,6 +79,8 @@ def rollouts_start(metadata: str) -> int:
 class PromptQueue:
     """All partitions a worker owns now."""
 
+    oversample: int = 0
+    """r: samples begun beyond those a group needs."""
     partitions: dict[int, PartitionQueue] = field(default_factory=dict)
     _seen: Numbers = field(default_factory=Numbers)
     """Groups whose prompt was delivered since the partitions were assigned."""
@@ -117,12 +119,17 @@ class PromptQueue:
         """Prompts that were not started, in no particular order."""
         return [work for queue in self.partitions.values() for work in queue.work.values() if not work.started and not work.done]
 
-    def missing(self, work: Work) -> list[int]:
-        """Samples of a prompt that nobody has published yet."""
-        known = self.known(work.partition, work.group)
-        return [sample for sample in range(work.prompt.samples_per_prompt) if sample not in known]
+    def wanted(self, work: Work) -> int:
+        """How many samples a prompt still needs."""
+        return max(0, work.prompt.samples_per_prompt - len(self.known(work.partition, work.group)))
 
-    def known(self, partition: int, group: int) -> Iterable[int]:
+    def missing(self, work: Work) -> list[int]:
+        """Samples of a prompt that may be drawn: those that nobody has published, while it needs any."""
+        known = self.known(work.partition, work.group)
+        begun = range(work.prompt.samples_per_prompt + self.oversample)
+        return [sample for sample in begun if sample not in known] if self.wanted(work) else []
+
+    def known(self, partition: int, group: int) -> Collection[int]:
         """Samples of a group that stand in the log, as far as is known here."""
         queue = self.partitions.get(partition)
         return queue.known.get(group, {}) if queue else ()

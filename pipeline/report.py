@@ -123,10 +123,12 @@ def _fold(view: RunView, records: Iterable[Any]) -> None:
 
 def _schedule(view: RunView) -> dict[str, Any]:
     chosen = view.config.get("schedule", {})
-    names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order")
+    names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order", "max_lag")
     mode = MODES.get(chosen.get("mode", ""))
-    max_lag = chosen.get("max_lag")
-    return {**{name: chosen.get(name) for name in names}, "max_lag": mode.max_lag if max_lag is None and mode else max_lag}
+    found = {name: chosen.get(name) for name in names}
+    if mode is not None:
+        found |= {name: getattr(mode, name) for name in ("order", "max_lag") if found[name] is None}
+    return found
 
 
 def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:

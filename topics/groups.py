@@ -180,20 +180,20 @@ def mean(rewards: Sequence[float]) -> float:
 
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
     """What a group in one part says on its outside: versions, tokens and mean reward are over its samples, absent without any."""
-    versions = [version for sample in group.samples for version in sample.rollout.span_versions.tolist()]
+    rollouts = [sample.rollout for sample in group.samples]
     rewards = group.rewards
     return Headers(
         run=run,
         schema=SCHEMA,
         group=group.group,
-        policy_version_min=min(versions, default=None),
-        policy_version_max=max(versions, default=None),
+        policy_version_min=min((rollout.version_min for rollout in rollouts), default=None),
+        policy_version_max=max((rollout.version_max for rollout in rollouts), default=None),
         outcome=group.outcome,
         worker=worker,
         part=0,
         parts=1,
         samples=len(group.samples),
-        tokens=sum(len(sample.rollout.token_ids) for sample in group.samples),
+        tokens=sum(len(rollout.token_ids) for rollout in rollouts),
         reward_mean=mean(rewards) if rewards else None,
         sha256=sha256,
     )

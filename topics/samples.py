@@ -91,8 +91,15 @@ class Rollout(ByValue):
     worker: str
 
     @property
+    def token_versions(self) -> Int32s:
+        """[T] the policy version each token was drawn from."""
+        return np.repeat(self.span_versions, np.diff(self.span_starts, append=len(self.token_ids)))
+
+    @property
     def version_min(self) -> int:
-        """The oldest policy version any of it was drawn from."""
+        """The oldest policy version any of its trained tokens was drawn from; of any of it, where no token is trained."""
+        if len(self.span_versions) > 1 and not self.loss_mask.all() and self.loss_mask.any():
+            return int(self.token_versions[self.loss_mask].min())
         return min(map(int, self.span_versions))
 
     @property

@@ -6,28 +6,23 @@ the group of workers rebalances it draws on and holds the samples back, and what
 """
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from infra.engines.requests import Completion, Engine, GroupRequest, Sampling
+from infra.engines.requests import Completion, Engine
 from infra.log import Assigned, Member, Pending, Records, Revoked
 from pipeline import schedule as rules
-from pipeline.control import Control
+from pipeline.drawing import request_of, rollout_of
 from pipeline.engines import make_engine
 from pipeline.existing import ExistingSamples
+from pipeline.groups_in_hand import GroupInHand
+from pipeline.lag import lag_summary
 from pipeline.presence import Presence
 from pipeline.prompt_queue import PromptQueue, Work, rollouts_start
 from pipeline.session import Session
-from pipeline.weights import fetch
+from pipeline.weights_ahead import WeightsAhead
 from topics import prompts, rollouts
 from topics.errors import Unusable
 from topics.record import Outgoing, Record
-from topics.samples import Rollout
-
-BUSY_LOOK_S = 0.5
-"""How often a worker that is drawing looks whether the run is over; new weights are looked for before each group."""
 
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for prompts, or for the weights its prompts need, before it looks around again."""
@@ -37,22 +32,25 @@ GATHER_S = 0.25
 
 COMMIT_EVERY_S = 0.5
 
+MEASURE_EVERY_S = 1.0
+
 
 def main(session: Session) -> None:
     """Draw samples until the run is closed."""
     session.check_model()
     session.doing("loading the model", now=True)
     engine = make_engine(session.config)
-    control = Control(session.log, session.run)
-    worker = Rollouts(session, engine, control, join_others(session), ExistingSamples(session.log, session.run))
+    weights = WeightsAhead(session.log, session.run)
+    queue = PromptQueue(session.rules.oversample)
+    worker = Rollouts(session, engine, weights, join_others(session), ExistingSamples(session.log, session.run), queue)
     session.ready()
     try:
-        while control.story.closed is None and not session.stop.is_set():
+        while weights.story.closed is None and not session.stop.is_set():
             worker.turn()
         worker.hand_back()
     finally:
         worker.close()
-        control.close()
+        weights.close()
         engine.close()
 
 
@@ -67,30 +65,28 @@ class Rollouts:
 
     session: Session
     engine: Engine
-    control: Control
+    weights: WeightsAhead
     member: Member
     existing: ExistingSamples
-    queue: PromptQueue = field(default_factory=PromptQueue)
+    queue: PromptQueue
     presence: Presence = field(default_factory=Presence)
     _settled: bool = False
     """Whether this worker knows which partitions are its own: not while the group rebalances."""
-    _in_hand: dict[int, Work] = field(default_factory=dict)
-    _left: dict[int, set[int]] = field(default_factory=dict)
-    """Samples of the groups in hand that are not sent yet."""
-    _ended: list[Completion] = field(default_factory=list)
-    """Those of them that the engine has returned."""
+    _in_hand: dict[int, GroupInHand] = field(default_factory=dict)
     _flying: list[tuple[Pending, Work, int]] = field(default_factory=list)
-    _looked: float = 0.0
     _gathered: float = 0.0
     _committed: float = 0.0
+    _measured: float = 0.0
+    _judged: int = -1
+    """The newest version when the groups in hand were last judged by their age."""
 
     def turn(self) -> None:
-        """Take what arrived, publish what ended, start what may start, decode one step, commit what is done."""
+        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
+        self.weights.check()
         self._absent()
         self._take(0.0)
         self._publish_ended()
-        if self.engine.idle or time.monotonic() - self._looked > BUSY_LOOK_S:
-            self._look(wait_s=0.0)
+        self._refresh()
         self._start()
         if self.engine.idle:
             self._wait()
@@ -99,6 +95,8 @@ class Rollouts:
         self._acknowledge()
         if time.monotonic() - self._committed > COMMIT_EVERY_S:
             self._commit()
+        if time.monotonic() - self._measured > MEASURE_EVERY_S:
+            self._measure()
         self.session.status()
 
     def hand_back(self) -> None:
@@ -126,16 +124,29 @@ class Rollouts:
         self.member = join_others(self.session)
         return True
 
-    def _look(self, *, wait_s: float) -> None:
-        self.control.poll(wait_s)
-        self._looked = time.monotonic()
+    def _refresh(self) -> None:
+        """Between two decode steps: take the newest weights if the schedule says so, and end what can no longer be fresh."""
+        if self.session.rules.loads_at != "step":
+            return
+        if self.weights.version > self.engine.version and self._in_hand:
+            self._load()
+        newest = self.weights.story.newest_version
+        if newest > self._judged and self.session.rules.stale_in_hand == "abort":
+            self._judged = newest
+            for group in self.engine.in_hand():
+                oldest = group.oldest_version
+                if oldest is not None and rules.is_hopeless(
+                    newest_version=newest, policy_version_min=oldest, max_lag=self.session.rules.max_lag
+                ):
+                    self._ended(self.engine.abort(group.group))
+                    self.session.add("aborted_groups")
 
     def _wait(self) -> None:
         """Nothing can be drawn: wait for what is missing, weights or prompts."""
         if self.queue.waiting():
-            self._look(wait_s=IDLE_WAIT_S)
-        elif self.control.story.newest_version > self.engine.version:
-            self._load(self.control.story.newest_version)  # its prompts are on their way
+            self.weights.wait(IDLE_WAIT_S)
+        elif self.weights.version > self.engine.version:
+            self._load()  # its prompts are on their way
         else:
             self._take(0.01 if self._flying else IDLE_WAIT_S)
 
@@ -144,21 +155,30 @@ class Rollouts:
         started = time.monotonic()
         ended = self.engine.step()
         self.session.add("generate_s", time.monotonic() - started)
-        if not self._ended:
-            self._gathered = started
-        self._ended += [one for one in ended if one.sample in self._left.get(one.group, ())]
+        self._ended(ended)
+
+    def _ended(self, completions: list[Completion]) -> None:
+        """Keep samples that the engine returned, as far as their groups need them."""
+        for completion in completions:
+            group = self._in_hand.get(completion.group)
+            if group is None:
+                continue
+            if not any(one.ended for one in self._in_hand.values()):
+                self._gathered = time.monotonic()
+            group.take(completion)
+            if group.complete and len(group.left) > group.wanted:
+                self.engine.abort(completion.group)  # enough of its samples have ended
 
     def _publish_ended(self, *, all_of_them: bool = False) -> None:
         """Send what ended, with its group or soon, as long as it is certain whose partition it is."""
-        if not self._ended or not self._settled or self._absent():
+        ended = [group for group in self._in_hand.values() if group.ended]
+        if not ended or not self._settled or self._absent():
             return
         all_of_them = all_of_them or self.engine.idle or time.monotonic() - self._gathered > GATHER_S
-        there = Counter(completion.group for completion in self._ended)
-        ripe = [one for one in self._ended if all_of_them or there[one.group] == len(self._left[one.group])]
-        if ripe:
-            self._ended = [one for one in self._ended if not all_of_them and there[one.group] < len(self._left[one.group])]
-            for completion in ripe:
-                self._publish(completion)
+        for group in ended:
+            if all_of_them or group.complete:
+                for completion in group.give():
+                    self._publish(group.work, completion)
 
     def _take(self, wait_s: float) -> None:
         for event in self.member.take(wait_s):
@@ -178,8 +198,9 @@ class Rollouts:
     def _assigned(self, event: Assigned) -> None:
         """Drop what others own now, and learn from `rollouts` which samples of the own partitions exist already."""
         owned = {partition: committed for (_, partition), committed in event.partitions.items()}
-        for group, work in list(self._in_hand.items()):
-            if work.partition not in owned or work.offset < (owned[work.partition].offset or 0):  # another's, or done by another
+        for group in list(self._in_hand.values()):
+            place = owned.get(group.work.partition)
+            if place is None or group.work.offset < (place.offset or 0):  # another's, or done by another
                 self._drop(group)
         ends = self.session.log.end_offsets(event.partitions)
         found = self.existing.follow({partition: rollouts_start(committed.metadata) for partition, committed in owned.items()})
@@ -188,8 +209,10 @@ class Rollouts:
             self.queue.assign(partition, offset=committed.offset or 0, inherited_end=inherited_end, rollouts_end=rollouts_end)
         for sample in found:
             self.queue.exists(*sample)
-        for group, work in list(self._in_hand.items()):
-            self._keep(group, self._left[group].difference(self.queue.known(work.partition, group)))
+        for group in self._in_hand.values():
+            group.known(self.queue.known(group.work.partition, group.work.group))
+            if not group.wanted:
+                self.engine.abort(group.work.group)
         self._settled = True
         self.session.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
         self.session.values["slots"] = self.session.config.slots
@@ -204,16 +227,9 @@ class Rollouts:
         for partition in self.queue.partitions:
             self.queue.looked(partition, self.existing.position(partition))
 
-    def _keep(self, group: int, samples: set[int]) -> None:
-        """Want only these samples of a group in hand."""
-        self._left[group] = samples
-        self._ended = [one for one in self._ended if one.group != group or one.sample in samples]
-        if not samples:
-            self.engine.abort(group)
-
-    def _drop(self, group: int) -> None:
-        self._keep(group, set())
-        del self._in_hand[group], self._left[group]
+    def _drop(self, group: GroupInHand) -> None:
+        self.engine.abort(group.work.group)
+        del self._in_hand[group.work.group]
         self.session.add("dropped_groups")
 
     def _received(self, record: Record) -> None:
@@ -229,87 +245,54 @@ class Rollouts:
 
     def _start(self) -> None:
         """Give the engine the prompts it has room for, the lowest group number first."""
-        schedule, story = self.session.rules, self.control.story
-        while self.engine.pending < self.engine.capacity:
+        schedule, newest = self.session.rules, self.weights.version
+        while self.engine.has_room:
             waiting = self.queue.waiting()
             loaded = self.engine.version
-            index = rules.next_in_line(
-                [(w.group, w.min_version) for w in waiting], loaded_version=loaded, newest_version=story.newest_version
-            )
+            index = rules.next_in_line([(w.group, w.min_version) for w in waiting], loaded_version=loaded, newest_version=newest)
             if index is None:
                 oldest = min((w.min_version for w in waiting), default=None)
                 if self.engine.idle:
                     self.session.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
                 return
             work = waiting[index]
-            wanted = rules.version_to_load(
-                schedule, min_version=work.min_version, newest_version=story.newest_version, loaded_version=loaded
-            )
+            wanted = rules.version_to_load(schedule, min_version=work.min_version, newest_version=newest, loaded_version=loaded)
             if wanted is not None:
-                if not self.engine.idle:
+                if not self.engine.idle and schedule.loads_at != "step":
                     return  # the weights change between groups
-                self._load(wanted)
+                self._load()
             if self._absent():
                 return
             self._submit(work)
 
-    def _load(self, version: int) -> None:
+    def _load(self) -> None:
+        """Put the newest weights that are here into the engine."""
+        version, tensors = self.weights.take()
         started = time.monotonic()
-        self.session.doing(f"loading version {version}")
-        self.engine.load_weights(version, fetch(self.session.log, self.control.story.manifests[version], run=self.session.run))
+        if self.engine.idle:
+            self.session.doing(f"loading version {version}")
+        self.engine.load_weights(version, tensors)
         self.session.add("load_s", time.monotonic() - started)
         self.session.values["version"] = version
 
     def _submit(self, work: Work) -> None:
-        config, work.started = self.session.config, True
+        work.started = True
         if work.inherited:  # its earlier owner may have published samples after the partition was assigned
             self._look_again()
         missing = self.queue.missing(work)
         if not missing or work.group in self._in_hand:
             work.done = not missing
             return
-        self._in_hand[work.group] = work
-        self._left[work.group] = set(missing)
+        self._in_hand[work.group] = GroupInHand(work, self.queue.wanted(work), set(missing))
         self.session.doing("generating")
-        sampling = Sampling(
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            top_k=config.sampling.top_k,
-            max_new_tokens=config.sampling.max_new_tokens,
-            stop_ids=tuple(self.session.info["digests"]["stop_ids"]),
-        )
-        self.engine.submit(
-            GroupRequest(
-                group=work.group,
-                prompt_ids=work.prompt.token_ids,
-                samples=tuple(missing),
-                rows=work.prompt.samples_per_prompt,
-                seed=config.run.seed,
-                sampling=sampling,
-            )
-        )
+        stop_ids = self.session.info["digests"]["stop_ids"]
+        self.engine.submit(request_of(work.prompt, missing, config=self.session.config, stop_ids=stop_ids))
 
-    def _publish(self, completion: Completion) -> None:
-        work, session = self._in_hand[completion.group], self.session
-        sampling = session.config.sampling
+    def _publish(self, work: Work, completion: Completion) -> None:
+        session, schedule = self.session, self.session.rules
+        fresh = self.weights.story.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
         with session.costs.encoding():
-            tokens = len(completion.token_ids)
-            sample = Rollout(
-                group=completion.group,
-                sample=completion.sample,
-                token_ids=completion.token_ids,
-                behaviour_logprobs=completion.logprobs,
-                loss_mask=np.ones(tokens, np.bool_),
-                span_versions=np.array([span.version for span in completion.spans], np.int32),
-                span_starts=np.array([span.start for span in completion.spans], np.int32),
-                finish=completion.finish,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                started_ns=completion.started_ns,
-                ended_ns=completion.ended_ns,
-                worker=session.worker,
-            )
+            sample = rollout_of(completion, sampling=session.config.sampling, worker=session.worker, oldest_trained=fresh)
             value = rollouts.encode(sample)
             headers = rollouts.headers(sample, run=session.run).encode(value)
         outgoing = Outgoing(
@@ -317,8 +300,8 @@ class Rollouts:
         )
         self._flying.append((session.producer.send(outgoing), work, completion.sample))
         session.add("samples")
-        session.add("tokens", tokens)
-        self._left[work.group].discard(completion.sample)
+        session.add("tokens", len(completion.token_ids))
+        session.add("spans", len(completion.spans))
 
     def _acknowledge(self) -> None:
         flying, self._flying = self._flying, []
@@ -327,10 +310,20 @@ class Rollouts:
                 self._flying.append((pending, work, sample))
                 continue
             self.queue.acknowledged(work.partition, work.group, sample, pending.offset(0.0))
-        still = {work.group for _, work, _ in self._flying} | {group for group, left in self._left.items() if left}
-        for group in [group for group in self._in_hand if group not in still]:
-            del self._in_hand[group], self._left[group]
+        flown = {work.group for _, work, _ in self._flying}
+        for number in [number for number, group in self._in_hand.items() if not group.wanted and number not in flown]:
+            del self._in_hand[number]
             self.session.add("groups")
+
+    def _measure(self) -> None:
+        """What only this worker can say of its engine and of the groups in flight."""
+        self._measured = time.monotonic()
+        newest = self.weights.story.newest_version
+        begun = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]
+        values = self.session.values
+        values["in_flight_groups"] = float(len(begun))
+        values |= {f"in_flight_{name}": value for name, value in lag_summary(begun).items()}
+        values |= {f"engine_{name}": value for name, value in self.engine.stats().items()}
 
     def _commit(self) -> None:
         self._committed = time.monotonic()

@@ -68,8 +68,8 @@ class Scorer:
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     clock: WorkingTime = field(default_factory=WorkingTime)
     _scoring: dict[int, tuple[int, OpenGroup]] = field(default_factory=dict)
-    _unread: list[Group] = field(default_factory=list)
-    """Outcomes of groups whose prompt must not be decoded."""
+    _unscored: list[Group] = field(default_factory=list)
+    """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
 
     def turn(self) -> None:
         """Take what arrived, have complete groups scored, write what was scored."""
@@ -78,8 +78,8 @@ class Scorer:
         self.clock.tick(working=self.member.outage_s == 0)
         ended = [self._ended(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
         ended += self._abandoned()
-        ended += self._unread
-        self._unread = []
+        ended += self._unscored
+        self._unscored = []
         self._write([group for group in ended if group is not None])
         self.session.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
         self.session.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
@@ -170,7 +170,7 @@ class Scorer:
         if state.add_prompt(record, unread, now_s=self.clock.now_s):
             group = state.open[headers.group]
             group.submitted = True
-            self._unread.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
+            self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
 
     def _sample(self, state: PartitionGroups, record: Record) -> None:
         state.rollouts_position = record.offset + 1
@@ -184,11 +184,12 @@ class Scorer:
                         f"sample {headers.sample} of group {headers.group} at {record.topic}/{record.partition}/{record.offset}"
                     )
                 return
-            if headers.sample >= self.session.rules.samples_per_prompt:
-                raise Unusable(
-                    f"sample {headers.sample} of group {headers.group}: a group has {self.session.rules.samples_per_prompt}",
-                    kind="mismatch",
-                )
+            schedule = self.session.rules
+            if headers.sample >= schedule.samples_begun:
+                raise Unusable(f"sample {headers.sample} of group {headers.group}: a group has {schedule.samples_begun}", kind="mismatch")
+            if state.enough(headers.group, samples=schedule.samples_per_prompt):
+                self.session.add("surplus_samples")
+                return
             with self.session.decoding(record):
                 rollout = rollouts.read(record, run=self.session.run, checked=headers)[1]
         except Unusable as error:
@@ -204,6 +205,10 @@ class Scorer:
             return
         assert group.prompt is not None
         group.submitted = True
+        if group.aborted:
+            why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
+            self._unscored.append(self._group(group, "abandoned", why, ()))
+            return
         self._scoring[number] = (state.partition, group)
         completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in group.ordered()]
         messages = json.loads(group.prompt.messages) if group.prompt.messages else None

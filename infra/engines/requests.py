@@ -112,8 +112,8 @@ class Engine(Protocol):
         """Whether no group is in hand."""
 
     @property
-    def capacity(self) -> int:
-        """How many groups in hand keep it busy."""
+    def has_room(self) -> bool:
+        """Whether one more group would be drawn at once: some of the samples that it draws side by side have ended, or were never begun."""
 
     def submit(self, request: GroupRequest) -> None:
         """Take a group in hand; lower group numbers are drawn first. Raises `EngineError` if the model cannot draw it."""

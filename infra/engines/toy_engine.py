@@ -32,7 +32,7 @@ class ToyEngine:
         capacity: int = 1,
         parameters: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self.capacity = capacity
+        self._capacity = capacity
         self.version = DIRECTORY_VERSION
         self._vocabulary, self._delay_s = vocabulary, delay_s
         self._shapes = None if parameters is None else dict(parameters)
@@ -50,12 +50,16 @@ class ToyEngine:
     def idle(self) -> bool:
         return not self.pending
 
+    @property
+    def has_room(self) -> bool:
+        return self.pending < self._capacity
+
     def submit(self, request: GroupRequest) -> None:
         self._submitted += 1
         heapq.heappush(self._waiting, (request.group, self._submitted, request))
 
     def step(self) -> list[Completion]:
-        while self._waiting and len(self._drawing) < self.capacity:
+        while self._waiting and len(self._drawing) < self._capacity:
             self._drawing.append(self._begin(heapq.heappop(self._waiting)[2]))
         if not self._drawing:
             return []

@@ -31,7 +31,6 @@ class TransformersEngine:
     `threads` is the process's torch thread count: logits differ in their last bits between counts, so it is set and not found.
     """
 
-    capacity = 1
     swaps_in_flight = False
 
     def __init__(self, directory: str | Path, *, dtype: DType = "auto", device: str = "cpu", threads: int = 1) -> None:
@@ -54,6 +53,10 @@ class TransformersEngine:
 
     @property
     def idle(self) -> bool:
+        return not self.pending
+
+    @property
+    def has_room(self) -> bool:
         return not self.pending
 
     def submit(self, request: GroupRequest) -> None:

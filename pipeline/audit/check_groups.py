@@ -42,22 +42,35 @@ def place(facts: Facts) -> Iterator[Violation]:
 
 
 def samples(facts: Facts) -> Iterator[Violation]:
-    """An outcome holds samples 0 to K - 1, each as the first record of it in `rollouts`; a failed or abandoned group holds none."""
-    first, admitted, count = facts.first_samples(), facts.first_prompts(), facts.terms.samples_per_prompt
+    """An outcome holds the first K samples in `rollouts`, each as its first record; a failed or abandoned group holds none."""
+    first, admitted, drawn_of = facts.first_samples(), facts.first_prompts(), _drawn(facts)
     for outcome in facts.outcomes:
         found = partial(Violation, group=outcome.group, where=outcome.where)
-        numbers = [number for number, _ in outcome.samples]
-        wanted = list(range(count)) if outcome.outcome in WITH_SAMPLES else []
-        if numbers != wanted:
-            yield found(text=f"{outcome.outcome} with samples {numbers}, not {wanted}")
         prompt = admitted.get(outcome.group)
         partition = prompt.where.partition if prompt else outcome.where.partition
+        numbers = [number for number, _ in outcome.samples]
+        wanted = _wanted(facts, drawn_of.get((partition, outcome.group), [])) if outcome.outcome in WITH_SAMPLES else []
+        if numbers != wanted:
+            yield found(text=f"{outcome.outcome} with samples {numbers}, not {wanted}")
         for number, body in outcome.samples:
             drawn = first.get((partition, outcome.group, number))
             if drawn is None:
                 yield found(text=f"sample {number} stands nowhere in rollouts/{partition}")
             elif drawn.body != body:
                 yield found(text=f"sample {number} differs from its first record at {drawn.where}")
+
+
+def _drawn(facts: Facts) -> dict[tuple[int, int], list[int]]:
+    """(partition, group) -> the numbers of its samples in the order in which they stand in `rollouts`."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for (partition, group, number), _ in sorted(facts.first_samples().items(), key=lambda item: item[1].where.offset):
+        found.setdefault((partition, group), []).append(number)
+    return found
+
+
+def _wanted(facts: Facts, drawn: list[int]) -> list[int]:
+    count = facts.terms.samples_per_prompt
+    return sorted(drawn[:count]) if facts.terms.oversample and len(drawn) >= count else list(range(count))
 
 
 def one_fate(facts: Facts) -> Iterator[Violation]:
@@ -107,7 +120,7 @@ CHECKS = (
     ),
     Check(
         name="group-samples",
-        promise="an outcome holds samples 0 to K-1 as they were first drawn",
+        promise="an outcome holds the first K samples as they were first drawn",
         counts="samples",
         examined=lambda facts: sum(len(outcome.samples) for outcome in facts.outcomes),
         rule=samples,

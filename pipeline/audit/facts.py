@@ -69,7 +69,7 @@ class OutcomeFact(NamedTuple):
     samples: tuple[tuple[int, bytes], ...]
     """Number and hash of each."""
     version_min: int | None
-    """Oldest version of any span of any sample."""
+    """Oldest version that any trained token of any sample was drawn under."""
 
 
 class EntryFact(NamedTuple):

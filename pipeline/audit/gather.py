@@ -146,8 +146,9 @@ class Gatherer:
 
     def _sample(self, record: Record, where: Where) -> None:
         rollout = rollouts.read(record, run=self.facts.run)[1]
-        if rollout.sample >= self.facts.terms.samples_per_prompt:
-            raise errors.Unusable(f"sample {rollout.sample} where a group has {self.facts.terms.samples_per_prompt}", kind="mismatch")
+        begun = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
+        if rollout.sample >= begun:
+            raise errors.Unusable(f"sample {rollout.sample} where a group has {begun}", kind="mismatch")
         self.facts.samples.append(
             SampleFact(
                 where,

@@ -13,6 +13,9 @@ from pipeline.audit.source import Unreadable
 LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
 """How old a sample may be where the configuration does not say it."""
 
+BY_ARRIVAL = frozenset({"in_flight", "bounded"})
+"""Modes that train groups in the order they are scored in where the configuration does not say it."""
+
 DROPS = frozenset({"filtered", "failed", "abandoned"})
 """Outcomes of a group that is not trained and makes room for another."""
 
@@ -25,6 +28,8 @@ class Terms:
     """U"""
     samples_per_prompt: int
     """K"""
+    oversample: int
+    """r: a group may be begun as K + r samples; the first K in the log count."""
     steps_per_version: int
     """S"""
     max_lag: int
@@ -66,9 +71,10 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
         return Terms(
             prompts_per_step=int(schedule["prompts_per_step"]),
             samples_per_prompt=int(schedule["samples_per_prompt"]),
+            oversample=int(schedule["oversample"]),
             steps_per_version=int(schedule["steps_per_version"]),
             max_lag=LAG_OF_MODE[schedule["mode"]] if max_lag is None else int(max_lag),
-            order=str(schedule["order"]),
+            order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),
             steps=int(info["steps"]),
         )
     except (KeyError, TypeError, ValueError) as error:
