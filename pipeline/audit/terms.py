@@ -28,14 +28,14 @@ class Terms:
     """U"""
     samples_per_prompt: int
     """K"""
-    oversample: int
-    """r: a group may be begun as K + r samples; the first K in the log count."""
     steps_per_version: int
     """S"""
     max_lag: int
     order: str
     steps: int
     """Optimizer steps that were planned."""
+    oversample: int = 0
+    """r: a group may be begun as K + r samples; the first K in the log count."""
 
     @property
     def round_groups(self) -> int:
@@ -71,7 +71,7 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
         return Terms(
             prompts_per_step=int(schedule["prompts_per_step"]),
             samples_per_prompt=int(schedule["samples_per_prompt"]),
-            oversample=int(schedule["oversample"]),
+            oversample=int(schedule.get("oversample", 0)),
             steps_per_version=int(schedule["steps_per_version"]),
             max_lag=LAG_OF_MODE[schedule["mode"]] if max_lag is None else int(max_lag),
             order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),
