@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipeline import bottleneck
+from pipeline import bottleneck, report_flow
 from pipeline.facts import StepFacts, WorkerView
 from pipeline.report_text import STATUS_STYLES, duration, sparkline
 from pipeline.view import RunView
@@ -135,7 +135,14 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     found, step = bottleneck.find(view), _last(view)
     parts = [f"version {view.version if view.version is not None else '-'}"]
     if step is not None and "lag_mean" in step.metrics:
-        parts.append(f"lag {step.metrics['lag_mean']:.1f}")
+        parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
+        if step.metrics["lag_max"] and "ess" in step.metrics:
+            parts.append(f"ESS {step.metrics['ess']:.2f}")
+    engines = report_flow.engines(view)
+    if engines["swap_stall_ms_mean"] is not None:
+        parts.append(f"swap {engines['swap_stall_ms_mean']:.0f} ms")
+    if engines["occupancy"]:
+        parts.append(f"batch {engines['occupancy']:.0%} full")
     text = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
     if found is not None:
         text.append(" · ").append(_named(found), style="bold").append(f" ({found.why})", style="dim")

@@ -83,6 +83,10 @@ class Selector:
             self.newly_stale.append(candidate)
         return None
 
+    def queued(self) -> list[int]:
+        """The oldest version of each group that is scored and waits."""
+        return [candidate.policy_version_min for candidate in self._waiting.values()]
+
     def ready(self, wanted: int) -> bool:
         """Whether `wanted` groups could be handed out now, one after the other; staleness is not looked at."""
         if self.schedule.order == "arrival":

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from infra.log import Log, Partition, Start
+from pipeline import report_flow
 from pipeline.facts import StepFacts, together
+from pipeline.report_flow import weighted
 from pipeline.report_text import as_text, render
 from pipeline.schedule import DROPPED, MODES, admitted_groups
 from pipeline.view import RunView
@@ -83,8 +85,9 @@ def summarise(view: RunView) -> dict[str, Any]:
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
         "time": {**_time(view, steps, per_version=view.steps_per_version), **_overhead(view)},
         "overlap": _overlap(steps, per_version=view.steps_per_version),
-        "lag": _spread(steps, mean="lag_mean", extreme="lag_max"),
-        "ess": {"mean": _weighted((step.metrics.get("ess"), step.metrics.get("samples", 1.0)) for step in steps)},
+        "lag": report_flow.lag(steps),
+        "ess": report_flow.ess(steps),
+        "engines": report_flow.engines(view),
         "length": _lengths(view),
         "weights": {
             "versions": len(view.versions),
@@ -144,7 +147,7 @@ def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
 
 def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | None]:
     window = tenth(len(values))
-    return {"first": _weighted(values[:window]), "last": _weighted(values[-window:] if window else [])}
+    return {"first": weighted(values[:window]), "last": weighted(values[-window:] if window else [])}
 
 
 def fates(view: RunView) -> dict[int, str]:
@@ -240,11 +243,6 @@ def _overlap(steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
     return {"rounds": rounds, "first_backward_before_last_sample": before, "share": before / rounds if rounds else None}
 
 
-def _spread(steps: Sequence[StepFacts], *, mean: str, extreme: str) -> dict[str, float | None]:
-    most = max((step.metrics[extreme] for step in steps if extreme in step.metrics), default=None)
-    return {"mean": _weighted((step.metrics.get(mean), step.metrics.get("samples", 1.0)) for step in steps), "max": most}
-
-
 def _digest(view: RunView) -> str | None:
     if view.closed is not None and view.closed.digest:
         return view.closed.digest
@@ -270,12 +268,6 @@ def _restarts(view: RunView) -> dict[str, int]:
 
 def _source(labels: Mapping[str, str]) -> dict[str, str]:
     return {"source": labels["source"]} if "source" in labels else {}
-
-
-def _weighted(values: Iterable[tuple[float | None, float]]) -> float | None:
-    known = [(value, weight) for value, weight in values if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def _minus(end: float | None, start: float | None) -> float | None:

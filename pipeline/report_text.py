@@ -122,7 +122,7 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
-    time, lag, weights, lines = report["time"], report["lag"], report["weights"], []
+    time, lag, weights, lines = report["time"], report["lag"], report["weights"], list[tuple[str, Text]]()
     phases = [(name, time.get(f"{name}_s")) for name in ("install", "start", "train", "wall")]
     known = [f"{name} {seconds:.1f} s" for name, seconds in phases if seconds is not None]
     if known:
@@ -141,12 +141,32 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         share = f", {time['topics_overhead_ratio']:.1%} of the workers' CPU time" if time["topics_overhead_ratio"] is not None else ""
         lines.append(("topics", Text(f"{time['topics_overhead_ms_per_sample']:.3f} ms a sample{share}")))
     if lag["mean"] is not None:
-        limit = report["schedule"]["max_lag"]
-        ess = report["ess"]["mean"]
-        line = f"mean {lag['mean']:.2f}, at most {lag['max']:.0f} versions" + (f" (limit {limit})" if limit is not None else "")
-        lines.append(("lag", Text(line + (f"; effective sample size {ess:.3f}" if ess is not None else ""))))
+        lines += _freshness(report)
     digest = str(weights["digest"] or "none")
     lines.append(("weights", Text(f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB; digest {digest[:16]}")))
+    return lines
+
+
+def _freshness(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
+    """How old what was trained was, and what the engines did while it was drawn."""
+    lag, limit, ess, engines = report["lag"], report["schedule"]["max_lag"], report["ess"], report["engines"]
+    line = f"mean {lag['mean']:.2f}, at most {lag['max']:.0f} versions" + (f" (limit {limit})" if limit is not None else "")
+    if ess["mean"] is not None:
+        line += f"; effective sample size {ess['mean']:.3f}, at least {ess['min']:.3f}"
+    lines = [("lag", Text(line))]
+    if len(shares := lag["tokens"]["shares"]) > 1:
+        by_lag = " · ".join(f"{share:.0%} at {number}" for number, share in shares.items())
+        lines.append(("", Text(f"trained tokens by lag: {by_lag}; {lag['spans']:.2f} versions in a sample", style="dim")))
+    if engines["swaps"]:
+        stall = f"{engines['swap_stall_ms_mean']:.0f} ms each, {engines['swap_stall_ms_max']:.0f} at most"
+        parts = [f"{engines['swaps']:,.0f} times new weights in flight ({stall})"] if engines["swap_stall_ms_max"] else []
+        if engines["occupancy"]:
+            parts.append(f"batch {engines['occupancy']:.0%} full")
+        if engines["prefix_cache_hits"] is not None:
+            parts.append(f"{engines['prefix_cache_hits']:.0%} of prompt tokens from the prefix cache")
+        if engines["aborted_groups"]:
+            parts.append(f"{engines['aborted_groups']:.0f} groups aborted")
+        lines.append(("engines", Text(" · ".join(parts))))
     return lines
 
 

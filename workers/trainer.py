@@ -13,6 +13,7 @@ from infra.log import Partition, Start, Tail
 from pipeline import schedule as rules
 from pipeline.arrivals import Arrivals
 from pipeline.chronicle import Chronicle
+from pipeline.lag import lag_summary
 from pipeline.learner import StepOutcome
 from pipeline.past import Past, read_past, unused_groups
 from pipeline.recovery import recover
@@ -205,8 +206,9 @@ class Trainer:
         raise PenstockError(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
-        dropped = self.arrivals.selector.drops - self._drops
+        dropped, queued = self.arrivals.selector.drops - self._drops, [version - oldest for oldest in self.arrivals.selector.queued()]
         measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(dropped)}
+        measured |= {"queued_groups": float(len(queued)), **{f"queued_{name}": value for name, value in lag_summary(queued).items()}}
         self.training.chronicle.write(
             "step",
             step=self.training.steps_done,

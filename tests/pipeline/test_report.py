@@ -120,7 +120,9 @@ def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> Non
     assert report["weights"] == {"versions": 11, "bytes": 11_000, "digest": f"{10:064x}"}
     assert (report["steps"], report["versions"]) == (10, 10)
     assert [(found["version"], found["greedy_accuracy"]) for found in report["eval"]] == [(0, 0.0), (10, 0.9)]
-    assert report["lag"] == {"mean": 0.0, "max": 0.0}
+    assert (report["lag"]["mean"], report["lag"]["max"]) == (0.0, 0.0)
+    assert report["lag"]["tokens"]["shares"] == {}
+    assert report["engines"] == dict.fromkeys(report["engines"]) | {"swaps": 0.0, "aborted_groups": 0.0}
 
 
 def test_what_was_refused_is_counted_once_and_by_kind() -> None:
