@@ -18,6 +18,7 @@ from pipeline import attendance, supervision
 from pipeline.attendance import STOP_LIMIT_S
 from pipeline.config import Config
 from pipeline.graph import ROLES
+from pipeline.placement import NOT_PLACED, Placement
 from pipeline.supervision import Rules
 from pipeline.view import RunView
 from pipeline.worker_process import Worker
@@ -49,6 +50,7 @@ class Crew:
     config: Config
     directory: Path
     say: Say
+    placement: Placement = NOT_PLACED
     workers: list[Worker] = field(default_factory=list)
 
     def start(self) -> None:
@@ -187,6 +189,7 @@ class Crew:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         # -P and our root first: a user's own workers/ or pipeline/ in the working directory must not shadow ours.
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment |= self.placement.environment(name)
         if config.kafka.security:
             environment["PENSTOCK_SECURITY"] = json.dumps(config.kafka.security)
         command = [sys.executable, "-P", "-m", "workers", role, "--run", self.run, "--bootstrap", self.bootstrap, "--slot", str(slot)]

