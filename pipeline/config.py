@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from pipeline.advantages import ADVANTAGES
+from pipeline import algorithms
+from pipeline.algorithms import LOSSES
 from pipeline.plugins import nearest
 from pipeline.schedule import MODES, Schedule, preset
 from pipeline.sections import (
@@ -37,14 +38,6 @@ class ConfigError(ValueError):
     """A person's mistake in the configuration, in one line."""
 
 
-LOSSES: Mapping[str, Mapping[str, Any]] = {
-    # One function, other arguments: GRPO (arXiv 2402.03300), Dr. GRPO (arXiv 2503.20783), DAPO (arXiv 2503.14476).
-    "grpo": {"advantage": "grpo", "aggregate": "sequence_mean", "clip_high": 0.2},
-    "dr_grpo": {"advantage": "dr_grpo", "aggregate": "constant", "clip_high": 0.2},
-    "dapo": {"advantage": "grpo", "aggregate": "token_mean", "clip_high": 0.28},
-}
-
-
 class Config(Section):
     """A whole run. Every derived number is a property, so that the log holds only what a person chose."""
 
@@ -65,7 +58,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        schedule, algorithm = self.schedule, self.algorithm
+        schedule = self.schedule
         if (self.run.steps is None) == (self.run.epochs is None):
             raise ValueError("run.steps: give either run.steps or run.epochs")
         if schedule.mode not in MODES:
@@ -84,20 +77,11 @@ class Config(Section):
             raise ValueError(
                 f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)"
             )
-        if algorithm.proximal == "current" and schedule.steps_per_version != 1:
-            raise ValueError(f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {schedule.steps_per_version}")
-        if algorithm.advantage is not None and algorithm.advantage not in ADVANTAGES and ":" not in algorithm.advantage:
-            hint = nearest(algorithm.advantage, ADVANTAGES)
-            raise ValueError(
-                f"algorithm.advantage: {algorithm.advantage!r} is none of {', '.join(ADVANTAGES)} and no package:function{hint}"
-            )
+        algorithms.check(self.algorithm, self.rules)
         if schedule.samples_per_prompt == 1:
             raise ValueError("schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2")
         if self.reward.weights is not None and len(self.reward.weights) != len(self.reward.functions):
             raise ValueError(f"reward.weights: {len(self.reward.weights)} weights for {len(self.reward.functions)} reward.functions")
-        if algorithm.loss not in LOSSES and ":" not in algorithm.loss:
-            hint = nearest(algorithm.loss, LOSSES)
-            raise ValueError(f"algorithm.loss: {algorithm.loss!r} is none of {', '.join(LOSSES)} and no package:function{hint}")
         partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
         if partitions < needed:
             raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
@@ -119,14 +103,24 @@ class Config(Section):
         return self.algorithm.aggregate or str(self._preset["aggregate"])
 
     @property
+    def clip_low(self) -> float:
+        """Lower clip range of the importance ratio."""
+        return self.algorithm.clip_low if self.algorithm.clip_low is not None else float(self._preset["clip_low"])
+
+    @property
     def clip_high(self) -> float:
         """Upper clip range of the importance ratio."""
         return self.algorithm.clip_high if self.algorithm.clip_high is not None else float(self._preset["clip_high"])
 
     @property
     def proximal(self) -> str:
-        """Which logprobs the ratio is taken against: `current` needs S = 1."""
-        return self.algorithm.proximal or ("current" if self.schedule.steps_per_version == 1 and self.rules.max_lag == 0 else "behaviour")
+        """Which logprobs the ratio is taken against: behaviour, snapshot or current."""
+        return algorithms.proximal_of(self.algorithm, self.rules)
+
+    @property
+    def correction(self) -> str:
+        """What bounds the weight proximal / behaviour; "none" where nothing weighs it."""
+        return algorithms.correction_of(self.algorithm, self.rules)
 
     @property
     def _preset(self) -> Mapping[str, Any]:
@@ -134,9 +128,9 @@ class Config(Section):
 
     @property
     def slots(self) -> int:
-        """Unfinished groups that a rollout worker wants in hand."""
-        side_by_side = -(-self.rollout.concurrency // self.rules.samples_begun) if self.rollout.engine == "vllm" else 1
-        return self.rollout.slots or side_by_side + 2
+        """Unfinished groups that a rollout worker wants in hand; with vLLM twice what fills its rows: stragglers hold some of them."""
+        filling = -(-self.rollout.concurrency // self.rules.samples_begun)
+        return self.rollout.slots or (2 * filling + 2 if self.rollout.engine == "vllm" else 3)
 
     @property
     def partitions(self) -> int:

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from infra.backends import Backend
 from infra.backends.batch import TokenBatch
 from pipeline import losses
 from pipeline.advantages import ADVANTAGES, handle_truncated
+from pipeline.algorithms import LOSSES
 from pipeline.batches import MicroBatcher, TokenSequence, boundaries, pack
-from pipeline.config import LOSSES, Config
+from pipeline.config import Config
+from pipeline.lag import fractions_by_lag, lag_summary
 from pipeline.plugins import load
 from topics.groups import Group
 
@@ -41,12 +44,17 @@ class Objective:
         """What the configuration names; own functions are loaded here."""
         algorithm = config.algorithm
         settings: dict[str, Any] = {
-            "clip_low": algorithm.clip_low,
+            "clip_low": config.clip_low,
             "clip_high": config.clip_high,
             "aggregate": config.aggregate,
             "max_tokens": config.sampling.max_new_tokens,
             "kl_coef": algorithm.kl_coef,
         }
+        if config.correction != "none":
+            settings["correction"] = config.correction
+            settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
+        if algorithm.loss in LOSSES:
+            settings["surrogate"] = LOSSES[algorithm.loss]["surrogate"]
         function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
 
         def batch_loss(logprobs: Any, batch: TokenBatch, **given: Any) -> tuple[Any, dict[str, float]]:
@@ -159,7 +167,7 @@ class Step:
         started = time.monotonic()
         if self.first_backward_at is None:
             self.first_backward_at = time.time()
-        given: dict[str, Any] = {"proximal": batch.behaviour_logprobs if self.objective.proximal == "behaviour" else None}
+        given: dict[str, Any] = {"proximal": self._proximal(batch)}
         if self.objective.kl_coef:
             given["reference"] = self.backend.reference_logprobs(batch)
         self._stats.append(
@@ -167,22 +175,40 @@ class Step:
         )
         self.compute_s += time.monotonic() - started
 
+    def _proximal(self, batch: TokenBatch) -> npt.NDArray[np.float32] | None:
+        """[B, L-1] proximal logprobs of a micro-batch; None stands for the current policy's own."""
+        if self.objective.proximal == "snapshot":
+            return self.backend.snapshot_logprobs(batch)
+        return batch.behaviour_logprobs if self.objective.proximal == "behaviour" else None
+
     def _measures(self, learner_version: int) -> dict[str, float]:
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
-        lags = np.array([learner_version - rollout.version_min for rollout in rollouts], np.float64)
         lengths = np.array([len(rollout.token_ids) for rollout in rollouts], np.float64)
         return {
             "groups": float(len(self._groups)),
             "samples": float(len(rollouts)),
             "reward_trained": float(np.mean([sample.reward for group in self._groups for sample in group.samples])),
             "completion_tokens_mean": float(lengths.mean()),
-            "lag_mean": float(lags.mean()),
-            "lag_max": float(lags.max()),
+            **self._lags(learner_version),
             "micro_batches": float(len(self._closed)),
             "compute_s": self.compute_s,
             "first_backward_at": self.first_backward_at or 0.0,
             "first_sample_at": min(rollout.started_ns for rollout in rollouts) / 1e9,
             "last_sample_at": max(rollout.ended_ns for rollout in rollouts) / 1e9,
+        }
+
+    def _lags(self, learner_version: int) -> dict[str, float]:
+        """How old what was trained is, in versions: each group by its oldest, as freshness counts, and each trained token by its own."""
+        groups = [learner_version - min(sample.rollout.version_min for sample in group.samples) for group in self._groups]
+        taken = {(one.group, one.sample) for batch in self._closed for one in batch if one.loss_mask.any()}
+        rollouts = [sample.rollout for group in self._groups for sample in group.samples]
+        trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in taken]
+        tokens = learner_version - np.concatenate([rollout.token_versions[rollout.loss_mask] for rollout in trained])
+        return {
+            **lag_summary(groups),
+            **{f"token_{name}": value for name, value in lag_summary(tokens).items()},
+            **{f"tokens_at_lag_{lag}": share for lag, share in fractions_by_lag(tokens).items()},
+            "spans_mean": float(np.mean([len(rollout.span_versions) for rollout in trained])),
         }
 
 

@@ -1,4 +1,4 @@
-"""Policy-gradient losses as pure functions of tensors: GRPO, Dr. GRPO and DAPO are one function with other arguments.
+"""Policy-gradient losses as pure functions of tensors: GRPO, Dr. GRPO, DAPO, GSPO and CISPO are one function with other arguments.
 
 The rule: a loss is a float32 *sum* over weighted tokens, and statistics are sums too; whoever holds a whole step divides
 once. Everything per token is [B, L-1], aligned to next-token positions as in `TokenBatch`. An own loss is any function
@@ -12,60 +12,22 @@ import numpy as np
 import torch
 
 from infra.backends.batch import TokenBatch
-from infra.backends.forward import token_entropy, token_logprobs
+from pipeline.corrections import MAX_LOG_RATIO, correction_weights
+from pipeline.surrogates import SURROGATES
 
 Stats = dict[str, float]
 AGGREGATES = ("token_mean", "sequence_mean", "constant")
-
-
-def policy_loss(
-    logprobs: torch.Tensor,
-    proximal_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    importance: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped surrogate per token (arXiv 1707.06347), with GRPO's group advantages (arXiv 2402.03300).
-
-    -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprobs - proximal_logprobs); `clip_high > clip_low` is DAPO's
-    clip-higher (arXiv 2503.14476). `proximal_logprobs` carry no gradient: `logprobs.detach()` gives r = 1 and the plain policy
-    gradient. `importance` w [B, L-1] corrects for a behaviour policy other than the proximal one (arXiv 2505.24298).
-    `advantages` [B] or [B, L-1]. Returns the loss [B, L-1], 0 outside `mask`, and sums over the mask: `clipped`, `ratio_sum`, `kl_sum`
-    (k3 between proximal and current policy: how far the step has moved).
-    """
-    log_ratio = torch.where(mask, logprobs - proximal_logprobs.detach(), 0.0)
-    ratio = log_ratio.exp()
-    per_token = advantages[:, None] if advantages.ndim == 1 else advantages
-    plain, clipped = ratio * per_token, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * per_token
-    loss = -torch.minimum(plain, clipped)
-    if importance is not None:
-        loss = loss * importance
-    with torch.no_grad():
-        stats = {
-            "clipped": ((clipped < plain) & mask).sum(),
-            "ratio_sum": (ratio * mask).sum(),
-            "kl_sum": ((torch.expm1(-log_ratio) + log_ratio) * mask).sum(),
-        }
-    return torch.where(mask, loss, 0.0), stats
-
-
-def truncated_importance(
-    proximal_logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor, *, cap: float
-) -> torch.Tensor:
-    """min(cap, proximal / behaviour) per token, 1 outside `mask`, without gradient: truncated importance weights (arXiv 2509.19128)."""
-    log_weight = torch.where(mask, proximal_logprobs - behaviour_logprobs, 0.0).detach()
-    return log_weight.exp().clamp(max=cap)
+MAX_LOG_WEIGHT = 300.0
+"""Log weights in statistics are cut to +-300: the square of e^300 is still a finite float64."""
 
 
 def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(current || reference) per token, exp(d) - d - 1 with d = reference - current, 0 outside `mask`.
 
-    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4).
+    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4); d is cut to
+    +-`MAX_LOG_RATIO`. All arguments and the result are [B, L-1].
     """
-    difference = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0)
+    difference = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
@@ -104,28 +66,38 @@ def batch_loss(
     batch: TokenBatch,
     *,
     proximal: np.ndarray[Any, Any] | torch.Tensor | None = None,
+    surrogate: str = "clip",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     aggregate: str = "token_mean",
     max_tokens: int = 1,
-    importance_cap: float = 0.0,
+    correction: str = "none",
+    correction_low: float | None = None,
+    correction_high: float | None = None,
     kl_coef: float = 0.0,
     reference: np.ndarray[Any, Any] | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Stats]:
     """The un-normalised loss of one micro-batch and its statistics, both to be added up over the step.
 
-    `proximal` None takes the current policy (design: `current`); pass `batch.behaviour_logprobs` for `behaviour`, a snapshot's
-    logprobs for `snapshot`. `importance_cap` above 0 weighs tokens by the truncated ratio proximal / behaviour. `kl_coef` adds
-    k3 to `reference` [B, L-1]. Finish the summed statistics with `summarise`.
+    `logprobs` [B, L-1] are the current policy's, with gradient. `proximal` [B, L-1] None takes the current policy (design: `current`);
+    pass `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`;
+    `correction` one of `CORRECTIONS` or "none": it weighs each token's loss by the bounded ratio proximal / behaviour, which with a
+    proximal policy of its own is decoupled PPO (arXiv 2505.24298). `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs.
+    What the step is divided by counts the loss mask, masked-out tokens included. Finish the summed statistics with `summarise`.
     """
 
     def tensor(array: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(array, device=logprobs.device)
 
+    if surrogate not in SURROGATES:
+        raise ValueError(f"unknown surrogate {surrogate!r}: choose one of {', '.join(SURROGATES)}")
     mask, behaviour, advantages = tensor(batch.completion_mask), tensor(batch.behaviour_logprobs), tensor(batch.advantages)
     near = logprobs.detach() if proximal is None else tensor(proximal)
-    importance = truncated_importance(near, behaviour, mask, cap=importance_cap) if importance_cap else None
-    loss, sums = policy_loss(logprobs, near, advantages, mask, clip_low=clip_low, clip_high=clip_high, importance=importance)
+    loss, sums = SURROGATES[surrogate](logprobs, near, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    if correction != "none":
+        importance, corrected = correction_weights(near, behaviour, mask, correction=correction, low=correction_low, high=correction_high)
+        loss = loss * importance
+        sums |= corrected
     weights, count = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens)
     if kl_coef:
         if reference is None:
@@ -150,16 +122,15 @@ def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
 def summarise(sums: Mapping[str, float]) -> Stats:
     """A step's summed statistics as means over its `tokens`, its `loss` (`loss_sum` / `denominator`) and the effective sample size.
 
-    `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights w = current / behaviour (arXiv 2509.19128); clamping first
-    hides the tail it is there to show. `kl` is k3 between proximal and current policy, `kl_behaviour` and `kl_reference` likewise;
-    `clip_fraction` is of tokens whose gradient was cut off. An own loss's `NAME_sum` comes out as the mean NAME.
+    `NAME_sum` comes out as the mean NAME, an own loss's too. `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights
+    w = current / behaviour (arXiv 2509.19128); clamping first hides the tail it is there to show. `weight` is their mean, `kl` is k3
+    between proximal and current policy, `kl_behaviour_k1` and `kl_behaviour_k3` between behaviour and current, `clip_fraction`
+    (and `_low`, `_high`) of tokens that the surrogate clips. docs/algorithms.md says what each one tells.
     """
     tokens = sums["tokens"]
     if not tokens:
         return {"tokens": 0.0}
     result = {"tokens": tokens}
-    if "clipped" in sums:
-        result["clip_fraction"] = sums["clipped"] / tokens
     if sums.get("weight_squares"):
         result["ess"] = sums["weight_sum"] ** 2 / (tokens * sums["weight_squares"])
     if "loss_sum" in sums:
@@ -170,18 +141,16 @@ def summarise(sums: Mapping[str, float]) -> Stats:
 
 @torch.no_grad()
 def _importance_sums(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over `mask` of w = current / behaviour, w^2 and k3 between the two, in float64: w^2 of a wild token overflows float32."""
-    log_weight = torch.where(mask, logprobs - behaviour_logprobs, 0.0).double()
+    """Sums over `mask` of w = current / behaviour, w^2, and k1 and k3 of KL(behaviour || current), in float64 as w^2 is large.
+
+    k1 = -log w and k3 = w - 1 - log w are both unbiased for tokens that the behaviour policy drew (Schulman 2020); k3 is never negative.
+    """
+    log_weight = torch.where(mask, logprobs - behaviour_logprobs, 0.0).double().clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     weight = log_weight.exp() * mask
     return {
         "tokens": mask.sum(),
         "weight_sum": weight.sum(),
         "weight_squares": (weight * weight).sum(),
-        "kl_behaviour_sum": ((torch.expm1(-log_weight) + log_weight) * mask).sum(),
+        "kl_behaviour_k1_sum": -log_weight.sum(),
+        "kl_behaviour_k3_sum": (torch.expm1(log_weight) - log_weight).sum(),
     }
-
-
-__all__ = [
-    "AGGREGATES", "add_stats", "batch_loss", "denominator", "kl_k3", "policy_loss", "summarise", "token_entropy", "token_logprobs",
-    "token_weights", "truncated_importance",
-]  # fmt: skip

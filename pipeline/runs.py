@@ -19,6 +19,7 @@ from infra.log import Log
 from pipeline import rewards
 from pipeline.config import Config, ConfigError, to_json
 from pipeline.data import check, open_dataset
+from pipeline.placement import place, visible_gpus
 from pipeline.plugins import nearest, source_digest
 from pipeline.rendering import Renderer, digests
 from pipeline.schedule import versions_of
@@ -136,7 +137,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
     groups = steps * rules.prompts_per_step
     samples = groups * rules.samples_per_prompt
     a_step = rules.prompts_per_step * rules.samples_per_prompt
-    clip = f"-{config.algorithm.clip_low}/+{config.clip_high}"
+    clip = f"-{config.clip_low}/+{config.clip_high}"
     return [
         (
             "schedule",
@@ -154,10 +155,11 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
             f"{config.rollout.workers} rollout, {config.scorer.workers} scorer, 1 feeder, 1 trainer ({config.trainer.backend}), 1 tracker"
             + (", 1 evaluator" if config.eval.source else ""),
         ),
+        ("gpus", str(place(config, visible_gpus()))),
         (
             "loss",
             f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip {clip}, "
-            f"proximal {config.proximal}, kl_coef {config.algorithm.kl_coef}",
+            f"proximal {config.proximal}, correction {config.correction}, kl_coef {config.algorithm.kl_coef}",
         ),
     ]
 

@@ -13,6 +13,8 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""JSON has no infinity: the log would hold `null`, which means absent."""
 
 
 class Section(BaseModel):
@@ -78,15 +80,24 @@ class SamplingSection(Section):
 
 
 class AlgorithmSection(Section):
-    loss: str = Field("grpo", description="grpo, dr_grpo, dapo, or package:function / file.py:function")
+    loss: str = Field("grpo", description="grpo, dr_grpo, dapo, gspo, cispo, or package:function / file.py:function")
     advantage: str | None = Field(
         None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent"
     )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat | None = None
+    clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
+    clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     kl_coef: NonNegativeFloat = 0.0
-    proximal: Literal["behaviour", "current"] | None = Field(None, description="current at S = 1, behaviour otherwise, if absent")
+    proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
+        None, description="which of the three logprobs the ratio is taken against; from the schedule, the loss and the correction if absent"
+    )
+    correction: Literal["none", "tis", "sequence_tis", "mis", "sequence_mis", "icepop"] | None = Field(
+        None, description="what bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
+    )
+    correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")
+    correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        None, description="the correction's own bound if absent"
+    )
     filter_zero_variance: bool = True
     truncated: Literal["train", "mask", "penalise"] = "train"
     truncated_penalty: float = Field(

@@ -21,6 +21,7 @@ from pipeline.chronicle import Chronicle
 from pipeline.engines import make_backend
 from pipeline.learner import Objective, Step
 from pipeline.session import Session
+from pipeline.weights import fetch
 
 BYTES_PER_PARAMETER = 12
 """A checkpoint's float32 masters and AdamW's two moments."""
@@ -40,6 +41,8 @@ class Training:
     """Of the newest published version."""
     saved: int | None = None
     """Steps done at the newest checkpoint that can be used."""
+    _proximal: int | None = None
+    """The version whose weights the backend keeps as its snapshot."""
 
     @classmethod
     def open(cls, session: Session, chronicle: Chronicle) -> "Training":
@@ -56,7 +59,9 @@ class Training:
         self.publish(version=0)
 
     def step(self) -> Step:
-        """An optimizer step to be fed with groups."""
+        """An optimizer step to be fed with groups. Raises `LogError` when a snapshot has to come from the log and is not there."""
+        if self.objective.proximal == "snapshot":
+            self._hold_snapshot()
         return Step(self.backend, self.objective)
 
     def advance(self) -> None:
@@ -74,6 +79,17 @@ class Training:
         """The newest version that is published after the steps done."""
         count = rules.versions_of if self.steps_done == self.session.steps else rules.version_after
         return count(self.steps_done, steps_per_version=self.session.rules.steps_per_version)
+
+    def _hold_snapshot(self) -> None:
+        """Keep the weights with which the version under way began; after a restart within it they are those that it was published with."""
+        per_version = self.session.rules.steps_per_version
+        version = rules.version_after(self.steps_done, steps_per_version=per_version)
+        if version == self._proximal:
+            return
+        begins = self.steps_done % per_version == 0
+        manifest = self.chronicle.story.manifests[version]
+        self.backend.take_snapshot(None if begins else fetch(self.session.log, manifest, run=self.session.run))
+        self._proximal = version
 
     def publish(self, *, version: int) -> None:
         """Publish the weights as `version`; one that is published already must have the same digest. Raises `Unrecoverable`."""
@@ -109,6 +125,7 @@ class Training:
         """Put the initial model in the place of one that was half replaced."""
         self.backend.close()
         self.backend = make_backend(self.session.config, steps=self.session.steps)
+        self._proximal = None
 
     def export(self, say: Callable[[str], None]) -> None:
         """Write the model as a Hugging Face directory, if the run wants it."""

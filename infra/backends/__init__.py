@@ -54,6 +54,14 @@ class Backend(Protocol):
         """The same under version 0; needs `reference=True`."""
         ...
 
+    def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
+        """Make the current weights, or these, the proximal policy of the steps to come; needs `snapshot=True`."""
+        ...
+
+    def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under the weights of `take_snapshot`, 0 where nothing is trained."""
+        ...
+
     def weights(self) -> list[TensorBytes]:
         """A copy of the full, unsharded weights under the names of `model.named_parameters()`, tied ones once."""
         ...

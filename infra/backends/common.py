@@ -108,7 +108,7 @@ class LocalModel:
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
         self.module: Any = self.model
         self.reference = FrozenPolicy(self.settings, device=self.device) if self.settings.reference else None
-        self.snapshot: FrozenPolicy | None = None
+        self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
         self.steps = 0
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -141,16 +141,18 @@ class LocalModel:
             raise BackendError("no reference model is kept: open the backend with reference=True")
         return self.reference.logprobs(batch)
 
-    def take_snapshot(self) -> None:
-        """Remember the current weights as the proximal policy of the steps to come (arXiv 2505.24298)."""
-        self.snapshot = self.snapshot or FrozenPolicy(self.settings, device=self.device)
-        self.snapshot.load(self.weights())
+    def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
+        """Make the current weights, or these, the proximal policy of the steps to come (arXiv 2505.24298)."""
+        self._snapshot().load(self.weights() if tensors is None else tensors)
 
     def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] log-probabilities under the weights of `take_snapshot`."""
+        return self._snapshot().logprobs(batch)
+
+    def _snapshot(self) -> FrozenPolicy:
         if self.snapshot is None:
-            raise BackendError("no snapshot of the weights was taken")
-        return self.snapshot.logprobs(batch)
+            raise BackendError("no snapshot of the weights is kept: open the backend with snapshot=True")
+        return self.snapshot
 
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights, tied ones once."""

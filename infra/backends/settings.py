@@ -34,6 +34,8 @@ class BackendSettings:
     gradient_checkpointing: bool = False
     reference: bool = False
     """Keep a frozen copy of version 0, for KL."""
+    snapshot: bool = False
+    """Keep a second frozen copy, for the proximal policy; it is version 0 until `take_snapshot`."""
     entropy: bool = False
     """Report `entropy_sum` with every backward pass."""
 

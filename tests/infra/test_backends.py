@@ -218,9 +218,11 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_leaves_the_weights(ope
     assert digest(backend.weights()) == before
 
 
-def test_frozen_copies_stay_while_the_policy_moves(opened):
-    backend, batch = opened("torch", reference=True, entropy=True), batch_of(0)
-    start = backend.logprobs(batch)
+@pytest.mark.parametrize(("name", "own"), SOME)
+def test_frozen_copies_stay_while_the_policy_moves(opened, name, own):
+    backend, batch = opened(name, reference=True, snapshot=True, entropy=True, **own), batch_of(0)
+    start, version_0 = backend.logprobs(batch), backend.weights()
+    np.testing.assert_array_equal(backend.snapshot_logprobs(batch), start)
     train(backend, 1)
     backend.take_snapshot()
     between = backend.logprobs(batch)
@@ -233,6 +235,8 @@ def test_frozen_copies_stay_while_the_policy_moves(opened):
     assert stats["extra"] == 1.0
     assert stats["tokens"] == batch.tokens
     assert 0 < stats["entropy_sum"] / batch.tokens < np.log(VOCABULARY)
+    backend.take_snapshot(version_0)
+    np.testing.assert_array_equal(backend.snapshot_logprobs(batch), start)
 
 
 def test_gradient_checkpointing_changes_memory_only(opened):
@@ -309,6 +313,9 @@ def test_misuse_is_refused_in_one_line(opened, tmp_path, name, own):
         backend.step(denominator=0.0)
     with pytest.raises(BackendError, match="reference=True"):
         backend.reference_logprobs(batch_of(0))
+    for call in (backend.take_snapshot, lambda: backend.snapshot_logprobs(batch_of(0))):
+        with pytest.raises(BackendError, match="snapshot=True"):
+            call()
     with pytest.raises(BackendError, match="state"):
         backend.load(tmp_path / "nothing")
 

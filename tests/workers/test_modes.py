@@ -43,11 +43,11 @@ def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_e
         run={"steps": 30, "seed": 3},
         schedule={"mode": "one_step_off", "order": "arrival", "prompts_per_step": 2},
         trainer={"backend": "deepspeed", "zero_stage": 2},
-        eval={"source": str(tmp_path / "data.jsonl"), "limit": 4, "every": 2, "samples": 2, "target": 0.0},
+        eval={"source": str(tmp_path / "data.jsonl"), "limit": 4, "every": 2, "samples": 2, "patience": 1},
     )
     report = complete(broker, run_id, config, roles=("trainer", "rollout", "scorer", "feeder", "evaluator"))
     assert report["status"] == "finished"
-    assert report["steps"] < 30  # any accuracy reaches a target of 0
+    assert report["steps"] < 30  # an untrained model gets no better
     assert report["lag"]["max"] <= 1
     assert report["eval"][0]["version"] == 0
     groups = report["groups"]
