@@ -19,6 +19,8 @@ def make_engine(config: Config) -> Engine:
         from infra.engines.toy_engine import ToyEngine
 
         return ToyEngine(delay_s=rollout.toy_delay_s)
+    if rollout.engine == "vllm":
+        return _vllm_engine(config)
     with _LOADING:
         import torch
 
@@ -26,6 +28,25 @@ def make_engine(config: Config) -> Engine:
 
         device = ("cuda" if torch.cuda.is_available() else "cpu") if rollout.device == "auto" else rollout.device
         return TransformersEngine(config.model.path, dtype=rollout.dtype, device=device, threads=rollout.threads)
+
+
+def _vllm_engine(config: Config) -> Engine:
+    from infra.engines.vllm_engine import VllmEngine
+
+    rollout, sampling = config.rollout, config.sampling
+    with _LOADING:
+        return VllmEngine(
+            config.model.path,
+            dtype=rollout.dtype,
+            device=rollout.device,
+            threads=rollout.threads,
+            concurrency=rollout.concurrency,
+            longest=config.data.max_prompt_tokens + max(sampling.max_new_tokens, config.eval.max_new_tokens or 0),
+            kv_cache=rollout.kv_cache,
+            engine_process=rollout.engine_process,
+            seed=config.run.seed,
+            arguments=rollout.vllm,
+        )
 
 
 def make_backend(config: Config, *, steps: int) -> Backend:
@@ -49,5 +70,6 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             reference=config.algorithm.kl_coef > 0,
+            snapshot=config.proximal == "snapshot",
             **own,
         )

@@ -1,0 +1,172 @@
+"""What the engine on vLLM costs beside bare vLLM, and what swaps of weights in flight cost: tokens per second and the stall of a swap.
+
+    python benchmarks/engine_swaps.py --rounds 5
+
+Four variants on the same prompts: vLLM's own `LLMEngine` driven directly, `VllmEngine`, and `VllmEngine` with new weights every half
+second, keys and values kept or computed anew. They alternate within every round, so that a machine whose speed drifts treats them
+alike; ratios are taken within a round, figures are medians over the rounds.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infra.engines.requests import GroupRequest, Sampling
+from infra.engines.vllm_arguments import check_installed, engine_arguments
+from infra.engines.vllm_engine import VllmEngine
+from infra.engines.vllm_model import read_geometry
+from infra.engines.vllm_start import start_vllm
+from infra.tensors import TensorBytes
+
+ROWS = 8
+LIMITS = {"alone": 0.95, "keep": 0.88, "stall_ms": 100.0}
+
+
+def make_model(directory: Path, *, layers: int) -> int:
+    """A random Qwen3 of about 0.15 M parameters a layer; how many it has."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def read_tensors(directory: Path, *, scale: float) -> list[TensorBytes]:
+    """The directory's weights, scaled."""
+    from safetensors.torch import load_file
+
+    values = {name: (value * scale).numpy() for name, value in load_file(directory / "model.safetensors").items()}
+    return [TensorBytes(name=name, dtype="float32", shape=value.shape, data=value.tobytes()) for name, value in values.items()]
+
+
+def prompts_of(round_number: int, groups: int) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    """Other prompts every round, the same for all variants of a round."""
+    random = np.random.default_rng(round_number)
+    return [random.integers(3, 100, 24).astype(np.int32) for _ in range(groups)]
+
+
+def lengths_of(round_number: int, groups: int, tokens: int) -> list[int]:
+    """Ragged lengths, so that rows end and are filled all the time."""
+    return [int(n) for n in np.random.default_rng(1000 + round_number).integers(tokens // 2, tokens * 3 // 2, groups)]
+
+
+def open_bare(directory: str, *, concurrency: int, longest: int, engine_process: bool) -> Any:
+    """vLLM alone with the same arguments, its figures off."""
+    path = Path(directory)
+    arguments = engine_arguments(
+        {}, directory=path, geometry=read_geometry(path), dtype="float32", seed=0, concurrency=concurrency, longest=longest,
+        engine_process=engine_process, on_cpu=check_installed("auto"),
+    )  # fmt: skip
+    return start_vllm(arguments | {"disable_log_stats": True}, threads=1, engine_process=engine_process, on_cpu=check_installed("auto"))[0]
+
+
+def bare(llm: Any, prompts: list[Any], lengths: list[int]) -> float:
+    """Tokens per second of vLLM alone, everything submitted at once, with the logprob of every token and no seeds."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    began, tokens = time.perf_counter(), 0
+    for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        for row in range(ROWS):
+            parameters = SamplingParams(
+                temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            llm.add_request(f"{group}.{row}", {"prompt_token_ids": prompt.tolist()}, parameters)
+    while llm.has_unfinished_requests():
+        tokens += sum(len(output.outputs[0].token_ids) for output in llm.step() if output.finished)
+    return tokens / (time.perf_counter() - began)
+
+
+def drawn(
+    engine: VllmEngine, prompts: list[Any], lengths: list[int], *, new: Callable[[], list[TensorBytes]] | None = None, every_s: float = 0.5
+) -> tuple[float, list[float]]:
+    """Tokens per second of the engine, and the stall of each swap in seconds, with `new()` weights every `every_s`."""
+    began, tokens, stalls = time.perf_counter(), 0, []
+    for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sampling = Sampling(max_new_tokens=length, stop_ids=())
+        engine.submit(GroupRequest(group=group, prompt_ids=prompt, samples=tuple(range(ROWS)), rows=ROWS, seed=0, sampling=sampling))
+    swapped = began
+    while not engine.idle:
+        tokens += sum(len(completion.token_ids) for completion in engine.step())
+        if new is not None and not engine.idle and time.perf_counter() - swapped >= every_s:
+            tensors, swapped = new(), time.perf_counter()
+            engine.load_weights(engine.version + 1, tensors)
+            stalls.append(time.perf_counter() - swapped)
+    return tokens / (time.perf_counter() - began), stalls
+
+
+def main() -> None:
+    """Run the rounds, print figures and limits."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of a completion, on average")
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--every", type=float, default=0.5, help="seconds between swaps")
+    parser.add_argument("--engine-process", action="store_true")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="swaps-") as name:
+        parameters = make_model(Path(name), layers=chosen.layers)
+        versions = [read_tensors(Path(name), scale=scale) for scale in (1.0, 1.01)]
+        sizes = {"concurrency": chosen.concurrency, "longest": 32 + 2 * chosen.tokens, "engine_process": chosen.engine_process}
+        engine, alone = VllmEngine(name, **sizes), open_bare(name, **sizes)
+        rates: dict[str, list[float]] = {"bare": [], "alone": [], "keep": [], "recompute": []}
+        stalls: dict[str, list[float]] = {"keep": [], "recompute": []}
+        swaps = iter(range(10**9))
+        for number in range(-1, chosen.rounds):  # the first round is not counted
+            prompts, lengths = prompts_of(number + 1, chosen.groups), lengths_of(number + 1, chosen.groups, chosen.tokens)
+            order = list(rates)
+            for variant in order[number % 4 :] + order[: number % 4]:
+                engine._keep = variant == "keep"
+                if variant == "bare":
+                    rate = bare(alone, prompts, lengths)
+                else:
+                    new = None if variant == "alone" else lambda: versions[next(swaps) % 2]
+                    rate, seen = drawn(engine, prompts, lengths, new=new, every_s=chosen.every)
+                    stalls.setdefault(variant, []).extend(seen if number >= 0 else [])
+                if number >= 0:
+                    rates[variant].append(rate)
+        alone.engine_core.shutdown()
+        engine.close()
+    report(rates, stalls, parameters=parameters, chosen=chosen)
+
+
+def report(rates: dict[str, list[float]], stalls: dict[str, list[float]], *, parameters: int, chosen: argparse.Namespace) -> None:
+    """Print a line a variant and whether each limit is kept."""
+    print(f"{parameters / 1e6:.2f} M parameters, {chosen.concurrency} rows, {chosen.rounds} rounds, load {os.getloadavg()[0]:.1f}")
+    print(f"{'variant':<12}{'tokens/s':>10}{'ratio':>8}{'swaps':>8}{'stall ms median':>17}{'p95':>8}")
+    ratio = {}
+    for variant, found in rates.items():
+        against = rates["bare"] if variant == "alone" else rates["alone"]
+        ratio[variant] = statistics.median(rate / other for rate, other in zip(found, against, strict=True))
+        line = f"{variant:<12}{statistics.median(found):>10.0f}" + ("" if variant == "bare" else f"{ratio[variant]:>8.3f}")
+        if seen := stalls.get(variant):
+            line += f"{len(seen):>8}{1000 * statistics.median(seen):>17.1f}{1000 * float(np.quantile(seen, 0.95)):>8.1f}"
+        print(line)
+    print("ratio: alone against bare, with swaps against alone")
+    stall = 1000 * statistics.median(stalls["keep"]) if stalls["keep"] else 0.0
+    for what, value, kept in (
+        (f"alone >= {LIMITS['alone']}", ratio["alone"], ratio["alone"] >= LIMITS["alone"]),
+        (f"keep >= {LIMITS['keep']}", ratio["keep"], ratio["keep"] >= LIMITS["keep"]),
+        (f"median stall <= {LIMITS['stall_ms']:.0f} ms", stall, stall <= LIMITS["stall_ms"]),
+    ):
+        print(f"{'kept' if kept else 'MISSED':<8}{what}: {value:.3f}")
+
+
+if __name__ == "__main__":
+    main()
