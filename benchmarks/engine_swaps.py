@@ -8,7 +8,9 @@ alike; ratios are taken within a round, figures are medians over the rounds.
 """
 
 import argparse
+import itertools
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -26,6 +28,7 @@ from infra.engines.vllm_start import start_vllm
 from infra.tensors import TensorBytes
 
 ROWS = 8
+VARIANTS = ["bare", "alone", "keep", "recompute"]
 LIMITS = {"alone": 0.95, "keep": 0.88, "stall_ms": 100.0}
 
 
@@ -70,15 +73,20 @@ def open_bare(directory: str, *, concurrency: int, longest: int, engine_process:
         {}, directory=path, geometry=read_geometry(path), dtype="float32", seed=0, concurrency=concurrency, longest=longest,
         engine_process=engine_process, on_cpu=check_installed("auto"),
     )  # fmt: skip
-    return start_vllm(arguments | {"disable_log_stats": True}, threads=1, engine_process=engine_process, on_cpu=check_installed("auto"))[0]
+    llm, scratch = start_vllm(
+        arguments | {"disable_log_stats": True}, threads=1, engine_process=engine_process, on_cpu=check_installed("auto")
+    )
+    if not engine_process:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return llm
 
 
-def bare(llm: Any, prompts: list[Any], lengths: list[int]) -> float:
-    """Tokens per second of vLLM alone, everything submitted at once, with the logprob of every token and no seeds."""
+def bare(llm: Any, prompts: list[Any], lengths: list[int]) -> int:
+    """Tokens that vLLM alone draws, everything submitted at once, with the logprob of every token and no seeds."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    began, tokens = time.perf_counter(), 0
+    tokens = 0
     for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         for row in range(ROWS):
             parameters = SamplingParams(
@@ -88,33 +96,33 @@ def bare(llm: Any, prompts: list[Any], lengths: list[int]) -> float:
             llm.add_request(f"{group}.{row}", {"prompt_token_ids": prompt.tolist()}, parameters)
     while llm.has_unfinished_requests():
         tokens += sum(len(output.outputs[0].token_ids) for output in llm.step() if output.finished)
-    return tokens / (time.perf_counter() - began)
+    return tokens
 
 
 def drawn(
     engine: VllmEngine, prompts: list[Any], lengths: list[int], *, new: Callable[[], list[TensorBytes]] | None = None, every_s: float = 0.5
-) -> tuple[float, list[float]]:
-    """Tokens per second of the engine, and the stall of each swap in seconds, with `new()` weights every `every_s`."""
-    began, tokens, stalls = time.perf_counter(), 0, []
+) -> tuple[int, list[float]]:
+    """Tokens that the engine draws, and the stall of each swap in seconds, with `new()` weights every `every_s`."""
+    tokens, stalls = 0, []
     for group, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         sampling = Sampling(max_new_tokens=length, stop_ids=())
         engine.submit(GroupRequest(group=group, prompt_ids=prompt, samples=tuple(range(ROWS)), rows=ROWS, seed=0, sampling=sampling))
-    swapped = began
+    swapped = time.perf_counter()
     while not engine.idle:
         tokens += sum(len(completion.token_ids) for completion in engine.step())
         if new is not None and not engine.idle and time.perf_counter() - swapped >= every_s:
             tensors, swapped = new(), time.perf_counter()
             engine.load_weights(engine.version + 1, tensors)
             stalls.append(time.perf_counter() - swapped)
-    return tokens / (time.perf_counter() - began), stalls
+    return tokens, stalls
 
 
 def main() -> None:
     """Run the rounds, print figures and limits."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of a completion, on average")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=80, help="tokens of a completion, on average")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.5, help="seconds between swaps")
@@ -125,47 +133,63 @@ def main() -> None:
         versions = [read_tensors(Path(name), scale=scale) for scale in (1.0, 1.01)]
         sizes = {"concurrency": chosen.concurrency, "longest": 32 + 2 * chosen.tokens, "engine_process": chosen.engine_process}
         engine, alone = VllmEngine(name, **sizes), open_bare(name, **sizes)
-        rates: dict[str, list[float]] = {"bare": [], "alone": [], "keep": [], "recompute": []}
-        stalls: dict[str, list[float]] = {"keep": [], "recompute": []}
-        swaps = iter(range(10**9))
+        wall: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        cpu: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        stalls: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+        swaps = itertools.count()
         for number in range(-1, chosen.rounds):  # the first round is not counted
             prompts, lengths = prompts_of(number + 1, chosen.groups), lengths_of(number + 1, chosen.groups, chosen.tokens)
-            order = list(rates)
-            for variant in order[number % 4 :] + order[: number % 4]:
-                engine._keep = variant == "keep"
+            turned = (number + 1) % len(VARIANTS)
+            for variant in VARIANTS[turned:] + VARIANTS[:turned]:
+                engine._keep, seen = variant == "keep", []
+                began, used = time.perf_counter(), time.process_time()
                 if variant == "bare":
-                    rate = bare(alone, prompts, lengths)
+                    tokens = bare(alone, prompts, lengths)
                 else:
                     new = None if variant == "alone" else lambda: versions[next(swaps) % 2]
-                    rate, seen = drawn(engine, prompts, lengths, new=new, every_s=chosen.every)
-                    stalls.setdefault(variant, []).extend(seen if number >= 0 else [])
+                    tokens, seen = drawn(engine, prompts, lengths, new=new, every_s=chosen.every)
                 if number >= 0:
-                    rates[variant].append(rate)
+                    wall[variant].append(tokens / (time.perf_counter() - began))
+                    cpu[variant].append(tokens / (time.process_time() - used))
+                    stalls[variant] += seen
+            if number >= 0:
+                print(f"round {number + 1}: " + ", ".join(f"{variant} {wall[variant][-1]:.0f}" for variant in VARIANTS), flush=True)
         alone.engine_core.shutdown()
         engine.close()
-    report(rates, stalls, parameters=parameters, chosen=chosen)
+    report(wall, cpu, stalls, parameters=parameters, chosen=chosen)
 
 
-def report(rates: dict[str, list[float]], stalls: dict[str, list[float]], *, parameters: int, chosen: argparse.Namespace) -> None:
+def report(
+    wall: dict[str, list[float]],
+    cpu: dict[str, list[float]],
+    stalls: dict[str, list[float]],
+    *,
+    parameters: int,
+    chosen: argparse.Namespace,
+) -> None:
     """Print a line a variant and whether each limit is kept."""
     print(f"{parameters / 1e6:.2f} M parameters, {chosen.concurrency} rows, {chosen.rounds} rounds, load {os.getloadavg()[0]:.1f}")
-    print(f"{'variant':<12}{'tokens/s':>10}{'ratio':>8}{'swaps':>8}{'stall ms median':>17}{'p95':>8}")
-    ratio = {}
-    for variant, found in rates.items():
-        against = rates["bare"] if variant == "alone" else rates["alone"]
-        ratio[variant] = statistics.median(rate / other for rate, other in zip(found, against, strict=True))
-        line = f"{variant:<12}{statistics.median(found):>10.0f}" + ("" if variant == "bare" else f"{ratio[variant]:>8.3f}")
-        if seen := stalls.get(variant):
+    print(f"{'variant':<12}{'tokens/s':>10}{'ratio':>8}{'per CPU s':>12}{'ratio':>8}{'swaps':>8}{'stall ms median':>17}{'p95':>8}")
+    ratio = {variant: (_ratio(wall, variant), _ratio(cpu, variant)) for variant in VARIANTS}
+    for variant in VARIANTS:
+        line = f"{variant:<12}{statistics.median(wall[variant]):>10.0f}{ratio[variant][0]:>8.3f}"
+        line += f"{statistics.median(cpu[variant]):>12.0f}{ratio[variant][1]:>8.3f}"
+        if seen := stalls[variant]:
             line += f"{len(seen):>8}{1000 * statistics.median(seen):>17.1f}{1000 * float(np.quantile(seen, 0.95)):>8.1f}"
         print(line)
-    print("ratio: alone against bare, with swaps against alone")
+    print("ratio: alone against bare, with swaps against alone; CPU seconds are this process's")
     stall = 1000 * statistics.median(stalls["keep"]) if stalls["keep"] else 0.0
     for what, value, kept in (
-        (f"alone >= {LIMITS['alone']}", ratio["alone"], ratio["alone"] >= LIMITS["alone"]),
-        (f"keep >= {LIMITS['keep']}", ratio["keep"], ratio["keep"] >= LIMITS["keep"]),
+        (f"alone >= {LIMITS['alone']}", ratio["alone"][0], ratio["alone"][0] >= LIMITS["alone"]),
+        (f"keep >= {LIMITS['keep']}", ratio["keep"][0], ratio["keep"][0] >= LIMITS["keep"]),
         (f"median stall <= {LIMITS['stall_ms']:.0f} ms", stall, stall <= LIMITS["stall_ms"]),
     ):
         print(f"{'kept' if kept else 'MISSED':<8}{what}: {value:.3f}")
+
+
+def _ratio(rates: dict[str, list[float]], variant: str) -> float:
+    against = rates["bare" if variant in ("bare", "alone") else "alone"]
+    return statistics.median(rate / other for rate, other in zip(rates[variant], against, strict=True))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,66 @@
+"""A live run on vLLM whose rollout worker is killed in the middle: nothing of its engine stays, and the run goes on to a clean end."""
+
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+from crew import Crew, config_of
+from processes import Processes
+
+from pipeline.audit.findings import as_text, audit_kafka
+from pipeline.runs import create
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+GONE_S = 15.0
+
+
+def left_behind(temporary: Path) -> set[str]:
+    """What engines may leave in shared memory and in the directory for temporary files."""
+    return {str(path) for path in [*Path("/dev/shm").glob("psm_*"), *temporary.rglob("*vllm*")]}
+
+
+@pytest.mark.parametrize(
+    "engine_process", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["engine in the worker", "engine in its own process"]
+)
+def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
+    broker: str, run_id: str, tiny_model: Path, tmp_path: Path, engine_process: bool
+) -> None:
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        run={"steps": 12, "seed": 5},
+        schedule={"mode": "in_flight", "prompts_per_step": 2, "samples_per_prompt": 4},
+        sampling={"max_new_tokens": 48},
+        rollout={"engine": "vllm", "workers": 1, "concurrency": 16, "engine_process": engine_process},
+        trainer={"lr": 1e-3, "micro_batch_tokens": 512, "export": False},
+    )
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: longer ones are not taken, sockets lie there
+    before = left_behind(temporary)
+    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        for role in ("trainer", "rollout", "scorer", "feeder"):
+            workers.start(role, environment={"TMPDIR": str(temporary)})
+        crew.wait(lambda: crew.report()["steps"] >= 3)
+        family = psutil.Process(workers.running["rollout-0"].pid).children(recursive=True)
+        assert bool(family) == engine_process
+        workers.kill("rollout-0")
+        _, alive = psutil.wait_procs(family, GONE_S)
+        assert not alive, f"{[process.cmdline() for process in alive]} outlived their worker"
+        workers.start("rollout", environment={"TMPDIR": str(temporary)})
+        crew.wait(lambda: crew.report()["status"] == "finished")
+        for name in workers.running:
+            assert workers.ended(name) == 0, workers.text(name)
+        report = crew.report()
+    found = audit_kafka(broker, run_id)
+    assert found.clean, as_text(found)
+    assert report["groups"]["trained"] == 24
+    assert report["engines"]["swaps"] >= 1
+    assert report["lag"]["max"] <= 4
+    assert left_behind(temporary) <= before, left_behind(temporary) - before
+    shutil.rmtree(temporary)
+    assert not any(process.pid != os.getpid() and "EngineCore" in process.name() for process in psutil.process_iter())
