@@ -27,9 +27,9 @@ from infra.broker.state import run_directory
 ROLLOUT_CORE, TRAINER_CORE = 0, 1
 SYNCHRONOUS, IN_FLIGHT, BOTH_CORES = "synchronous", "in_flight", "synchronous, both cores"
 SETTINGS: Mapping[str, Sequence[str]] = {
-    SYNCHRONOUS: ("schedule.mode=synchronous", "rollout.workers=1"),
+    SYNCHRONOUS: ("schedule.mode=synchronous", "schedule.max_lag=0", "rollout.workers=1"),
     IN_FLIGHT: ("schedule.mode=in_flight", "schedule.max_lag=4", "rollout.workers=1"),
-    BOTH_CORES: ("schedule.mode=synchronous", "rollout.workers=2", "trainer.threads=2"),
+    BOTH_CORES: ("schedule.mode=synchronous", "schedule.max_lag=0", "rollout.workers=2", "trainer.threads=2"),
 }
 
 

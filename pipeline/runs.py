@@ -155,13 +155,20 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
             f"{config.rollout.workers} rollout, {config.scorer.workers} scorer, 1 feeder, 1 trainer ({config.trainer.backend}), 1 tracker"
             + (", 1 evaluator" if config.eval.source else ""),
         ),
-        ("gpus", str(place(config, visible_gpus()))),
+        ("gpus", _gpus(config)),
         (
             "loss",
             f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip {clip}, "
             f"proximal {config.proximal}, correction {config.correction}, kl_coef {config.algorithm.kl_coef}",
         ),
     ]
+
+
+def _gpus(config: Config) -> str:
+    try:
+        return str(place(config, visible_gpus()))
+    except ConfigError as error:  # a look at a configuration that is meant for another machine is no mistake
+        return f"not on this machine: {error}"
 
 
 def write(log: Log, record: RunRecord) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from infra.broker.java import Java
 
 _QUIET = ("-Xshare:auto", "-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xlog:class+path=off")
-_USE, _WRITE = "-XX:SharedArchiveFile=", "-XX:ArchiveClassesAtExit="
+_USE, WRITE = "-XX:SharedArchiveFile=", "-XX:ArchiveClassesAtExit="
 _UNFINISHED = ".unfinished"
 _BASE_TIMEOUT_S = 60.0
 
@@ -33,7 +33,7 @@ def flags(java: Java, *, class_path: str, jvm: tuple[str, ...], directory: Path)
     below = [] if _has_base(java) else [str(base)]
     if archives:
         return [*_QUIET, _USE + ":".join([*below, str(archives[0])])]
-    return [*_QUIET, *(_USE + path for path in below), f"{_WRITE}{directory / key}{_UNFINISHED}"]
+    return [*_QUIET, *(_USE + path for path in below), f"{WRITE}{directory / key}{_UNFINISHED}"]
 
 
 def finish(directory: Path, *, whole: bool) -> None:

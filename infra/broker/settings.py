@@ -1,5 +1,7 @@
 """Every setting of the embedded broker, each with its reason; paths are relative to the broker's own directory."""
 
+from collections.abc import Mapping
+
 HOST = "127.0.0.1"
 NODE_ID = 1
 
@@ -29,8 +31,9 @@ _BEHAVIOUR = {
     "group.initial.rebalance.delay.ms": "0",
     # Lets workers ask for sessions shorter than 6 s, so that a killed worker's partitions move on within 2 s.
     "group.min.session.timeout.ms": "1000",
-    # After kill -9 the broker has to wait until its own old registration has expired: 6 s instead of 13-16 s until it serves again.
-    "broker.session.timeout.ms": "3000",
+    # A broker that was frozen, with its machine or alone, stays in service: a controller that fences the only broker leaves every
+    # partition without a leader for a moment, in which Kafka 4.3.1 can lose the end of a transaction (`fencing`).
+    "broker.session.timeout.ms": "30000",
     "broker.heartbeat.interval.ms": "500",
     # An overdue transaction of a dead worker holds up every read_committed reader: looked for each second, not every ten.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
@@ -106,4 +109,22 @@ def server_properties(*, port: int, controller_port: int, data: str) -> str:
         "controller.quorum.bootstrap.servers": f"{HOST}:{controller_port}",
         "log.dirs": data,
     }
-    return "".join(f"{key}={value}\n" for key, value in {**_SINGLE_NODE, **_BEHAVIOUR, **_DISK, **addresses}.items())
+    return _text({**_SINGLE_NODE, **_BEHAVIOUR, **_DISK, **addresses})
+
+
+def fencing_properties(*, controller_port: int, data: str) -> str:
+    """Return the properties of the same node as controller alone, which misses its broker as soon as can be."""
+    own = {
+        "process.roles": "controller",
+        "listeners": f"CONTROLLER://{HOST}:{controller_port}",
+        "controller.quorum.bootstrap.servers": f"{HOST}:{controller_port}",
+        "log.dirs": data,
+        "broker.session.timeout.ms": "200",
+        "broker.heartbeat.interval.ms": "50",
+        "metadata.max.idle.interval.ms": "100",  # how soon a record follows the last one
+    }
+    return _text({**_SINGLE_NODE, **own})
+
+
+def _text(properties: Mapping[str, str]) -> str:
+    return "".join(f"{key}={value}\n" for key, value in properties.items())

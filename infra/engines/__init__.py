@@ -1,4 +1,5 @@
-"""Generation engines behind one stepped protocol; the rule: what a sample turns out to be depends on its request and the weights alone.
+"""Generation engines behind one stepped protocol; the rule: a token's label and logprob are of the weights and distribution it was drawn from.
 
-`requests` is the contract and needs no torch; `toy_engine` is its light twin; `transformers_engine` draws from any Hugging Face causal LM.
+`requests` is the contract and needs no torch; `toy_engine` is its light twin; `transformers_engine` draws from any Hugging Face causal LM,
+one group at a time and bit for bit the same; `vllm_engine` draws many side by side and takes new weights between any two steps.
 """

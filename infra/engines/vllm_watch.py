@@ -1,6 +1,6 @@
 """Nobody outlives the other: an engine's processes end with the worker that owns them, and the worker learns of their end.
 
-The rule: whatever kills the worker, SIGKILL too, its engine's processes are gone within a second, and nothing of theirs is left behind.
+The rule: whatever kills the worker, SIGKILL too, its engine's processes are gone within seconds, and nothing of theirs is left.
 """
 
 import contextlib

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,10 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 
 from infra.broker import embedded, process
 from infra.errors import BrokerError
+from infra.kafka.log import KafkaLog
+from tests.infra.log_helpers import WAIT_S, make_topics, outgoing
 
+PARTITIONS = 100
 _ROOT = Path(__file__).resolve().parents[2]
 _START = "import sys, pathlib; from infra.broker.embedded import start; print(start(home=pathlib.Path(sys.argv[1])).pid)"
 
@@ -119,6 +123,24 @@ def test_a_broker_killed_without_warning_starts_again_with_its_data(home: Path) 
     again = embedded.start(home=home)
     assert again.pid != before.pid
     assert read(again.bootstrap, "survives") == value
+
+
+def test_a_transaction_whose_commit_the_killed_broker_acknowledged_is_visible_in_every_partition_when_it_is_back(home: Path) -> None:
+    before = embedded.status(home)
+    assert before.pid is not None
+    log = KafkaLog(before.bootstrap)
+    (topic,) = make_topics(log, "killed", "many", partitions=PARTITIONS)
+    everywhere = [(topic, partition) for partition in range(PARTITIONS)]
+    writer = log.transactions("killed.writer")
+    writer.commit([outgoing(topic, b"1", partition=partition) for _, partition in everywhere])
+    os.kill(before.pid, signal.SIGKILL)  # the commit is acknowledged before its markers stand in the partitions
+    embedded.start(home=home)
+    deadline = time.monotonic() + WAIT_S
+    while (ends := log.end_offsets(everywhere)) != log.end_offsets(everywhere, committed=False) or 1 in ends.values():
+        assert time.monotonic() < deadline, f"{sum(end < 2 for end in ends.values())} of {PARTITIONS} partitions wait for the end"
+        time.sleep(0.1)
+    writer.close()
+    log.close()
 
 
 def test_a_broker_that_cannot_start_says_why_in_one_line_and_leaves_no_process(home: Path) -> None:

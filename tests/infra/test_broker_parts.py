@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.broker import embedded, jars, java, ports, probe, process
+from infra.broker import embedded, fencing, jars, java, ports, probe, process
 from infra.broker.state import state_directory
 from infra.errors import BrokerError
 
@@ -209,3 +209,29 @@ def test_what_is_not_a_kafka_broker_is_not_taken_for_one(answer: bytes) -> None:
     with server:
         assert probe.cluster_id("127.0.0.1", server.getsockname()[1], timeout_s=2) is None
         thread.join()
+
+
+def replayed(fenced: str) -> str:
+    kind = "RegisterBrokerRecord" if fenced in ("true", "false") else "BrokerRegistrationChangeRecord"
+    return f"[2026-01-01 00:00:00,000] INFO [QuorumController id=1] Replayed one: {kind}(brokerId=1, fenced={fenced}, logDirs=[]) (kafka)\n"
+
+
+@pytest.mark.parametrize(
+    ("fenced", "struck_off"),
+    [
+        (["true"], True),
+        (["true", "-1"], False),
+        (["true", "-1", "0"], False),
+        (["true", "-1", "0", "1"], True),
+        (["true", "-1", "1", "true", "0", "-1"], False),
+        (["false"], False),
+        ([], True),
+    ],
+)
+def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_last_record_fences_it(fenced: list[str], struck_off: bool):
+    text = "".join(map(replayed, fenced))
+    assert not fencing.is_struck_off(text)
+    assert (
+        fencing.is_struck_off(f"{text}[2026-01-01 00:00:00,001] WARN [QuorumController id=1] Performing controller activation.")
+        == struck_off
+    )

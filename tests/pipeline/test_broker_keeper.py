@@ -56,14 +56,14 @@ def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_ho
     monkeypatch.setenv("PENSTOCK_HOME", str(new_home()))
     said: list[str] = []
     found = embedded.start()
-    keeper = keeper_of(found.bootstrap, said, max_restarts=2)
+    keeper = keeper_of(found.bootstrap, said, max_restarts=1)
     (found.home / "broker" / "data" / "meta.properties").write_text("version=1\ncluster.id=another\nnode.id=7\n")
     assert found.pid is not None
     os.kill(found.pid, signal.SIGKILL)
     given_up = look_until(keeper, lambda: False)
     assert given_up is not None
     assert "the broker stopped while starting" in given_up
-    assert "3 times in a row, run.max_restarts = 2" in given_up
+    assert "2 times in a row, run.max_restarts = 1" in given_up
     assert not any("was stopped" in line for line in said)
 
 

@@ -6,7 +6,7 @@ import pytest
 from crew import complete, config_of
 
 
-@pytest.mark.parametrize("steps_per_version", [1, 2])
+@pytest.mark.parametrize("steps_per_version", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_synchronous_pipelined_and_pipelined_again_end_in_the_same_weights(
     broker, run_id, tiny_model, tmp_path: Path, steps_per_version: int
 ):

@@ -4,17 +4,22 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 from crew import Crew, complete, config_of
 
 from pipeline import copies
 from pipeline.runs import create
 
-MOVES = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
-"""Of rollout workers, while the run goes on; one is always left."""
+SOME = ("join 1", "leave 0", "join 2", "leave 1")
+MANY = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
+"""Moves of rollout workers while the run goes on; one is always left."""
 
 
-def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_and_weights(broker, run_id, tiny_model, tmp_path: Path):
-    config = config_of(tiny_model, tmp_path, run={"steps": 16, "seed": 7}, scorer={"workers": 2})
+@pytest.mark.parametrize("moves", [SOME, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"])
+def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_and_weights(
+    broker, run_id, tiny_model, tmp_path: Path, moves: tuple[str, ...]
+):
+    config = config_of(tiny_model, tmp_path, run={"steps": 2 * len(moves) + 2, "seed": 7}, scorer={"workers": 2})
     plain = complete(broker, f"{run_id}-plain", config)
     draw = random.Random(3)
     with Crew(broker, f"{run_id}-odd") as crew:
@@ -24,7 +29,7 @@ def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_a
         create(config, log=crew.log, run_id=f"{run_id}-odd", say=lambda _: None)
         crew.start("scorer", 1)
         crew.start("feeder")
-        for done, move in enumerate(MOVES, start=1):
+        for done, move in enumerate(moves, start=1):
             crew.wait(lambda done=done: crew.report()["steps"] >= 2 * done - 1)
             time.sleep(draw.uniform(0.0, 0.5))  # at any instant of a group, or of the rebalance before
             what, slot = move.split()

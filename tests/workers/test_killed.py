@@ -19,7 +19,9 @@ from pipeline.supervision import HOPELESS
 WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
 STOP_S = 7.5
 """Longer than the 6 s after which a group member that says nothing is replaced."""
-WAVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+Plan = tuple[tuple[str, tuple[str, ...]], ...]
+ALL_AT_ONCE: Plan = (("kill", WORKERS),)
+WAVES: Plan = (
     ("kill", ("rollout-0", "scorer-0", "trainer")),
     ("stop", ("rollout-1", "scorer-1")),
     ("kill", WORKERS),
@@ -58,8 +60,13 @@ class Waves:
             self.stops.setdefault(name, []).append((began, time.time_ns()))
 
 
-def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_undisturbed_one(broker, run_id, tiny_model, tmp_path: Path):
-    sizes = {"run": {"steps": 14, "seed": 7}, "rollout": {"workers": 2}, "scorer": {"workers": 2}}
+@pytest.mark.parametrize(
+    ("plan", "steps"), [(ALL_AT_ONCE, 6), pytest.param(WAVES, 14, marks=pytest.mark.slow)], ids=["all at once", "in waves"]
+)
+def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_undisturbed_one(
+    broker, run_id, tiny_model, tmp_path: Path, plan: Plan, steps: int
+):
+    sizes = {"run": {"steps": steps, "seed": 7}, "rollout": {"workers": 2}, "scorer": {"workers": 2}}
     config = config_of(tiny_model, tmp_path, **sizes)
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-killed"
@@ -68,7 +75,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
         waves = Waves(workers, seed=7)
         for name in WORKERS:
             waves.start(name)
-        for done, (what, names) in enumerate(WAVES, start=1):
+        for done, (what, names) in enumerate(plan, start=1):
             crew.wait(lambda done=done: crew.report()["steps"] >= 3 * done)
             waves.hit(what, names)
         zombie = workers.running["scorer-0"]
@@ -101,7 +108,8 @@ def stop_in_the_third_transaction() -> None:
     internals.commit_transaction = stopping
 
 
-@pytest.mark.parametrize("seconds", [STOP_S, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [STOP_S, 20.0])
 def test_a_scorer_that_is_stopped_inside_a_transaction_loses_and_doubles_no_group(broker, run_id, tiny_model, tmp_path, seconds):
     """20 s is longer than the transaction may last: the broker has aborted it by then."""
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7}, rollout={"workers": 1})

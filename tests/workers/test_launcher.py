@@ -54,7 +54,8 @@ def pids(home: Path, run: str) -> dict[str, int]:
 
 
 def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights(broker, run_id, tiny_model, tmp_path: Path, penstock_home: Path):
-    config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 7}, kafka={"bootstrap": broker, "partitions": 8})
+    sections = {"run": {"steps": 12, "seed": 7}, "rollout": {"workers": 1}, "kafka": {"bootstrap": broker, "partitions": 8}}
+    config = config_of(tiny_model, tmp_path, **sections)
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-cli"
     with Crew(broker, run) as watching, launched(str(toml_of(config, tmp_path)), "--run-id", run, "--json") as process:

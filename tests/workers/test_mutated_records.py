@@ -145,6 +145,7 @@ def same_run(report: dict[str, Any], plain: dict[str, Any]) -> None:
     assert report["groups"] == plain["groups"]
 
 
+@pytest.mark.slow
 def test_fifteen_hundred_damaged_records_change_nothing_and_each_is_accounted_for(broker, run_id, tiny_model, tmp_path: Path, capsys):
     steps = 12
     config = config_of(tiny_model, tmp_path, run={"steps": steps, "seed": 7}, rollout={"workers": 1})

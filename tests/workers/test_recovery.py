@@ -47,6 +47,8 @@ def rounds(count: int, *, per_version: int) -> list[Group]:
     return [group_of(number, version=number // per_version) for number in range(count)]
 
 
+ALWAYS = "round by round"
+"""The kind that the default suite has; the others are among the slow tests."""
 KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
     # killed at a checkpoint inside a round; the KL's reference stays version 0 and the rate goes on falling
     "round by round": (
@@ -79,7 +81,7 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [ALWAYS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != ALWAYS)])
 def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(broker, run_id, log, tiny_model, tmp_path: Path, kind: str):
     sections, found = KINDS[kind]
     config = config_for(tiny_model, tmp_path, **sections)
@@ -284,6 +286,7 @@ def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(broker
     assert again["groups"] == plain["groups"]
 
 
+@pytest.mark.slow
 def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(broker, run_id, tiny_model, tmp_path: Path):
     config = config_of(
         tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}

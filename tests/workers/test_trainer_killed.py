@@ -17,8 +17,7 @@ LATER = {"ledger.step.before": 3, "ledger.step.after": 3, "ledger.version.before
 """At which passing the process dies, where the first is not the one that tells most."""
 TRANSACTIONS = {"run-opened": 1, "version 0": 2, "step": 5, "version": 6, "checkpoint": 7, "stale": 11, "run-closed": 19}
 """What the n-th transaction of the run commits."""
-ALWAYS = {"chunk.sent", "ledger.version.before", "ledger.step.before", "ledger.step.after", "checkpoint.some", "ledger.checkpoint.after"}
-ALWAYS |= {"checkpoint.removing", "recovery.repeated", "ledger.run-closed.after"}
+ALWAYS = {"chunk.sent", "ledger.step.after", "checkpoint.some", "recovery.repeated", "ledger.run-closed.after"}
 """Points that the default suite passes; all the others are among the slow tests."""
 CASES = [(point, LATER.get(point, 1)) for point in POINTS if point != "transaction.sent"]
 CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]

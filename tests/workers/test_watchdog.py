@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from crew import Crew, config_of
 from processes import Processes
 from rich.console import Console
@@ -32,6 +33,7 @@ class Listener:
             self._dog.look(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
 
 
+@pytest.mark.slow
 def test_whoever_holds_a_run_up_is_named_with_the_group_and_the_reason(broker, run_id, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 400}, rollout={"workers": 1})
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:

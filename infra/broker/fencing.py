@@ -1,0 +1,81 @@
+"""A broker that died is struck off before its successor starts, by a controller that runs alone for a moment.
+
+The rule: a broker never starts on metadata in which it leads its partitions already.
+
+Kafka 4.3.1 alone does: the successor takes over the transactions of its former self, cannot write their commit markers because it is
+not in service yet, and while the controller strikes its former self off, finds its partitions without a leader. It takes them for
+deleted, skips the markers and notes the transaction as complete: its readers wait for ever, and a later transaction may commit
+what was aborted.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from infra.broker import process, settings
+from infra.broker.ports import Ports
+
+LIMIT_S = 30.0
+"""A controller that has not got so far by then is ended all the same: the broker's own start says what is wrong."""
+
+_PROPERTIES = "fencing.properties"
+_PROCESS = "fencing.json"
+_POLL_S = 0.03
+_RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistrationChangeRecord)\([^\n]*?fenced=(true|false|-?1)\b")
+
+
+def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> bool:
+    """Run the controller of the broker in `directory` until it has fenced the broker that died; returns whether it came to that."""
+    text = settings.fencing_properties(controller_port=ports.controller, data="data")
+    (directory / _PROPERTIES).write_text(text)
+    since = log.stat().st_size if log.exists() else 0
+    command = [*java, "kafka.Kafka", _PROPERTIES]
+    process.spawn(command, directory=directory, output=directory / "logs" / "console.log", pid_file=directory / _PROCESS)
+    deadline = time.monotonic() + LIMIT_S
+
+    def comes_true(condition: Callable[[], bool]) -> bool:
+        while not condition():
+            if process.running(directory / _PROCESS) is None or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    try:
+        if not comes_true(lambda: is_struck_off(_after(log, since))):
+            return False
+        # It said so before it wrote so; records are written in order, and another one follows soon.
+        before = _written(directory)
+        return comes_true(lambda: _written(directory) > before)
+    finally:
+        end(directory)
+
+
+def end(directory: Path) -> None:
+    """End the controller, also that of a start that was killed itself; it has nothing to finish."""
+    process.end(directory / _PROCESS, timeout_s=0.0)
+
+
+def is_struck_off(text: str) -> bool:
+    """Whether a controller that wrote this to its log is in office and knows no broker that is in service.
+
+    Example:
+        is_struck_off("Performing controller activation.\\nReplayed BrokerRegistrationChangeRecord(brokerId=1, fenced=1)")  # -> True
+    """
+    records = _RECORD.findall(text)
+    return "Performing controller activation" in text and (not records or records[-1] in ("true", "1"))
+
+
+def _written(directory: Path) -> int:
+    """Bytes in the controller's own log."""
+    return sum(file.stat().st_size for file in (directory / "data" / "__cluster_metadata-0").glob("*.log"))
+
+
+def _after(log: Path, since: int) -> str:
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(since if since <= size else 0)  # smaller than before: it was rotated meanwhile
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
