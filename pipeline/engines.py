@@ -4,12 +4,38 @@ The rule: one model is loaded at a time in a process, because transformers chang
 """
 
 import threading
+from pathlib import Path
 
 from infra.backends import Backend, open_backend
 from infra.engines.requests import Engine
-from pipeline.config import Config
+from infra.errors import EngineError
+from pipeline.config import Config, ConfigError
 
 _LOADING = threading.Lock()
+
+
+def check_engine(config: Config) -> None:
+    """Refuse an engine that cannot be made on this machine, as far as that shows without making it. Raises `ConfigError`."""
+    if config.rollout.engine != "vllm":
+        return
+    from infra.engines.vllm_arguments import check_installed, engine_arguments
+    from infra.engines.vllm_model import read_geometry
+
+    rollout, directory = config.rollout, Path(config.model.path)
+    try:
+        engine_arguments(
+            rollout.vllm,
+            directory=directory,
+            geometry=read_geometry(directory),
+            dtype=rollout.dtype,
+            seed=config.run.seed,
+            concurrency=rollout.concurrency,
+            longest=_longest(config),
+            engine_process=rollout.engine_process,
+            on_cpu=check_installed(rollout.device),
+        )
+    except EngineError as error:
+        raise ConfigError(str(error)) from error
 
 
 def make_engine(config: Config) -> Engine:
@@ -33,7 +59,8 @@ def make_engine(config: Config) -> Engine:
 def _vllm_engine(config: Config) -> Engine:
     from infra.engines.vllm_engine import VllmEngine
 
-    rollout, sampling = config.rollout, config.sampling
+    check_engine(config)
+    rollout = config.rollout
     with _LOADING:
         return VllmEngine(
             config.model.path,
@@ -41,12 +68,17 @@ def _vllm_engine(config: Config) -> Engine:
             device=rollout.device,
             threads=rollout.threads,
             concurrency=rollout.concurrency,
-            longest=config.data.max_prompt_tokens + max(sampling.max_new_tokens, config.eval.max_new_tokens or 0),
+            longest=_longest(config),
             kv_cache=rollout.kv_cache,
             engine_process=rollout.engine_process,
             seed=config.run.seed,
             arguments=rollout.vllm,
         )
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest prompt with its completion, held-out ones included."""
+    return config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
 
 
 def make_backend(config: Config, *, steps: int) -> Backend:

@@ -19,6 +19,7 @@ from pipeline.attendance import STOP_LIMIT_S, attending, end_leftovers
 from pipeline.broker_keeper import BrokerKeeper
 from pipeline.config import Config, from_json
 from pipeline.crew import Crew, Failure
+from pipeline.engines import check_engine
 from pipeline.placement import place, visible_gpus
 from pipeline.runs import create, find, mark
 from pipeline.sections import KafkaSection
@@ -52,6 +53,7 @@ def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
 
 def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
     """Create a run and see it through; returns the exit status."""
+    check_engine(config)
     log = connect(config.kafka, say=say)
     record = create(config, log=log, run_id=run_id, say=say)
     return attend(log, record, config, say=say, live=live, json_out=json_out)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,27 @@ def test_an_unknown_key_is_named_with_the_nearest_and_status_2(tmp_path: Path, c
     assert cli.main(["run", config(tmp_path, schedule="prompts_per_stp = 3"), "--dry-run"]) == USAGE
     assert "schedule.prompts_per_stp = 3" in (line := last_line(capsys))
     assert "schedule.prompts_per_step" in line
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("vllm", "head_dim", "said"),
+    [
+        ("tensor_paralel_size = 2", 32, "did you mean tensor_parallel_size?"),
+        ("kv_cache_memory_bytes = 1000", 32, "set at least 73728, or lower data.max_prompt_tokens or sampling.max_new_tokens"),
+        ("", 16, "head_dim 16, vLLM's CPU attention only 32, 64,"),
+    ],
+    ids=["an argument that vLLM does not have", "too little memory for keys and values", "a head size that vLLM does not have"],
+)
+def test_a_vllm_engine_that_cannot_be_made_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], vllm: str, head_dim: int, said: str
+) -> None:
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 64, "head_dim": head_dim}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "max_position_embeddings": 256}))
+    sections = {"rollout": 'engine = "vllm"\n[rollout.vllm]\n' + vllm, "sampling": "max_new_tokens = 16"}
+    file = config(tmp_path, model=f'path = "{tmp_path}"', **sections)
+    assert cli.main(["run", file, "--set", "data.max_prompt_tokens=32"]) == USAGE
+    assert said in last_line(capsys)
 
 
 def test_a_missing_model_directory_is_one_line_and_status_1(tmp_path: Path, broker: str, capsys: pytest.CaptureFixture[str]) -> None:
