@@ -53,7 +53,7 @@ test-all: install
 	@set -o pipefail; $(PYTEST) --timeout 1200 $(ARGS) 2>&1 | tee $(LOG)
 
 chaos: install model
-	$(BIN)/python benchmarks/chaos.py examples/demo.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
+	$(BIN)/python benchmarks/chaos.py examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
 
 check: install
 	$(BIN)/ruff check .

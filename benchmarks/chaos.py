@@ -1,6 +1,6 @@
 """Kill everything, many times, and compare with the undisturbed run.
 
-    python benchmarks/chaos.py examples/demo.toml --kills 40 --set run.steps=240
+    python benchmarks/chaos.py examples/exact.toml --kills 40 --set run.steps=240
 
 The same run twice in a state directory of its own: undisturbed, then under a seeded schedule of SIGKILL for every role and the broker
 and of SIGSTOP/SIGCONT. A disturbance comes when the run has made its share of steps since the one before, or, every fourth time,

@@ -1,6 +1,6 @@
 """In-flight weight updates against synchronous training at equal samples, on two cores: wall time, accuracy, lag, effective sample size.
 
-    python benchmarks/in_flight.py examples/in_flight.toml --seeds 1 2 3 4 5
+    python benchmarks/in_flight.py examples/demo.toml --seeds 1 2 3 4 5
 
 Three runs a seed, one after the other: `synchronous` and `in_flight` with one core for rollouts and one for training, and `synchronous`
 with both cores for either phase. Wall time is from the first sample's begin to the last step. The limit is printed beside it: what is

@@ -1,6 +1,6 @@
 """The same run under several modes, side by side: time per round, waiting, overlap, and whether the weights end equal.
 
-    python benchmarks/modes.py examples/demo.toml --modes synchronous pipelined --repeats 2 --set run.steps=40
+    python benchmarks/modes.py examples/exact.toml --modes synchronous pipelined --repeats 2 --set run.steps=40
 
 Runs alternate (a b a b ...), so that a machine whose speed drifts treats the modes alike; figures are medians over the repeats.
 The limit of pipelining is printed beside it: of a round's rollout and training time only the shorter one can be hidden.

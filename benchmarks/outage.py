@@ -1,6 +1,6 @@
 """The broker goes away for a minute in mid-run and comes back: who ended, who grew, and how soon the run went on.
 
-    python benchmarks/outage.py examples/demo.toml --away 60 --how stop kill --compare --set run.steps=160
+    python benchmarks/outage.py examples/exact.toml --away 60 --how stop kill --compare --set run.steps=160
 
 Each way a whole run: `stop` freezes the broker (SIGSTOP, then SIGCONT), `kill` ends it (SIGKILL) and starts it again after that time.
 The broker is one of its own, so that nobody else starts it again. Limits: no worker ends, none grows by more than 200 MB, the first

@@ -1,6 +1,6 @@
 """The losses by name, and which of a policy's three logprobs a run uses, from what its configuration says and leaves out.
 
-The rule: what deviates from the behaviour policy is corrected exactly once; settings that would correct twice, or nothing, are refused.
+The rule: what deviates from the behaviour policy is corrected exactly once; settings that would correct twice are refused.
 """
 
 from collections.abc import Mapping

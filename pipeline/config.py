@@ -38,6 +38,10 @@ class ConfigError(ValueError):
     """A person's mistake in the configuration, in one line."""
 
 
+LEAST_OF_VLLM = 0.01
+"""The lowest temperature vLLM draws at; it raises lower ones without a word, and their logprobs would be another distribution's."""
+
+
 class Config(Section):
     """A whole run. Every derived number is a property, so that the log holds only what a person chose."""
 
@@ -72,6 +76,9 @@ class Config(Section):
             raise ValueError(
                 f"schedule.stale_in_hand: {self.rules.stale_in_hand!r} needs weights that change between decode steps; use mode 'bounded'"
             )
+        for key, value in (("sampling", self.sampling.temperature), ("eval", self.eval.temperature)):
+            if self.rollout.engine == "vllm" and value < LEAST_OF_VLLM:
+                raise ValueError(f"{key}.temperature: {value} would be raised to {LEAST_OF_VLLM} by vLLM; set that, or 'transformers'")
         if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
             key, value = ("top_p", self.sampling.top_p) if self.sampling.top_p != 1.0 else ("top_k", self.sampling.top_k)
             raise ValueError(

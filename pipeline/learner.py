@@ -22,7 +22,7 @@ from pipeline.batches import MicroBatcher, TokenSequence, boundaries, pack
 from pipeline.config import Config
 from pipeline.lag import fractions_by_lag, lag_summary
 from pipeline.plugins import load
-from topics.groups import Group
+from topics.groups import Group, version_min
 
 BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
 
@@ -199,7 +199,7 @@ class Step:
 
     def _lags(self, learner_version: int) -> dict[str, float]:
         """How old what was trained is, in versions: each group by its oldest, as freshness counts, and each trained token by its own."""
-        groups = [learner_version - min(sample.rollout.version_min for sample in group.samples) for group in self._groups]
+        groups = [learner_version - (version_min([sample.rollout for sample in group.samples]) or 0) for group in self._groups]
         taken = {(one.group, one.sample) for batch in self._closed for one in batch if one.loss_mask.any()}
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
         trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in taken]

@@ -74,7 +74,7 @@ def preset(
     oversample: int = 0,
     max_drops_per_step: int | None = None,
 ) -> Schedule:
-    """A named mode with this run's sizes; None stands for the mode's own, for `max_drops_per_step` it is max(16 U, 64)."""
+    """A named mode with this run's sizes; None stands for the mode's own, for `max_drops_per_step` it is max(16 U·S, 64)."""
     base = MODES[mode]
     return replace(
         base,
@@ -85,7 +85,7 @@ def preset(
         order=order or base.order,
         stale_in_hand=stale_in_hand or base.stale_in_hand,
         oversample=oversample,
-        max_drops_per_step=max_drops_per_step or max(16 * prompts_per_step, 64),
+        max_drops_per_step=max_drops_per_step or max(16 * prompts_per_step * steps_per_version, 64),
     )
 
 

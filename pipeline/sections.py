@@ -68,7 +68,7 @@ class ScheduleSection(Section):
     )
     oversample: NonNegative = Field(0, description="r: samples started beyond K per group; the group is closed when K of them have ended")
     max_drops_per_step: Positive | None = Field(
-        None, description="dropped groups between two steps that stop the run; 16 U, at least 64, if absent"
+        None, description="dropped groups between two steps that stop the run; 16 U·S, at least 64, if absent"
     )
 
 
@@ -108,9 +108,7 @@ class AlgorithmSection(Section):
 class RolloutSection(Section):
     engine: Literal["transformers", "vllm", "toy"] = "transformers"
     workers: Positive = 2
-    gpus_per_worker: NonNegative = Field(
-        0, description="GPUs of each rollout worker, after those of the trainer; 0 leaves them all visible"
-    )
+    gpus_per_worker: NonNegative = Field(0, description="GPUs of each rollout worker, after the trainer's; 0 with trainer.gpus = 0: all")
     threads: Positive = 1
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -136,7 +134,7 @@ class TrainerSection(Section):
     backend: Literal["torch", "deepspeed"] = "torch"
     zero_stage: Literal[0, 1, 2, 3] = 1
     device: str = "auto"
-    gpus: NonNegative = Field(0, description="GPUs of the trainer, the first of the machine's; 0 leaves them all visible")
+    gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Positive = 1
     lr: PositiveFloat = 1e-6

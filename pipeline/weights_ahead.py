@@ -59,10 +59,11 @@ class WeightsAhead:
         try:
             control = Control(self._log, self._run, self.story)
             try:
+                control.catch_up()  # a joiner needs the newest version, none of those before it
                 while not self._closed.is_set() and self.story.closed is None:
-                    control.poll(_POLL_S)
                     if self.story.newest_version > self.version:
                         self._fetch(self.story.newest_version)
+                    control.poll(_POLL_S)
             finally:
                 control.close()
         except BaseException as error:

@@ -90,3 +90,8 @@ def _delete_topics(bootstrap: str, prefix: str) -> None:
                 time.sleep(0.02)  # already deleted, not yet out of the listing
     finally:
         admin.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come last."""
+    items.sort(key=lambda item: "vllm" in item.nodeid)

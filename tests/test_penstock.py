@@ -172,5 +172,5 @@ def test_a_launched_run_returns_its_report_and_can_be_read(broker: str, tmp_path
     assert json.loads(json.dumps(report)) == report
     with penstock.open(report["run"], bootstrap=broker) as run:
         assert run.steps().num_rows == 2
-        assert run.groups()["fate"].to_pylist().count("trained") == report["groups"]["trained"] == 8
+        assert run.groups()["fate"].to_pylist().count("trained") == report["groups"]["trained"] == 16
         assert run.samples().num_rows == report["samples"]

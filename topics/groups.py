@@ -166,6 +166,12 @@ def digest(values: Sequence[Payload]) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
+def version_min(rollouts: Sequence[Rollout]) -> int | None:
+    """The oldest policy version any trained token of a group was drawn from; of any token, where none is trained; None without samples."""
+    trained = [rollout for rollout in rollouts if rollout.loss_mask.any()]
+    return min((rollout.version_min for rollout in trained or rollouts), default=None)
+
+
 def mean(rewards: Sequence[float]) -> float:
     """The mean of some rewards, exact to the last bit but for sums beyond the range of doubles.
 
@@ -186,7 +192,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
         run=run,
         schema=SCHEMA,
         group=group.group,
-        policy_version_min=min((rollout.version_min for rollout in rollouts), default=None),
+        policy_version_min=version_min(rollouts),
         policy_version_max=max((rollout.version_max for rollout in rollouts), default=None),
         outcome=group.outcome,
         worker=worker,

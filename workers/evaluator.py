@@ -5,6 +5,8 @@ The rule: it reads the same weights as everybody and never delays training; to e
 
 import os
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,11 +111,8 @@ class Evaluator:
         outcomes: dict[bool, dict[int, list[bool]]] = {}
         for greedy, rows in ((True, 1), (False, held.samples)):
             how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
-            for index, (row, (text, token_ids)) in enumerate(self.rows):
-                if session.stop.is_set():
-                    return None
-                session.status()
-                request = GroupRequest(
+            requests = [
+                GroupRequest(
                     group=index,
                     prompt_ids=token_ids,
                     samples=tuple(range(rows)),
@@ -121,9 +120,14 @@ class Evaluator:
                     seed=session.config.run.seed + SEED_OFFSET,
                     sampling=how,
                 )
-                completions = self._draw(request)
+                for index, (_, (_, token_ids)) in enumerate(self.rows)
+            ]
+            for index, completions in self._drawn(requests):
+                row, (text, _) = self.rows[index]
                 texts = [self.decoder.decode(completion.token_ids) for completion in completions]
                 self.pool.submit(index, payload(texts, prompt=text, messages=row.messages, columns=row.columns))
+            if session.stop.is_set():
+                return None
             outcomes[greedy] = self._scored()
         order = range(len(self.rows))
         values = summary(greedy=[outcomes[True][i][0] for i in order], sampled=[outcomes[False][i] for i in order])
@@ -135,12 +139,17 @@ class Evaluator:
         self.pool.close()
         self.engine.close()
 
-    def _draw(self, request: GroupRequest) -> list[Completion]:
-        self.engine.submit(request)
-        completions: list[Completion] = []
-        while not self.engine.idle:
-            completions += self.engine.step()
-        return sorted(completions, key=lambda completion: completion.sample)
+    def _drawn(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
+        """(group, its completions) as groups end, as many side by side as the engine draws; ends early when the worker is stopped."""
+        left, held = deque(requests), dict[int, list[Completion]]()
+        while (left or not self.engine.idle) and not self.session.stop.is_set():
+            while left and self.engine.has_room:
+                self.engine.submit(left.popleft())
+            for completion in self.engine.step():
+                held.setdefault(completion.group, []).append(completion)
+                if len(held[completion.group]) == len(requests[completion.group].samples):
+                    yield completion.group, sorted(held.pop(completion.group), key=lambda one: one.sample)
+            self.session.status()
 
     def _scored(self) -> dict[int, list[bool]]:
         """By prompt, whether each completion earned everything there is to earn."""

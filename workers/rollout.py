@@ -131,15 +131,17 @@ class Rollouts:
         if self.weights.version > self.engine.version and self._in_hand:
             self._load()
         newest = self.weights.story.newest_version
-        if newest > self._judged and self.session.rules.stale_in_hand == "abort":
+        if self.session.rules.stale_in_hand == "abort" and (newest > self._judged or self._hopeless(self.engine.version)):
             self._judged = newest
             for group in self.engine.in_hand():
-                oldest = group.oldest_version
-                if oldest is not None and rules.is_hopeless(
-                    newest_version=newest, policy_version_min=oldest, max_lag=self.session.rules.max_lag
-                ):
+                if group.oldest_version is not None and self._hopeless(group.oldest_version):
                     self._ended(self.engine.abort(group.group))
                     self.session.add("aborted_groups")
+
+    def _hopeless(self, version: int) -> bool:
+        """Whether what is drawn under this version will be stale whatever happens; versions are known before their tensors are here."""
+        newest, max_lag = self.weights.story.newest_version, self.session.rules.max_lag
+        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
     def _wait(self) -> None:
         """Nothing can be drawn: wait for what is missing, weights or prompts."""
@@ -162,6 +164,7 @@ class Rollouts:
         for completion in completions:
             group = self._in_hand.get(completion.group)
             if group is None:
+                self.engine.abort(completion.group)  # others have drawn what it needed
                 continue
             if not any(one.ended for one in self._in_hand.values()):
                 self._gathered = time.monotonic()
@@ -174,9 +177,11 @@ class Rollouts:
         ended = [group for group in self._in_hand.values() if group.ended]
         if not ended or not self._settled or self._absent():
             return
-        all_of_them = all_of_them or self.engine.idle or time.monotonic() - self._gathered > GATHER_S
+        # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
+        together = self.session.rules.stale_in_hand == "continue"
+        soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
         for group in ended:
-            if all_of_them or group.complete:
+            if all_of_them or soon or group.complete:
                 for completion in group.give():
                     self._publish(group.work, completion)
 
@@ -211,7 +216,7 @@ class Rollouts:
             self.queue.exists(*sample)
         for group in self._in_hand.values():
             group.known(self.queue.known(group.work.partition, group.work.group))
-            if not group.wanted:
+            if group.complete:
                 self.engine.abort(group.work.group)
         self._settled = True
         self.session.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
@@ -250,7 +255,7 @@ class Rollouts:
             waiting = self.queue.waiting()
             loaded = self.engine.version
             index = rules.next_in_line([(w.group, w.min_version) for w in waiting], loaded_version=loaded, newest_version=newest)
-            if index is None:
+            if index is None or self._hopeless(max(loaded, newest)):
                 oldest = min((w.min_version for w in waiting), default=None)
                 if self.engine.idle:
                     self.session.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
@@ -320,10 +325,10 @@ class Rollouts:
         self._measured = time.monotonic()
         newest = self.weights.story.newest_version
         begun = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]
-        values = self.session.values
+        values = {name: value for name, value in self.session.values.items() if not name.startswith("in_flight_")}
         values["in_flight_groups"] = float(len(begun))
         values |= {f"in_flight_{name}": value for name, value in lag_summary(begun).items()}
-        values |= {f"engine_{name}": value for name, value in self.engine.stats().items()}
+        self.session.values = values | {f"engine_{name}": value for name, value in self.engine.stats().items()}
 
     def _commit(self) -> None:
         self._committed = time.monotonic()

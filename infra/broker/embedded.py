@@ -181,7 +181,8 @@ def _launch(place: _Place, chosen: ports.Ports, progress: Callable[[str], None])
         archive = cds.flags(java, class_path=class_path, jvm=jvm, directory=place.directory / "cds")
         if not fresh and not place.orderly.exists():
             lone = [str(java.program), *jvm, *(flag for flag in archive if not flag.startswith(cds.WRITE)), "-cp", class_path]
-            fencing.strike_off(place.directory, chosen, lone, log=place.log)
+            if not any(fencing.strike_off(place.directory, chosen, lone, log=place.log) for _ in range(2)):
+                progress("the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end")
             since = _size(place.log)
         if _run(place, chosen, [str(java.program), *jvm, *archive, "-cp", class_path], since):
             return

@@ -1,6 +1,6 @@
 """A broker that died is struck off before its successor starts, by a controller that runs alone for a moment.
 
-The rule: a broker never starts on metadata in which it leads its partitions already.
+The rule: a broker does not start on metadata in which it leads its partitions already, and where that cannot be helped it is said.
 
 Kafka 4.3.1 alone does: the successor takes over the transactions of its former self, cannot write their commit markers because it is
 not in service yet, and while the controller strikes its former self off, finds its partitions without a leader. It takes them for
@@ -17,7 +17,7 @@ from infra.broker import process, settings
 from infra.broker.ports import Ports
 
 LIMIT_S = 30.0
-"""A controller that has not got so far by then is ended all the same: the broker's own start says what is wrong."""
+"""A controller that has not got so far by then is ended all the same."""
 
 _PROPERTIES = "fencing.properties"
 _PROCESS = "fencing.json"

@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import threading
+import time
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def _shared_segments() -> set[str]:
     return {Path(line.split()[-1]).name for line in lines if f"{_SHARED}/psm_" in line and not line.endswith("(deleted)")}
 
 
+_AGAIN_S = 0.2
+
+
 def tell_of_death(client: Any, dead: threading.Event) -> None:
     """In the worker: when one of the engine's processes ends, set `dead` and fail every call that waits for an answer.
 
@@ -88,9 +92,11 @@ def tell_of_death(client: Any, dead: threading.Event) -> None:
     def wait() -> None:
         connection.wait(sentinels)
         dead.set()
-        for future in list(calls.values()):
-            with contextlib.suppress(Exception):  # answered at this very moment
-                future.set_exception(RuntimeError("the engine's process ended"))
         outputs.put_nowait(RuntimeError("the engine's process ended"))
+        while True:  # a call may have been made at this very moment, and vLLM would let it wait
+            for future in list(calls.values()):
+                with contextlib.suppress(Exception):  # answered, or failed already
+                    future.set_exception(RuntimeError("the engine's process ended"))
+            time.sleep(_AGAIN_S)
 
     threading.Thread(target=wait, daemon=True, name="engine-death").start()

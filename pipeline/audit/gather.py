@@ -199,7 +199,7 @@ class Gatherer:
                 _told(group, group.prompt_ids),
                 sha256.hexdigest(),
                 tuple((sample.sample, sample_hash(sample)) for sample in samples),
-                min((sample.version_min for sample in samples), default=None),
+                groups.version_min(samples),
             )
         )
 

@@ -19,6 +19,7 @@ from pipeline.groups_in_hand import GroupInHand
 from pipeline.plan import Candidate, Selector
 from pipeline.prompt_queue import Work
 from pipeline.sections import SamplingSection
+from topics.groups import version_min
 from topics.prompts import Prompt
 from topics.samples import Rollout
 
@@ -123,7 +124,7 @@ class World:
             self.scored[group] = samples
         else:
             self._ends(group, outcome)
-        oldest = min(sample.version_min for sample in samples)
+        oldest = version_min(samples) or 0
         self.selector.add(Candidate(group=group, outcome=outcome, policy_version_min=oldest, partition=0, offset=group, parts=1, sha256=""))
 
     def train(self) -> None:

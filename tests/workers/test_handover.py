@@ -16,8 +16,9 @@ from infra.engines.requests import GroupRequest
 from infra.engines.toy_engine import ToyEngine
 from infra.memory_log import MemoryLog
 from pipeline.config import from_table
-from pipeline.control import Control
+from pipeline.control import Story
 from pipeline.existing import ExistingSamples
+from pipeline.prompt_queue import PromptQueue
 from pipeline.session import Session
 from topics import prompts, rollouts
 from topics.catalogue import topics_of
@@ -53,6 +54,19 @@ class Awake:
         return stopped
 
     def close(self) -> None:
+        pass
+
+
+class NoNews:
+    """Weights that stay as they are."""
+
+    def __init__(self) -> None:
+        self.story, self.version = Story(RUN), 0
+
+    def check(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
         pass
 
 
@@ -103,7 +117,8 @@ class Site:
             info={"steps": 1, "digests": {"stop_ids": [2]}}, stop=threading.Event(),
         )  # fmt: skip
         engine = Watched(self.log, self.needless, capacity=capacity)
-        found = Rollouts(session, engine, Control(self.log, RUN), join_others(session), ExistingSamples(self.log, RUN), presence=Awake())  # type: ignore[arg-type]
+        others = join_others(session), ExistingSamples(self.log, RUN), PromptQueue(CONFIG.schedule.oversample)
+        found = Rollouts(session, engine, NoNews(), *others, presence=Awake())  # type: ignore[arg-type]
         self.workers.append(found)
         return found
 

@@ -19,13 +19,13 @@ from topics.groups import Group
 from topics.record import Record
 from topics.samples import Rollout
 
-TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.02}
+TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.012}
 
 
 def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
     """Groups of very unequal length, a step and a version a group: those that are long see many versions go by."""
     table: dict[str, Any] = {
-        "run": {"steps": 24, "seed": 11},
+        "run": {"steps": 16, "seed": 11},
         "schedule": {"mode": "in_flight", "prompts_per_step": 1, "samples_per_prompt": 2, "max_drops_per_step": 100},
         "sampling": {"max_new_tokens": 40},
         "rollout": TOY,
@@ -91,7 +91,7 @@ def test_old_tokens_of_a_group_that_goes_on_are_not_trained(broker: str, run_id:
     report, samples, _ = run_of(broker, run_id, chosen)
     cut = [sample for sample in samples if not sample.loss_mask.all()]
     assert cut
-    for sample in cut:
+    for sample in (sample for sample in cut if sample.loss_mask.any()):
         assert sample.version_min == sample.token_versions[sample.loss_mask].min() > sample.span_versions[0]
     assert report["lag"]["max"] <= 1
     assert report["groups"]["abandoned"] == 0
