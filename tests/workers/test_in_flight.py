@@ -19,13 +19,13 @@ from topics.groups import Group
 from topics.record import Record
 from topics.samples import Rollout
 
-TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.012}
+TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.03}
 
 
 def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
     """Groups of very unequal length, a step and a version a group: those that are long see many versions go by."""
     table: dict[str, Any] = {
-        "run": {"steps": 16, "seed": 11},
+        "run": {"steps": 20, "seed": 11},
         "schedule": {"mode": "in_flight", "prompts_per_step": 1, "samples_per_prompt": 2, "max_drops_per_step": 100},
         "sampling": {"max_new_tokens": 40},
         "rollout": TOY,
