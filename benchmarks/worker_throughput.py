@@ -69,7 +69,12 @@ def config_of(model: Path, chosen: argparse.Namespace, bootstrap: str) -> Config
             "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
             "schedule": {"mode": "in_flight", "prompts_per_step": 8, "samples_per_prompt": 8, "max_lag": 100_000},
             "sampling": {"max_new_tokens": chosen.tokens},
-            "rollout": {"engine": "vllm", "workers": 1, "concurrency": chosen.concurrency},
+            "rollout": {
+                "engine": "vllm",
+                "workers": 1,
+                "concurrency": chosen.concurrency,
+                "engine_process": chosen.engine_process,
+            },
             "trainer": {"export": False, "checkpoint_every": 0},
             "kafka": {"bootstrap": bootstrap},
             "mlflow": {"enabled": False},
@@ -210,7 +215,7 @@ def windows(
 
     engine: Any = make_engine(session.config)
     longest = chosen.tokens + 32
-    alone = open_bare(str(model), concurrency=chosen.concurrency, longest=longest, engine_process=False)
+    alone = open_bare(str(model), concurrency=chosen.concurrency, longest=longest, engine_process=chosen.engine_process)
     weights = WeightsAhead(session.log, session.run)
     worker = Rollouts(session, engine, weights, join_others(session), ExistingSamples(session.log, session.run), PromptQueue())
     seen: list[list[int]] = []
@@ -232,7 +237,7 @@ def windows(
         for way in WAYS[number % 4 :] + WAYS[: number % 4]:
             engine._keep = way == "keep"
             swap(way in ("keep", "recompute"))
-            rate, stalled = window(way, worker, bare, acknowledged, seconds=chosen.seconds)
+            rate, stalled = window(way, worker, bare, acknowledged, seconds=chosen.seconds, settle_s=3.0 if chosen.engine_process else 1.0)
             swap(False)
             if number >= 0:
                 rates[way].append(rate)
@@ -244,10 +249,12 @@ def windows(
     return rates, stalls
 
 
-def window(way: str, worker: Rollouts, bare: Bare, acknowledged: Acknowledged, *, seconds: float) -> tuple[float, list[float]]:
-    """(tokens per second, milliseconds of each swap) of some seconds; the first second is not counted."""
+def window(
+    way: str, worker: Rollouts, bare: Bare, acknowledged: Acknowledged, *, seconds: float, settle_s: float
+) -> tuple[float, list[float]]:
+    """(tokens per second, milliseconds of each swap) of some seconds, once another engine has had `settle_s` to end what it had."""
     turn: Callable[[], int | None] = bare.turn if way == "bare" else worker.turn
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + settle_s
     while time.monotonic() < until:
         turn()
     engine, stalls = worker.engine, list[float]()
@@ -271,6 +278,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--every", type=float, default=0.5, help="seconds between swaps")
+    parser.add_argument("--engine-process", action="store_true", help="vLLM in processes of their own, bare vLLM too")
     parser.add_argument("--publish", metavar="BOOTSTRAP", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.publish:
