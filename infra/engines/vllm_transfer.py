@@ -70,6 +70,7 @@ class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all tensors. Raises `ValueError` when a parameter got none of them."""
+        found: Iterator[tuple[str, torch.Tensor]]
         if update_info.handed is not None:
             found = ((tensor.name, as_torch(tensor.data, tensor.dtype, tensor.shape)) for tensor in _handed[update_info.handed])
         else:
