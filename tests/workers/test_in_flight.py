@@ -25,9 +25,9 @@ TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.03}
 def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
     """Groups of very unequal length, a step and a version a group: those that are long see many versions go by."""
     table: dict[str, Any] = {
-        "run": {"steps": 20, "seed": 11},
+        "run": {"steps": 16, "seed": 11},
         "schedule": {"mode": "in_flight", "prompts_per_step": 1, "samples_per_prompt": 2, "max_drops_per_step": 100},
-        "sampling": {"max_new_tokens": 40},
+        "sampling": {"max_new_tokens": 100},
         "rollout": TOY,
         "algorithm": {"filter_zero_variance": False},
         "trainer": {"lr": 1e-4, "micro_batch_tokens": 400, "export": False},
@@ -98,7 +98,9 @@ def test_old_tokens_of_a_group_that_goes_on_are_not_trained(broker: str, run_id:
 
 
 def test_a_group_is_closed_when_enough_of_its_samples_have_ended(broker: str, run_id: str, tiny_model: Path, tmp_path: Path) -> None:
-    chosen = config_in_flight(tiny_model, tmp_path, schedule={"oversample": 2, "samples_per_prompt": 3})
+    chosen = config_in_flight(
+        tiny_model, tmp_path, run={"steps": 8}, sampling={"max_new_tokens": 30}, schedule={"oversample": 2, "samples_per_prompt": 3}
+    )
     report, samples, ended = run_of(broker, run_id, chosen)
     by_group = {group.group: [sample.rollout.sample for sample in group.samples] for group in ended}
     assert {len(numbers) for numbers in by_group.values()} == {3}
