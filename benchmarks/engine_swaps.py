@@ -40,7 +40,7 @@ def make_model(directory: Path, *, layers: int) -> int:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05,
+        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, eos_token_id=2, bos_token_id=1,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from command import PENSTOCK
-from engine_swaps import open_bare
+from engine_swaps import make_model, open_bare
 
 from infra.broker import embedded
 from infra.kafka.log import KafkaLog
@@ -42,22 +42,6 @@ from workers.rollout import Rollouts, join_others
 RUN = "throughput"
 LIMITS = {"worker": 0.95, "keep": 0.88, "stall_ms": 100.0}
 WAYS = ("bare", "worker", "keep", "recompute")
-
-
-def make_model(directory: Path, *, layers: int) -> int:
-    """A random Qwen3 of about 0.15 M parameters a layer, with the tiny task's tokenizer; how many parameters it has."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, eos_token_id=2, bos_token_id=1,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def config_of(model: Path, chosen: argparse.Namespace, bootstrap: str) -> Config:
@@ -185,6 +169,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
 def measure(chosen: argparse.Namespace, directory: Path) -> tuple[dict[str, list[float]], list[float], int]:
     """(tokens per second by way, milliseconds of each swap with `keep`, the model's parameters)."""
     parameters = make_model(directory / "model", layers=chosen.layers)
+    tiny_tokenizer().save_pretrained(directory / "model")
     os.environ["PENSTOCK_HOME"] = str(directory / "home")
     bootstrap = embedded.start().bootstrap
     log = KafkaLog(bootstrap, client_id="bench")

@@ -43,13 +43,15 @@ def place(facts: Facts) -> Iterator[Violation]:
 
 def samples(facts: Facts) -> Iterator[Violation]:
     """An outcome holds the first K samples in `rollouts`, each as its first record; a failed or abandoned group holds none."""
-    first, admitted, drawn_of = facts.first_samples(), facts.first_prompts(), _drawn(facts)
+    first, admitted, count = facts.first_samples(), facts.first_prompts(), facts.terms.samples_per_prompt
+    drawn_of = _drawn(facts) if facts.terms.oversample else {}
     for outcome in facts.outcomes:
         found = partial(Violation, group=outcome.group, where=outcome.where)
         prompt = admitted.get(outcome.group)
         partition = prompt.where.partition if prompt else outcome.where.partition
         numbers = [number for number, _ in outcome.samples]
-        wanted = _wanted(facts, drawn_of.get((partition, outcome.group), [])) if outcome.outcome in WITH_SAMPLES else []
+        drawn_first = drawn_of.get((partition, outcome.group), [])[:count]
+        wanted = (sorted(drawn_first) if len(drawn_first) == count else list(range(count))) if outcome.outcome in WITH_SAMPLES else []
         if numbers != wanted:
             yield found(text=f"{outcome.outcome} with samples {numbers}, not {wanted}")
         for number, body in outcome.samples:
@@ -66,11 +68,6 @@ def _drawn(facts: Facts) -> dict[tuple[int, int], list[int]]:
     for (partition, group, number), _ in sorted(facts.first_samples().items(), key=lambda item: item[1].where.offset):
         found.setdefault((partition, group), []).append(number)
     return found
-
-
-def _wanted(facts: Facts, drawn: list[int]) -> list[int]:
-    count = facts.terms.samples_per_prompt
-    return sorted(drawn[:count]) if facts.terms.oversample and len(drawn) >= count else list(range(count))
 
 
 def one_fate(facts: Facts) -> Iterator[Violation]:
