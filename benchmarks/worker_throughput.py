@@ -30,6 +30,7 @@ from infra.kafka.log import KafkaLog
 from infra.tensors import TensorBytes
 from pipeline.chronicle import Chronicle
 from pipeline.config import Config, from_table
+from pipeline.course import Weights
 from pipeline.existing import ExistingSamples
 from pipeline.past import read_past
 from pipeline.prompt_queue import PromptQueue
@@ -141,7 +142,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     log = KafkaLog(bootstrap, client_id="publisher")
     session = join(run=RUN, role="trainer", log=log, worker="trainer", model=None, stop=threading.Event())
     assert session is not None
-    chronicle = Chronicle(session, log.transactions(f"{RUN}.trainer"), read_past(session).story, weight_partitions=1)
+    chronicle = Chronicle(session, log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story, weight_partitions=1)
     chronicle.write("run-opened", details="{}")
     held = load_file(Path(session.config.model.path) / "model.safetensors")
 
@@ -149,7 +150,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
         scale = np.float32(1.0 + 0.01 * (number % 2))
         return [TensorBytes(name=name, dtype="float32", shape=value.shape, data=(value * scale).tobytes()) for name, value in held.items()]
 
-    chronicle.publish(version_of(0), version=0, step=0)
+    chronicle.publish(Weights(version_of(0)), version=0, step=0)
     print("ready", flush=True)
     on, version = threading.Event(), 0
 
@@ -162,7 +163,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     while True:
         on.wait()
         version, began = version + 1, time.monotonic()
-        chronicle.publish(version_of(version), version=version, step=version)
+        chronicle.publish(Weights(version_of(version)), version=version, step=version)
         time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 

@@ -83,10 +83,12 @@ def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = 
 class CheckpointStore:
     """One run's checkpoints, in a directory of its own; one process writes to it."""
 
-    def __init__(self, directory: Path, *, keep_last: int = 2, keep_every: int | None = None) -> None:
-        """Make the directory and clear away what an earlier process left half-done. Raises `CheckpointError`."""
+    def __init__(self, directory: Path, *, keep_last: int = 2, keep_every: int | None = None, to_read: bool = False) -> None:
+        """Make the directory and clear away what an earlier process left half-done; `to_read` does neither. Raises `CheckpointError`."""
         self.directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         self._refused: set[int] = set()
+        if to_read:
+            return
         with self._explained("use the checkpoint directory"):
             directory.mkdir(parents=True, exist_ok=True)
             for leftover in directory.glob(f"{_ASIDE}*"):
@@ -98,6 +100,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The checkpoints that are there, newest first."""
+        if not self.directory.is_dir():
+            return []
         names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
@@ -159,7 +163,7 @@ class CheckpointStore:
         if self.path(steps).exists():
             self._remove(steps)
         aside.rename(self.path(steps))
-        _sync(self.directory)
+        sync(self.directory)
 
     def _remove_others(self) -> None:
         present = set(self.steps())
@@ -200,10 +204,11 @@ class CheckpointStore:
 def sync_directory(directory: Path) -> None:
     """Flush every file below `directory`, and the directories, to the disk."""
     for path in [*sorted(directory.rglob("*")), directory]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush one file, or the names in one directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -72,8 +72,8 @@ class MlflowRun:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        with _translated(target.uri):
-            mlflow = _mlflow()
+        with translated(target.uri):
+            mlflow = load_mlflow()
             make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
             self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
             self._entities = importlib.import_module("mlflow.entities")
@@ -90,7 +90,7 @@ class MlflowRun:
         metrics = [self._entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
         tag = self._entities.RunTag(POSITION_TAG, json.dumps(now))
         limit = MAX_POINTS - 1  # one request takes so many items of all kinds together
-        with _translated(self.target.uri):
+        with translated(self.target.uri):
             for start in range(0, max(1, len(metrics)), limit):
                 last = start + limit >= len(metrics)
                 self._client.log_batch(self.run_id, metrics=metrics[start : start + limit], tags=[tag] if last else [])
@@ -98,7 +98,7 @@ class MlflowRun:
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
         """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, now without it."""
-        with _translated(self.target.uri):
+        with translated(self.target.uri):
             # An answer that was given up on may have made a second run after we had looked.
             if self._find_or_create().info.run_id != self.run_id:
                 shown = without_credentials(self.target.uri)
@@ -162,7 +162,8 @@ def _position(tag: str | None) -> dict[str, int]:
     return {str(key): int(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _mlflow() -> Any:
+def load_mlflow() -> Any:
+    """MLflow's client library, quiet. Raises `TrackingError` where it is not installed."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -175,7 +176,8 @@ def _mlflow() -> Any:
 
 
 @contextmanager
-def _translated(uri: str) -> Iterator[None]:
+def translated(uri: str) -> Iterator[None]:
+    """Turn what MLflow's client raises into `TrackingError`, one line."""
     try:
         yield
     except TrackingError:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from infra.log import Log
-from penstock import tables
+from pipeline import tables
 from pipeline.launcher import connect
 from pipeline.report import collect
 from pipeline.runs import resolve

@@ -12,8 +12,8 @@ from typing import Any
 
 from infra import faults
 from infra.log import Transactions
-from infra.tensors import TensorBytes
 from pipeline.control import Story
+from pipeline.course import Weights
 from pipeline.session import Session
 from pipeline.weights import manifest_record, send_chunks
 from topics import ledger, weights
@@ -58,7 +58,7 @@ class Chronicle:
         self.story.last_seq = entry.seq
         return entry
 
-    def publish(self, tensors: Sequence[TensorBytes], *, version: int, step: int) -> str:
+    def publish(self, found: Weights, *, version: int, step: int) -> str:
         """Send a version's chunks, then its manifest with the ledger's entry; returns the digest. A published version is left alone."""
         session, started = self.session, time.monotonic()
         known = self.story.manifests.get(version)
@@ -66,7 +66,8 @@ class Chronicle:
             return known.digest
         manifest = send_chunks(
             session.producer,
-            tensors,
+            found.tensors,
+            digest=found.digest,
             run=session.run,
             version=version,
             step=step,

@@ -89,6 +89,10 @@ class Config(Section):
             raise ValueError("schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2")
         if self.reward.weights is not None and len(self.reward.weights) != len(self.reward.functions):
             raise ValueError(f"reward.weights: {len(self.reward.weights)} weights for {len(self.reward.functions)} reward.functions")
+        if (self.trainer.initial_state is None) != (self.trainer.initial_steps == 0):
+            raise ValueError(
+                "trainer.initial_state: goes with trainer.initial_steps, the optimizer steps behind it; `penstock fork` sets both"
+            )
         partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
         if partitions < needed:
             raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
@@ -281,7 +285,8 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
     reward = table.get("reward")
     if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
         reward["functions"] = [source(item) if isinstance(item, str) else item for item in reward["functions"]]
-    for section, key in (("model", "path"), ("trainer", "checkpoint_dir")):
+    paths = (("model", "path"), ("trainer", "checkpoint_dir"), ("trainer", "initial_state"), ("algorithm", "reference"))
+    for section, key in paths:
         if isinstance(table.get(section), dict) and isinstance(table[section].get(key), str):
             table[section][key] = absolute(table[section][key])
     data = table.get("data")

@@ -76,6 +76,7 @@ NEEDS = (
     Need(module="vllm", package="vllm", purpose='rollout.engine = "vllm" on GPUs', extra="vllm"),
     Need(module="deepspeed", package="deepspeed", purpose="the deepspeed backend", extra="trainer"),
     Need(module="mlflow", package="mlflow", purpose="tracking", extra="tracking"),
+    Need(module="duckdb", package="duckdb", purpose="penstock sql", extra="sql"),
 )
 
 

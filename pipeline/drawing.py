@@ -31,6 +31,7 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
         rows=prompt.samples_per_prompt + config.schedule.oversample,
         seed=config.run.seed,
         sampling=sampling,
+        stream=config.data.first_group + prompt.group,
     )
 
 

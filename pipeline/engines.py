@@ -82,7 +82,7 @@ def _longest(config: Config) -> int:
 
 
 def make_backend(config: Config, *, steps: int) -> Backend:
-    """A backend with the initial model and a learning rate schedule over `steps` steps. Raises `BackendError`."""
+    """A backend with the model in `model.path` and a learning rate schedule over the run's `steps`. Raises `BackendError`."""
     chosen = config.trainer
     own = {"zero_stage": chosen.zero_stage} if chosen.backend == "deepspeed" else {}
     with _LOADING:
@@ -96,12 +96,13 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             weight_decay=chosen.weight_decay,
             lr_schedule=chosen.lr_schedule,
             warmup_steps=chosen.warmup_steps,
-            total_steps=steps,
+            total_steps=chosen.initial_steps + steps,
             max_grad_norm=chosen.max_grad_norm,
             threads=chosen.threads,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             reference=config.algorithm.kl_coef > 0,
+            reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",
             **own,
         )

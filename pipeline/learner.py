@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from infra.backends import Backend
 from infra.backends.batch import TokenBatch
-from pipeline import losses
-from pipeline.advantages import ADVANTAGES, handle_truncated
+from pipeline import losses, trained
 from pipeline.algorithms import LOSSES
 from pipeline.batches import MicroBatcher, TokenSequence, boundaries, pack
 from pipeline.config import Config
@@ -62,7 +61,7 @@ class Objective:
 
         return cls(
             batch_loss=batch_loss,
-            advantages=ADVANTAGES[config.advantage] if config.advantage in ADVANTAGES else load(config.advantage),
+            advantages=trained.advantage_function(config.advantage),
             proximal=config.proximal,
             truncated=algorithm.truncated,
             kl_coef=algorithm.kl_coef,
@@ -72,27 +71,7 @@ class Objective:
 
     def sequences(self, group: Group) -> list[TokenSequence]:
         """The samples of a group that are trained, in order of their numbers; aborted ones are not."""
-        samples = group.samples
-        rewards, trained = handle_truncated(
-            [sample.reward for sample in samples],
-            truncated=[sample.rollout.finish == "length" for sample in samples],
-            rule="mask" if self.truncated == "mask" else "train",  # a penalty stands in the reward already
-        )
-        advantages = self.advantages(rewards)
-        return [
-            TokenSequence(
-                group=group.group,
-                sample=sample.rollout.sample,
-                prompt_ids=group.prompt_ids,
-                completion_ids=sample.rollout.token_ids,
-                behaviour_logprobs=sample.rollout.behaviour_logprobs,
-                loss_mask=sample.rollout.loss_mask,
-                advantage=float(advantage),
-                temperature=sample.rollout.temperature,
-            )
-            for sample, advantage, keep in zip(samples, advantages, trained, strict=True)
-            if keep and sample.rollout.finish != "abort" and len(sample.rollout.token_ids)
-        ]
+        return trained.sequences(group, advantages=self.advantages, truncated=self.truncated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +121,7 @@ class Step:
         """Run what is left backward, divide once, and update the weights."""
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
-        denominator = sum(losses.denominator(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
+        denominator = sum(trained.denominator(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
         if not denominator:
             raise ValueError(f"groups {[group.group for group in self._groups]} have no trained token: every sample is masked or empty")
         if not self.backend.divides_late:

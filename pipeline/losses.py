@@ -14,9 +14,9 @@ import torch
 from infra.backends.batch import TokenBatch
 from pipeline.corrections import MAX_LOG_RATIO, correction_weights
 from pipeline.surrogates import SURROGATES
+from pipeline.trained import AGGREGATES
 
 Stats = dict[str, float]
-AGGREGATES = ("token_mean", "sequence_mean", "constant")
 MAX_LOG_WEIGHT = 300.0
 """Log weights in statistics are cut to +-300: the square of e^300 is still a finite float64."""
 
@@ -49,15 +49,6 @@ def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int) -> tup
         if max_tokens < 1:
             raise ValueError(f"constant aggregation divides by max_tokens, which cannot be {max_tokens}")
         return trained / max_tokens, sequences
-    raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
-
-
-def denominator(mask: np.ndarray[Any, Any], *, aggregate: str) -> float:
-    """What `token_weights` adds to a step's denominator, from a numpy mask: counts add up over any cut of the step."""
-    if aggregate == "token_mean":
-        return float(mask.sum())
-    if aggregate in AGGREGATES:
-        return float(mask.any(axis=1).sum())
     raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from infra.checkpoints import Recorded
 from infra.errors import Unrecoverable
+from infra.log import Log
 from pipeline import schedule as rules
 from pipeline.control import Story
-from pipeline.session import Session
+from pipeline.scan import scan
 from topics import groups, prompts
 from topics.errors import Unusable
 from topics.groups import Group
@@ -76,10 +77,10 @@ class Past:
         )
 
 
-def read_past(session: Session) -> Past:
+def read_past(log: Log, run: str) -> Past:
     """The ledger and the published versions so far. Raises `LogError`."""
-    tail = session.log.tail({(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"})
-    story, entries = Story(session.run), []
+    tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
+    story, entries = Story(run), []
     for record in tail.read_to_end(READ_LIMIT_S):
         try:
             found = story.fold(record)
@@ -91,24 +92,22 @@ def read_past(session: Session) -> Past:
     return Past(entries=entries, story=story)
 
 
-def read_planned(session: Session, plan: Sequence[Planned]) -> list[Group]:
+def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
     """The groups of a plan, in its order, from where it says they are. Raises `LogError`, `Unrecoverable` for other groups than planned."""
-    topic = session.topic("groups")
+    topic = f"{run}.groups"
     firsts = {}
     for partition in {planned.partition for planned in plan}:
         offsets = [planned.offset for planned in plan if planned.partition == partition]
-        firsts.update(
-            {(partition, record.offset): record for record in session.log.read(topic, partition, offsets, timeout_s=READ_LIMIT_S)}
-        )
+        firsts.update({(partition, record.offset): record for record in log.read(topic, partition, offsets, timeout_s=READ_LIMIT_S)})
     found = []
     for planned in plan:
         place = f"{topic}/{planned.partition}/{planned.offset}"
         try:
             first = firsts[planned.partition, planned.offset]
-            headers = groups.check(first, run=session.run)
+            headers = groups.check(first, run=run)
             following = list(range(planned.offset + 1, planned.offset + (headers.parts or 1)))
-            rest = session.log.read(topic, planned.partition, following, timeout_s=READ_LIMIT_S) if following else []
-            headers, group = groups.read([first, *rest], run=session.run)
+            rest = log.read(topic, planned.partition, following, timeout_s=READ_LIMIT_S) if following else []
+            headers, group = groups.read([first, *rest], run=run)
         except Unusable as error:
             raise Unrecoverable(f"group {planned.group}, which a step was trained on, cannot be read at {place}: {error}") from error
         if (group.group, headers.sha256) != (planned.group, planned.sha256):
@@ -118,14 +117,12 @@ def read_planned(session: Session, plan: Sequence[Planned]) -> list[Group]:
     return found
 
 
-def unused_groups(session: Session, *, ended: Collection[int]) -> int:
+def unused_groups(log: Log, run: str, *, ended: Collection[int]) -> int:
     """How many groups were admitted and neither trained nor dropped."""
-    tail = session.log.tail({(session.topic("prompts"), p): "earliest" for p in range(session.config.partitions)})
     admitted = set[int]()
-    for record in tail.read_to_end(READ_LIMIT_S):
+    for record in scan(log, f"{run}.prompts"):
         try:
-            admitted.add(prompts.check(record, run=session.run).group or 0)
+            admitted.add(prompts.check(record, run=run).group or 0)
         except Unusable:
             continue
-    tail.close()
     return len(set(rules.admitted_groups(admitted)) - set(ended))

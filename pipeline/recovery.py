@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra import faults
-from infra.errors import BackendError, CheckpointError, Unrecoverable
-from infra.tensors import digest
-from pipeline.learner import StepOutcome, double_bits
+from infra.errors import Unrecoverable
+from pipeline import course
 from pipeline.past import Past, read_planned
-from pipeline.training import Training
+from pipeline.training import Training, arithmetic_of
 from topics.ledger import Entry
 
 
@@ -26,7 +25,9 @@ def recover(training: Training, past: Past) -> None:
     steps = past.steps
     if not steps:
         return
-    _tell_other_arithmetic(training, past)
+    if changed := other_arithmetic(past, arithmetic_of(training.backend, session.config)):
+        told = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
+        session.say(f"the arithmetic is not the one the run was opened with: {told}")
     load_newest(training, past)
     loaded, loading_s = training.steps_done, time.monotonic() - started
     faults.reach("recovery.loaded")
@@ -44,62 +45,31 @@ def recover(training: Training, past: Past) -> None:
 
 
 def load_newest(training: Training, past: Past) -> None:
-    """Load the newest checkpoint that is whole, agrees with the ledger and gives the recorded weights; without one nothing changes."""
-    session, store, touched = training.session, training.store, False
-    recorded = past.recorded()
-    for steps in [] if store is None else store.steps():
-        assert store is not None
-        session.doing(f"loading checkpoint of step {steps}", now=True)
-        try:
-            state = store.verify(steps, recorded)
-            touched = True
-            training.backend.load(store.path(steps) / "backend")
-            if (found := digest(training.backend.weights())) != state.digest or training.backend.steps != steps:
-                raise CheckpointError(f"it gives weights {found[:16]}… after {training.backend.steps} steps, not {state.digest[:16]}…")
-        except (CheckpointError, BackendError) as error:
-            store.refuse(steps)
-            session.say(f"checkpoint of step {steps} is not used: {error}")
-            continue
-        training.steps_done = training.saved = steps
-        training.digest = training.chronicle.story.manifests[state.version].digest
-        session.values.update(step=steps, version=state.version)
+    """Load the newest checkpoint that can be used; without one nothing changes."""
+    session, store = training.session, training.store
+    if store is None:
         return
-    if touched:
-        training.reopen()
+    state = course.load_newest(training.course, store, past.recorded(), say=session.say, doing=lambda text: session.doing(text, now=True))
+    if state is not None:
+        training.saved = state.steps
+        training.digest = training.chronicle.story.manifests[state.version].digest
+        session.values.update(step=state.steps, version=state.version)
+    training.course.let_go()
 
 
 def repeat(training: Training, entry: Entry) -> None:
     """Train a committed plan again from the log and compare its bits with the ledger's."""
-    step = training.step()
-    for group in read_planned(training.session, entry.plan):
-        step.add(group)
-    outcome = step.finish(learner_version=entry.version or 0)
-    if differences := compare(outcome, entry):
+    repetition = course.repeat(training.course, entry, read_planned(training.session.log, training.session.run, entry.plan))
+    if repetition.differences:
         raise Unrecoverable(
-            f"step {entry.step} repeated from the log gave {' and '.join(differences)}; "
+            f"step {entry.step} repeated from the log gave {' and '.join(map(str, repetition.differences))}; "
             "is the arithmetic (versions, threads, device) the same?"
         )
-    training.advance()
+    training.follow_up()
 
 
-def compare(outcome: StepOutcome, entry: Entry) -> list[str]:
-    """In which numbers a repeated step differs from the recorded one; empty when it is the same bit for bit."""
-    pairs = {"loss": (outcome.loss, entry.loss_bits), "gradient norm": (outcome.grad_norm, entry.grad_norm_bits)}
-    recorded = {"loss": entry.metrics.get("loss"), "gradient norm": entry.metrics.get("grad_norm")}
-    differences = [
-        f"{name} {found!r} where the ledger says {recorded[name]!r} (bits {double_bits(found)} and {bits})"
-        for name, (found, bits) in pairs.items()
-        if double_bits(found) != bits
-    ]
-    if outcome.boundaries != entry.boundaries:
-        differences.append(f"micro-batches that end at {list(outcome.boundaries)} where the ledger says {list(entry.boundaries)}")
-    return differences
-
-
-def _tell_other_arithmetic(training: Training, past: Past) -> None:
+def other_arithmetic(past: Past, now: Mapping[str, str | int]) -> dict[str, tuple[Any, Any]]:
+    """What the last bits depend on and is not as it was when the run was opened: name -> (then, now)."""
     opened = past.story.opened
     before: Mapping[str, Any] = json.loads((opened.details if opened else None) or "{}").get("fingerprint", {})
-    now = training.backend.fingerprint()
-    changed = ", ".join(f"{name} {before[name]} -> {now.get(name)}" for name in before if before[name] != now.get(name))
-    if changed:
-        training.session.say(f"the arithmetic is not the one the run was opened with: {changed}")
+    return {name: (before[name], now.get(name)) for name in before if before[name] != now.get(name)}

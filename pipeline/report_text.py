@@ -178,7 +178,7 @@ def _next(report: Mapping[str, Any], directory: Path | None) -> Table:
     table.add_column(overflow="fold")
     rows = [("topics", f"penstock topics list {report['run']}")]
     if directory is not None:
-        wanted = (("model", "model"), ("points", "metrics.jsonl"), ("logs", "logs"))
+        wanted = (("page", "report.html"), ("model", "model"), ("points", "metrics.jsonl"), ("logs", "logs"))
         rows += [(name, str(directory / file)) for name, file in wanted if (directory / file).exists()]
     uri, number = report.get("mlflow_uri"), report.get("mlflow_run_id")
     if uri and number:

@@ -9,7 +9,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,22 @@ from topics.runs import RunRecord
 READ_LIMIT_S = 60.0
 
 
-def create(config: Config, *, log: Log, run_id: str | None = None, say: Callable[[str], None] = print) -> RunRecord:
-    """Check the data and the model, register the run and make its topics; starts nothing.
+def create(
+    config: Config,
+    *,
+    log: Log,
+    run_id: str | None = None,
+    say: Callable[[str], None] = print,
+    about: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """Check the data and the model, register the run and make its topics; starts nothing. `about` joins what is said of the run.
 
     Raises:
         ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
         PenstockError: data or model cannot be used; one line, for data with file and line.
     """
-    info = inspect(config, say=say)
-    run = _usable(run_id or f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+    info = {**inspect(config, say=say), **(about or {})}
+    run = _usable(run_id or new_id(config))
     log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=config.kafka.replication_factor)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
@@ -49,6 +56,11 @@ def create(config: Config, *, log: Log, run_id: str | None = None, say: Callable
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)
     return record
+
+
+def new_id(config: Config) -> str:
+    """An id that no run has yet."""
+    return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def inspect(config: Config, *, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -198,6 +210,9 @@ def all_runs(log: Log) -> list[RunRecord]:
     try:
         for record in tail.read_to_end(READ_LIMIT_S):
             key = (record.key or b"").decode("ascii", "replace")
+            if not record.value:  # the run was deleted
+                found.pop(key, None)
+                continue
             try:
                 state = topic.read(record, run=key)[1]
             except Unusable:

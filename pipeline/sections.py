@@ -46,6 +46,7 @@ class DataSection(Section):
     limit: Positive | None = Field(None, description="rows of the slice that is used")
     size: Positive | None = Field(None, description="rows to make, for sources that generate them")
     shuffle: bool = True
+    first_group: NonNegative = Field(0, description="the place in the order of prompts at which group 0 stands")
     chat_template: str = Field("auto", description="auto, on, off, or the path of a Jinja file")
     max_prompt_tokens: Positive = 1024
 
@@ -88,6 +89,7 @@ class AlgorithmSection(Section):
     clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     kl_coef: NonNegativeFloat = 0.0
+    reference: str | None = Field(None, description="directory of the model that kl_coef compares with; model.path if absent")
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
         None, description="which of the three logprobs the ratio is taken against; from the schedule, the loss and the correction if absent"
     )
@@ -149,6 +151,10 @@ class TrainerSection(Section):
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
     checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
+    initial_state: str | None = Field(
+        None, description="folder of the optimizer state with which the run begins, as `penstock fork` writes it; a new one if absent"
+    )
+    initial_steps: NonNegative = Field(0, description="optimizer steps behind that state: warm-up and a falling rate go on after them")
     checkpoint_dir: str | None = Field(None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent")
 
 

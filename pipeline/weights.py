@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from infra import faults
 from infra.errors import LogError
 from infra.log import Log, Pending, Producer
-from infra.tensors import TensorBytes, digest, join, split
+from infra.tensors import TensorBytes, join, split
+from infra.tensors import digest as tensors_digest
 from topics import weights
 from topics.errors import Unusable
 from topics.record import Outgoing
@@ -18,11 +19,19 @@ from topics.weights import Chunk, Manifest
 
 
 def send_chunks(
-    producer: Producer, tensors: Sequence[TensorBytes], *, run: str, version: int, step: int, partitions: int, max_bytes: int
+    producer: Producer,
+    tensors: Sequence[TensorBytes],
+    *,
+    run: str,
+    version: int,
+    step: int,
+    partitions: int,
+    max_bytes: int,
+    digest: str | None = None,
 ) -> Manifest:
     """Send a version's chunks and describe them once every one is acknowledged; the manifest is the caller's to commit.
 
-    `partitions` counts those for chunks, numbered from 1.
+    `partitions` counts those for chunks, numbered from 1. `digest` is that of the tensors, where it is known already.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     places: list[int] = []
@@ -46,7 +55,7 @@ def send_chunks(
         step=step,
         encoding="full",
         base_version=None,
-        digest=digest(ordered),
+        digest=digest or tensors_digest(ordered),
         nbytes=sum(sizes),
         names=tuple(tensor.name for tensor in ordered),
         dtypes=tuple(tensor.dtype for tensor in ordered),

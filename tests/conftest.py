@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from infra.broker import embedded
+
+# Examples are the same in every run, and a machine that is busy makes no example wrong.
+settings.register_profile("penstock", deadline=None, derandomize=True)
+settings.load_profile("penstock")
 
 _ROOT = Path(__file__).resolve().parents[1]
 # Reads state directories from its input; at the end of the input, also when the tests were killed, it stops their brokers.

@@ -13,8 +13,8 @@ import pytest
 
 import penstock
 from infra.kafka.log import KafkaLog
-from penstock import tables
 from penstock.opened import Run
+from pipeline import tables
 from tests.pipeline.a_run import Teller
 from topics import groups, rollouts
 from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of

@@ -6,8 +6,6 @@
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,7 +99,7 @@ def commands(text: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         r"^\s*(?:\.venv/bin/)?penstock ([^#\n]+)", text, re.MULTILINE
     ):
         words = line.split()
-        depth = 2 if words[0] in ("topics", "broker", "model") else 1
+        depth = 2 if words[0] in ("topics", "broker", "model", "replay") else 1
         options = tuple(word.partition("=")[0] for word in words if word.startswith("--"))
         for alternative in words[depth - 1].split("|") if len(words) >= depth else [""]:
             yield tuple(filter(None, [*words[: depth - 1], alternative])), options
@@ -111,26 +109,6 @@ def commands(text: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
 def test_every_make_target_that_is_named_exists(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))) <= targets
-
-
-def test_the_foreign_reader_in_the_docs_reads_a_run(broker: str, run_id: str) -> None:
-    from infra.kafka.log import KafkaLog
-    from tests.pipeline.a_run import Teller
-    from topics.catalogue import topics_of
-
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "topics.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(code.splitlines()) <= 15
-    assert not any(name in code for name in ("topics.", "infra", "pipeline")), "it is to read without our code"
-    log = KafkaLog(broker, client_id="test")
-    log.create_topics(topics_of(run_id, partitions=2), replication_factor=1)
-    producer = log.producer()
-    for record in Teller(run_id).group([1.0, 0.0, 1.0], version=0):
-        producer.send(record)
-    producer.flush(30.0)
-    log.close()
-    done = subprocess.run([sys.executable, "-c", code, broker, run_id], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"0 {sample} 0 stop 3" for sample in range(3)]
 
 
 def documented() -> dict[str, str]:

@@ -136,6 +136,11 @@ def encode(group: Group) -> bytes:
     return _encode(group, part=0, parts=1)
 
 
+def encode_part(part: Part) -> bytes:
+    """The payload of one part, as `decode_part` found it."""
+    return _encode(part.group, part=part.part, parts=part.parts)
+
+
 def decode(value: Payload) -> Group:
     """The group in a payload that is its only part; raises `Unusable`."""
     return decode_parts((value,))

@@ -117,7 +117,7 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
 def _prompt(session: Session, dataset: Any, renderer: Renderer, *, number: int, slot: int, oldest: int) -> Prompt:
     """Group `number`'s prompt, rendered and tokenised once."""
     config = session.config
-    epoch, index = order(config.run.seed, number, len(dataset), shuffle=config.data.shuffle)
+    epoch, index = order(config.run.seed, config.data.first_group + number, len(dataset), shuffle=config.data.shuffle)
     row = dataset[index]
     text, token_ids = renderer.render(row)
     return Prompt(

@@ -13,12 +13,12 @@ import numpy as np
 from infra.children import ChildPool, Done, Failed
 from infra.errors import LostPartition, OutcomeUnknown
 from infra.log import Assigned, Event, Member, Records, Revoked, Transactions
-from pipeline.advantages import handle_truncated, zero_variance
 from pipeline.control import Control
 from pipeline.grouping import OpenGroup, PartitionGroups, WorkingTime
 from pipeline.rendering import Decoder
 from pipeline.rewards import CHILD, Score, payload, spec
 from pipeline.session import Session
+from pipeline.verdict import group_of, verdict
 from topics import groups, prompts, rollouts
 from topics.errors import Unusable
 from topics.groups import Group, ScoredSample
@@ -221,24 +221,13 @@ class Scorer:
         state = self.owned.get(partition)
         if state is None or state.open.get(group.group) is not group:
             return None  # the partition went to another owner meanwhile
-        config = self.session.config
         samples = group.ordered()
         completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in samples]
         if isinstance(result, Failed):
             return self._failed(group, result.reason)
-        score = Score.of(result.result)
-        rewards: list[float] = list(score.rewards)
-        if config.algorithm.truncated == "penalise":
-            cut = [sample.finish == "length" for sample in samples]
-            rewards = handle_truncated(rewards, truncated=cut, rule="penalise", penalty=config.algorithm.truncated_penalty)[0].tolist()
         self.session.add("groups")
-        scored = tuple(
-            ScoredSample(rollout=sample, completion=text, reward=reward, components=components)
-            for sample, text, reward, components in zip(samples, completions, rewards, score.components, strict=True)
-        )
-        if config.algorithm.filter_zero_variance and zero_variance(rewards):
-            return self._group(group, "filtered", f"every sample has the reward {rewards[0]:g}", scored)
-        return self._group(group, "scored", None, scored)
+        found = verdict(samples, completions, Score.of(result.result), algorithm=self.session.config.algorithm)
+        return self._group(group, found.outcome, found.reason, found.samples)
 
     def _failed(self, group: OpenGroup, reason: str) -> Group:
         assert group.prompt_record is not None
@@ -265,26 +254,9 @@ class Scorer:
         return ended
 
     def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
-        prompt, reward = group.prompt, self.session.config.reward
-        assert prompt is not None
-        return Group(
-            group=prompt.group,
-            outcome=outcome,
-            reason=reason,
-            slot=prompt.slot,
-            min_version=prompt.min_version,
-            samples_per_prompt=prompt.samples_per_prompt,
-            epoch=prompt.epoch,
-            row=prompt.row,
-            prompt=prompt.prompt,
-            prompt_ids=prompt.token_ids,
-            columns=prompt.columns,
-            reward_names=tuple(reward.functions),
-            reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
-            samples=samples,
-            created_ns=prompt.created_ns,
-            scored_ns=time.time_ns(),
-        )
+        assert group.prompt is not None
+        reward = self.session.config.reward
+        return group_of(group.prompt, outcome, reason=reason, samples=samples, reward=reward, scored_ns=time.time_ns())
 
     def _write(self, ended: list[Group]) -> None:
         """Commit outcomes and offsets together; when their fate is unknown, the log is asked."""

@@ -1,4 +1,4 @@
-"""The tracker: `ledger` and `metrics` become points of one MLflow run and lines of `metrics.jsonl`; at the end, the report.
+"""The tracker: `ledger` and `metrics` become points of one MLflow run and lines of `metrics.jsonl`; at the end, report and page.
 
 The rule: a point is dated by its record, written to `metrics.jsonl` first and taken to MLflow from there; a tracker that starts again
 reads the log from its beginning and adds what is missing, so that both hold the same points, each once.
@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.broker.state import run_directory, state_directory
+from infra.broker.state import run_directory
 from infra.errors import LogError
 from infra.log import Partition
-from infra.tracking import Target, without_credentials
+from infra.tracking import without_credentials
 from infra.uploader import Uploader
-from pipeline.points import Line, Points, flatten, without_secrets
+from pipeline.page.build import Limits, build, write
+from pipeline.points import Line, Points, without_secrets
 from pipeline.points_file import PointsFile
 from pipeline.report import as_text, collect
 from pipeline.session import Session
+from pipeline.tracked import lineage, target_of
 from pipeline.view import RunView
 from topics.catalogue import RUNS_TOPIC
 from topics.errors import Unusable
@@ -41,6 +43,10 @@ MLFLOW_END_S = 60.0
 """For what MLflow lacks when the run is over."""
 STOPPED_S = 15.0
 """For everything, once this process was told to stop: half of what the launcher grants."""
+PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
+"""For the run's page; and the same once this process was told to stop."""
+PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
+"""A page that is sent to MLflow is smaller than one that a person asks for."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -105,6 +111,8 @@ class Tracker:
         if uploader is not None:
             report["mlflow_uri"] = uploader.shown_uri
         files = self._write(report)
+        if pages := self._write_page(report):
+            files = self._write(report) + pages  # once more: the text says where the page is
         if uploader is None:
             return
         closed = self.view.closed
@@ -256,24 +264,26 @@ class Tracker:
             beside.replace(self.directory / name)
         return [self.directory / name for name in contents]
 
+    def _write_page(self, report: Mapping[str, Any]) -> list[Path]:
+        """The run as a page beside its report; one that cannot be made, or not soon, costs a limited time and one line."""
+        session, path = self.session, self.directory / "report.html"
+        limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
+        known = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
+        try:
+            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=known, alive=session.status), path)
+        except Exception as error:  # the page is an addition: whatever stands in its way, the run ends as it would without it
+            cause = " ".join(str(error).split()) or type(error).__name__
+            session.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
+            return []
+        return [path]
+
 
 def _uploader(session: Session, file: PointsFile) -> Uploader | None:
     chosen = session.config.mlflow
     if not chosen.enabled:
         return None
-    state = state_directory()
-    config = without_secrets(json.loads(session.record.config))
-    local = chosen.tracking_uri is None
-    target = Target(
-        run=session.run,
-        uri=chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}",
-        experiment=chosen.experiment,
-        artifacts=(state / "mlartifacts").as_uri() if local else None,
-        params=flatten(config),
-        tags={"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock"},
-        start_ms=session.record.created_ns // 1_000_000,
-        over=session.record.status in ("finished", "failed"),
-    )
+    tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
+    target = target_of(session.record, session.config, tags=tags)
     session.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
     return Uploader(target, file, say=session.say)
 

@@ -33,7 +33,7 @@ def main(session: Session) -> None:
     """Train until the run's steps are done, an evaluator asks for the end, or too many groups are dropped."""
     # Fence first, read afterwards: nothing an earlier trainer still had in hand can follow what is read now.
     transactions = session.log.transactions(f"{session.run}.trainer")
-    past = read_past(session)
+    past = read_past(session.log, session.run)
     if past.story.closed is not None:
         session.say("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
@@ -130,7 +130,7 @@ class Trainer:
     def _close(self, *, status: Status, reason: str) -> None:
         selector = self.arrivals.selector
         ended = selector.settled | {group for group, outcome in selector.outcomes.items() if outcome in rules.DROPPED}
-        unused = unused_groups(self.session, ended=ended)
+        unused = unused_groups(self.session.log, self.session.run, ended=ended)
         training = self.training
         training.chronicle.close(steps=training.steps_done, digest=training.digest, status=status, reason=reason, unused=unused)
         mark(self.session.log, self.session.record, status=status)
@@ -209,6 +209,9 @@ class Trainer:
         dropped, queued = self.arrivals.selector.drops - self._drops, [version - oldest for oldest in self.arrivals.selector.queued()]
         measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(dropped)}
         measured |= {"queued_groups": float(len(queued)), **{f"queued_{name}": value for name, value in lag_summary(queued).items()}}
+        hashing = time.monotonic()
+        digest = self.training.digest_of_step()
+        measured["digest_s"] = time.monotonic() - hashing
         self.training.chronicle.write(
             "step",
             step=self.training.steps_done,
@@ -217,6 +220,7 @@ class Trainer:
             boundaries=outcome.boundaries,
             loss_bits=outcome.loss_bits,
             grad_norm_bits=outcome.grad_norm_bits,
+            digest=digest,
             metrics=measured,
         )
         self.committed += 1

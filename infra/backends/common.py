@@ -56,15 +56,16 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, block_bytes)
 
 
-def open_model(settings: BackendSettings, *, device: torch.device) -> Any:
-    """The causal language model of `model_path` in `dtype`, without dropout."""
+def open_model(settings: BackendSettings, *, device: torch.device, path: str | None = None) -> Any:
+    """The causal language model of `path`, or else `model_path`, in `dtype`, without dropout."""
+    path = path or settings.model_path
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            settings.model_path, dtype=getattr(torch, settings.dtype), local_files_only=True, attn_implementation="sdpa"
+            path, dtype=getattr(torch, settings.dtype), local_files_only=True, attn_implementation="sdpa"
         )
     except (OSError, ValueError, ImportError) as error:
-        raise BackendError(f"cannot open the model in {settings.model_path}: {str(error).splitlines()[0]}") from error
+        raise BackendError(f"cannot open the model in {path}: {str(error).splitlines()[0]}") from error
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -76,9 +77,9 @@ def open_model(settings: BackendSettings, *, device: torch.device) -> Any:
 class FrozenPolicy:
     """A copy of the model at one version that is only ever run forward."""
 
-    def __init__(self, settings: BackendSettings, *, device: torch.device) -> None:
-        """Open version 0 from `model_path`."""
-        self.model = open_model(settings, device=device).eval().requires_grad_(False)
+    def __init__(self, settings: BackendSettings, *, device: torch.device, path: str | None = None) -> None:
+        """Open the model of `path`, or else version 0 from `model_path`."""
+        self.model = open_model(settings, device=device, path=path).eval().requires_grad_(False)
         self.device = device
 
     def load(self, tensors: Iterable[TensorBytes]) -> None:
@@ -107,7 +108,8 @@ class LocalModel:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
         self.module: Any = self.model
-        self.reference = FrozenPolicy(self.settings, device=self.device) if self.settings.reference else None
+        reference = self.settings.reference_path
+        self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if self.settings.reference else None
         self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
         self.steps = 0
 

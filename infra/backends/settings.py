@@ -34,6 +34,8 @@ class BackendSettings:
     gradient_checkpointing: bool = False
     reference: bool = False
     """Keep a frozen copy of version 0, for KL."""
+    reference_path: str | None = None
+    """Directory of the model that is kept as the reference instead."""
     snapshot: bool = False
     """Keep a second frozen copy, for the proximal policy; it is version 0 until `take_snapshot`."""
     entropy: bool = False
@@ -49,8 +51,9 @@ class BackendSettings:
             raise ValueError(f"the learning rate must be above 0, not {self.lr}")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must not be negative: {self.max_grad_norm}")
-        if not (Path(self.model_path) / "config.json").is_file():
-            raise ValueError(f"no model in {self.model_path!r}: it needs a directory with config.json, tokenizer and weights")
+        for path in (self.model_path, self.reference_path):
+            if path is not None and not (Path(path) / "config.json").is_file():
+                raise ValueError(f"no model in {path!r}: it needs a directory with config.json, tokenizer and weights")
         self.learning_rate(0)
 
     def learning_rate(self, step: int) -> float:

@@ -105,7 +105,10 @@ class TorchBackend(LocalModel):
         if [master.shape for master in self.masters] != [saved.shape for saved in state["masters"]]:
             raise BackendError(f"{file} is the state of another model")
         torch._foreach_copy_(self.masters, state["masters"])
+        own = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)  # of the run that goes on; another one's state may have been saved under others
         self.optimizer.zero_grad(set_to_none=True)
         self.set_random_state(state["random"])
         self._publish_masters()

@@ -52,6 +52,13 @@ class GroupRequest:
     rows: int
     seed: int
     sampling: Sampling
+    stream: int | None = None
+    """The number that stands for the group's in its random numbers, where it is not `group` itself."""
+
+    @property
+    def drawn_as(self) -> int:
+        """The group number that its random numbers follow from."""
+        return self.group if self.stream is None else self.stream
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):

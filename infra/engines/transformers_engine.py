@@ -154,7 +154,7 @@ class _Work:
     @classmethod
     def of(cls, request: GroupRequest, *, device: torch.device) -> "_Work":
         rows, longest = request.rows, request.sampling.max_new_tokens
-        drawn = [uniforms(seed=request.seed, group=request.group, sample=sample, count=longest) for sample in range(rows)]
+        drawn = [uniforms(seed=request.seed, group=request.drawn_as, sample=sample, count=longest) for sample in range(rows)]
         return cls(
             request=request,
             prompt=torch.as_tensor(np.asarray(request.prompt_ids, dtype=np.int64), device=device),

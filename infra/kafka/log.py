@@ -150,9 +150,19 @@ class KafkaLog:
         found = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
         missing = [offset for offset in offsets if offset not in found]
         if missing:
-            shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
-            raise LogError(f"{topic}/{partition} has no committed record at offset {shown}")
+            raise LogError(self._missing((topic, partition), missing))
         return [found[offset] for offset in offsets]
+
+    def _missing(self, at: Partition, offsets: Sequence[int]) -> str:
+        """Why nothing stands at these offsets: deleted, or never written."""
+        place, first = f"{at[0]}/{at[1]}", self.begin_offsets([at])[at]
+        gone, never = [offset for offset in offsets if offset < first], [offset for offset in offsets if offset >= first]
+        told = []
+        if gone:
+            told.append(f"{place}: the records at offsets {_shown(gone)} were deleted, the first one that is kept is {first}")
+        if never:
+            told.append(f"{place} has no committed record at offset {_shown(never)}")
+        return "; ".join(told)
 
     def _fetch(self, topic: str, partition: int, offsets: Sequence[int], timeout_s: float) -> dict[int, Record]:
         """What stands at these ascending offsets; those where nothing stands are left out."""
@@ -216,6 +226,22 @@ class KafkaLog:
             reading.close_consumer(reader, 2.0)
         self._admin.close()
         self._contact.close()
+
+
+def _shown(offsets: Sequence[int]) -> str:
+    """Offsets in a line: ranges, and no more than ten of them.
+
+    Example:
+        _shown([3, 4, 5, 9])  # -> "3 to 5, 9"
+    """
+    ranges: list[list[int]] = []
+    for offset in sorted(set(offsets)):
+        if ranges and offset == ranges[-1][1] + 1:
+            ranges[-1][1] = offset
+        else:
+            ranges.append([offset, offset])
+    texts = [str(low) if low == high else f"{low} to {high}" for low, high in ranges]
+    return ", ".join(texts[:10]) + (", …" if len(texts) > 10 else "")
 
 
 def _runs(offsets: Sequence[int]) -> list[list[int]]:

@@ -85,7 +85,8 @@ def digests(facts: Facts) -> Iterator[Violation]:
 
 
 def ends(facts: Facts) -> Iterator[Violation]:
-    """Checkpoints and the closing entry have the digest of the version that was published at their step."""
+    """Steps, checkpoints and the closing entry have the digest of the version that was published at their step."""
+    manifests = {fact.manifest.step: fact.manifest for fact in facts.first_manifests().values()}
     published: dict[int, tuple[int, str | None]] = {}
     newest: EntryFact | None = None
     done = 0
@@ -105,6 +106,9 @@ def ends(facts: Facts) -> Iterator[Violation]:
                 yield place(text=f"the checkpoint at step {entry.step} has another digest than version {version}")
             elif digest is not None and entry.version not in (None, version):
                 yield place(text=f"the checkpoint at step {entry.step} says version {entry.version}, it is version {version}")
+        after = manifests.get(done)
+        if entry.kind == "step" and after is not None and entry.digest not in (None, after.digest):
+            yield place(text=f"step {entry.step} ended in another digest than version {after.version}")
         if entry.kind == "run-closed" and newest is not None and entry.digest != newest.entry.digest:
             yield place(text=f"the run was closed with another digest than that of version {newest.entry.version}")
 
@@ -137,9 +141,9 @@ CHECKS = (
     ),
     Check(
         name="last-digests",
-        promise="checkpoints and the closing entry have their version's digest",
+        promise="steps, checkpoints and the closing entry have their version's digest",
         counts="entries",
-        examined=lambda facts: sum(fact.entry.kind in ("checkpoint", "run-closed") for fact in facts.entries),
+        examined=lambda facts: sum(fact.entry.kind in ("step", "checkpoint", "run-closed") for fact in facts.entries),
         rule=ends,
     ),
 )

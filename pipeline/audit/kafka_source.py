@@ -123,7 +123,7 @@ class KafkaSource:
                     place = message.partition(), message.offset()
                     assert place[0] is not None and place[1] is not None
                     if error is None and place[1] < ends[place[0]]:
-                        yield _record(message)
+                        yield to_record(message)
                         self._progress(topic)
                     # At the end, or at its mark: what is left below the end are marks of transactions.
                     if error is not None or place[1] >= ends[place[0]] - 1:
@@ -180,7 +180,8 @@ def _offsets(admin: AdminClient, places: Sequence[TopicPartition], spec: OffsetS
     return dict(sorted(found.items()))
 
 
-def _record(message: Any) -> Record:
+def to_record(message: Any) -> Record:
+    """A message of this client as everybody else reads it."""
     return Record(
         topic=message.topic(),
         partition=message.partition(),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import auditing, brokers, looking, machine, running, topics
+from pipeline.cli import auditing, brokers, explaining, forking, looking, machine, querying, replaying, running, topics
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -29,8 +29,12 @@ app.command(rich_help_panel="Look")(looking.runs)
 app.command(rich_help_panel="Look")(looking.status)
 app.command(rich_help_panel="Look")(looking.report)
 app.command(rich_help_panel="Look")(auditing.audit)
+app.command(rich_help_panel="Look")(explaining.explain)
+app.command(rich_help_panel="Look")(querying.sql)
 app.add_typer(topics.app, name="topics", rich_help_panel="Look")
 app.command(rich_help_panel="Look")(looking.graph)
+app.command(rich_help_panel="Replay")(forking.fork)
+app.add_typer(replaying.app, name="replay", rich_help_panel="Replay")
 app.add_typer(brokers.app, name="broker", rich_help_panel="This machine")
 app.add_typer(machine.model_app, name="model", rich_help_panel="This machine")
 app.command(rich_help_panel="This machine")(machine.doctor)

@@ -1,12 +1,14 @@
 """`penstock runs`, `status`, `report` and `graph`: what only looks. The rule: nothing here writes to a topic."""
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.cli.common import Bootstrap, Json, Run, Security, at, emit
+from pipeline.cli.common import Bootstrap, Json, Run, Security, at, emit, say
 
 
 def runs(*, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
@@ -28,7 +30,6 @@ def runs(*, bootstrap: Bootstrap = "embedded", security: Security = None, json: 
 
 def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """Where a run stands now, and what each worker does."""
-    import time
     from dataclasses import asdict
 
     from pipeline.report import load
@@ -55,11 +56,22 @@ def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
         print(describe(found, still_s=still_s))
 
 
-def report(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
-    """What a run did: reward, groups by fate, times, lag, weights."""
+def report(
+    run: Run,
+    *,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples instead.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: how many completion tokens it shows one by one.")] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """What a run did: reward, groups by fate, times, lag, weights; with --html, as a page for a browser."""
     from pipeline.report import as_text, collect, render
     from pipeline.runs import resolve
 
+    if html is not None or tokens is not None:
+        _page(run, html, tokens, bootstrap=bootstrap, security=security, json=json)
+        return
     with at(bootstrap, security) as log:
         found = collect(log, resolve(log, run))
     if json:
@@ -76,6 +88,44 @@ def report(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
         Console().print(render(found, directory=directory))
     else:
         print(as_text(found, directory=directory), end="")
+
+
+def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, security: list[str] | None, json: bool) -> None:
+    """Write the page of a run; a budget of the person's own may be as large as they like."""
+    from pipeline.config import ConfigError
+    from pipeline.page.build import Limits, build, write
+    from pipeline.runs import resolve
+
+    if html is None:
+        raise ConfigError("--tokens is for the page of a run: add --html PATH")
+    if html.is_dir() or not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: {'that is a folder' if html.is_dir() else 'there is no such folder'}; give the path of a file")
+    limits = Limits() if tokens is None else Limits().with_tokens(tokens)
+    with at(bootstrap, security) as log:
+        made = build(log, resolve(log, run), limits=limits, alive=Progress(say))
+    write(made, html)
+    if json:
+        emit({"path": str(html), **made.facts})
+        return
+    print(
+        f"{html}: {made.facts['bytes'] / 1e6:.1f} MB; {made.facts['samples'][0]:,} samples, {made.facts['tokens'][0]:,} tokens one by one"
+    )
+    for note in made.facts["left_out"]:
+        say(note)
+
+
+class Progress:
+    """A line every few seconds while something reads a log; it may be called as often as one likes."""
+
+    def __init__(self, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
+        self._say, self._every_s = say, every_s
+        self._began = self._said = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._said >= self._every_s:
+            self._said = now
+            self._say(f"reading the log, for {now - self._began:.0f} s")
 
 
 def graph(

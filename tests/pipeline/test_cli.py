@@ -60,8 +60,8 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ["run", "create", "worker", "runs", "status", "report", "audit", "graph", "doctor"]
-COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broker stop", "broker status", "model tiny"]
+COMMANDS = ["run", "create", "worker", "runs", "status", "report", "audit", "explain", "graph", "doctor"]
+COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broker stop", "broker status", "model tiny", "replay score"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

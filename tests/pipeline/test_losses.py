@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 
 from infra.backends.batch import TokenBatch
 from pipeline.losses import (
-    AGGREGATES,
     add_stats,
     batch_loss,
-    denominator,
     kl_k3,
     summarise,
     token_weights,
 )
 from pipeline.surrogates import SURROGATES, cispo_loss, gspo_loss, policy_loss
+from pipeline.trained import AGGREGATES, denominator
 
 LOG2 = math.log(2.0)
 

@@ -1,8 +1,30 @@
-"""A model small enough that a whole run takes seconds."""
+"""A model small enough that a whole run takes seconds, and a finished run of it for those who only look."""
 
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from pipeline.config import Config
+from tests.workers.crew import complete, config_of
+
+JUDGE = """
+def digits(prompts, completions, **columns):
+    first = int(prompts[0].split("+")[0])
+    if first % 10 == 5:
+        raise RuntimeError(f"cannot judge {prompts[0]}")
+    if first % 10 == 7:
+        return [0.25] * len(completions)
+    return [sum(c.isdigit() for c in text) / 8 for text in completions]
+
+
+def brevity(prompts, completions, **columns):
+    first = int(prompts[0].split("+")[0])
+    return [None if first % 10 == 7 else 1.0 - len(text) / 16 for text in completions]
+"""
+"""Of ten prompts one breaks the reward, and one gives every sample the same."""
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +51,36 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A finished run to look into; tests read it and write nothing to its topics."""
+
+    run: str
+    bootstrap: str
+    config: Config
+    report: dict[str, Any]
+    mlflow_uri: str
+
+
+@pytest.fixture(scope="session")
+def recorded(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    """A `one_step_off` run with two rollout workers and a tracker: groups trained, filtered, and failed with their dead letters."""
+    directory = tmp_path_factory.mktemp("recorded")
+    uri = f"sqlite:///{directory / 'mlflow.db'}"
+    config = config_of(
+        tiny_model,
+        directory,
+        run={"steps": 8, "seed": 7},
+        reward={"functions": [f"{directory / 'judge.py'}:digits", f"{directory / 'judge.py'}:brevity"], "weights": [1.0, 0.5]},
+        schedule={"mode": "one_step_off"},
+        trainer={"checkpoint_every": 4},
+        mlflow={"enabled": True, "tracking_uri": uri},
+    )
+    (directory / "judge.py").write_text(JUDGE)
+    run = f"recorded-{uuid.uuid4().hex[:6]}"
+    report = complete(broker, run, config, roles=("trainer", "rollout", "scorer", "feeder", "tracker"))
+    fates = report["groups"]
+    assert fates["trained"] == 32 and fates["filtered"] and fates["failed"], fates
+    return RecordedRun(run=run, bootstrap=broker, config=config, report=report, mlflow_uri=uri)

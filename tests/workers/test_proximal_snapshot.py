@@ -56,7 +56,7 @@ def opened(log: MemoryLog) -> Trainer:
         run=RUN, role="trainer", worker="trainer", log=log, record=record, config=from_json(record.config), info=json.loads(record.info),
         stop=threading.Event(),
     )  # fmt: skip
-    past = read_past(session)
+    past = read_past(session.log, session.run)
     chronicle = Chronicle(session, log.transactions(f"{RUN}.trainer"), past.story, weight_partitions=chunk_partitions(session))
     trainer = Trainer.open(session, chronicle)
     trainer.begin(past)

@@ -158,7 +158,7 @@ def session_of(broker: str, run: str, role: str) -> Session:
 
 def opened(session: Session) -> tuple[Trainer, Any]:
     transactions = session.log.transactions(f"{session.run}.trainer")
-    past = read_past(session)
+    past = read_past(session.log, session.run)
     return Trainer.open(session, Chronicle(session, transactions, past.story, weight_partitions=chunk_partitions(session))), past
 
 
@@ -173,15 +173,20 @@ def three_steps(broker, run_id, log, tiny_model, tmp_path: Path) -> Callable[[],
 
 
 def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_steps: Callable[[], tuple[Trainer, Any]]):
-    for field, name in (("loss_bits", "loss"), ("grad_norm_bits", "gradient norm")):
+    bits = r".* where the ledger says .* \(bits -?\d+ and -?\d+\)"
+    for field, told in (
+        ("loss_bits", f"loss {bits}"),
+        ("grad_norm_bits", f"gradient norm {bits}"),
+        ("digest", r"weights [0-9a-f]{16}… where the ledger says e{16}…"),
+    ):
         trainer, past = three_steps()
         changed = [
-            replace(entry, **{field: getattr(entry, field) + 1}) if entry.kind == "step" and entry.step == 1 else entry
+            replace(entry, **{field: "e" * 64 if field == "digest" else getattr(entry, field) + 1})
+            if entry.kind == "step" and entry.step == 1
+            else entry
             for entry in past.entries
         ]
-        with pytest.raises(
-            Unrecoverable, match=rf"step 1 repeated from the log gave {name} .* where the ledger says .* \(bits -?\d+ and -?\d+\)"
-        ):
+        with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {told}"):
             trainer.begin(replace(past, entries=changed))
         trainer.session.log.close()
 

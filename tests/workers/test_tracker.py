@@ -125,6 +125,31 @@ def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_p
     assert "reward" in (run_directory(tmp_path) / "report.txt").read_text()
 
 
+def test_the_run_is_left_as_a_page_beside_its_report(log: MemoryLog, tmp_path: Path) -> None:
+    write(log, told(**WITHOUT_MLFLOW)[1])
+    follow(log)
+    page = (run_directory(tmp_path) / "report.html").read_text()
+    assert page.startswith("<!doctype html>") and f"<title>{RUN} · Penstock</title>" in page
+
+
+def test_a_page_that_is_not_ready_in_time_or_cannot_be_written_costs_one_line(
+    log: MemoryLog, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(log, told(**WITHOUT_MLFLOW)[1])
+    monkeypatch.setattr(tracker, "PAGE_S", 0.0)
+    follow(log)
+    assert [line for line in said if "page" in line] == [
+        f"no page was made: it was not ready within 0 s; `penstock report {RUN} --html {run_directory(tmp_path) / 'report.html'}` makes one"
+    ]
+    monkeypatch.setattr(tracker, "PAGE_S", 20.0)
+    (run_directory(tmp_path) / "report.html").mkdir()
+    said.clear()
+    follow(log)
+    assert len([line for line in said if "no page was made: " in line]) == 1
+    assert json.loads((run_directory(tmp_path) / "report.json").read_text())["steps"] == STEPS
+    assert not list(run_directory(tmp_path).glob(".*.tmp"))
+
+
 @pytest.mark.parametrize("cut", [0, 7, 40])
 def test_a_tracker_that_starts_again_writes_no_line_twice_and_mends_a_torn_one(log: MemoryLog, tmp_path: Path, cut: int) -> None:
     _, records = told(**WITHOUT_MLFLOW)
@@ -305,7 +330,7 @@ def test_a_run_followed_by_three_trackers_is_one_mlflow_run_without_double_point
     assert run.data.params["kafka.security.sasl_plain_password"] == "***"
     assert run.data.tags["penstock.git"] == "abc123"
     artifacts = tmp_path / "state" / "mlartifacts"
-    assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {"config.json", "report.json", "report.txt"}
+    assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {"config.json", "report.html", "report.json", "report.txt"}
     assert "hush" not in "".join(path.read_text() for path in artifacts.rglob("*.json"))
     report = json.loads((run_directory(tmp_path) / "report.json").read_text())
     assert report["mlflow_run_id"] == run.info.run_id

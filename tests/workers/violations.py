@@ -320,6 +320,10 @@ def a_base_that_comes_later(told: Told) -> None:
     told.alter("manifests", where={"version": 1}, base_version=2)
 
 
+def a_step_that_ended_in_other_weights(told: Told) -> None:
+    told.alter("ledger", where={"kind": "step", "step": S - 1}, digest="e" * 64)
+
+
 def a_closing_digest_of_other_weights(told: Told) -> None:
     told.alter("ledger", where={"kind": "run-closed"}, digest=told.one("manifests", version=1)[1].digest)
 
@@ -405,6 +409,7 @@ PLANTED: list[tuple[Callable[[Told], None], set[str]]] = [
     (a_base_that_comes_later, {"digests"}),
     (a_closing_digest_of_other_weights, {"last-digests"}),
     (a_checkpoint_of_other_weights, {"last-digests"}),
+    (a_step_that_ended_in_other_weights, {"last-digests"}),
     (a_letter_about_nothing, {"letters"}),
     (a_letter_with_other_bytes, {"letters"}),
     (a_letter_sent_twice, {"letters-once"}),

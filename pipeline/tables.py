@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from infra.log import Log, Partition, Start
+from infra.log import Log
 from pipeline.report import fates, load
+from pipeline.scan import scan
 from topics import groups as groups_topic
 from topics import ledger, prompts, rollouts
 from topics.errors import Unusable
@@ -18,9 +19,6 @@ from topics.ledger import Entry
 from topics.prompts import Prompt
 from topics.record import Record
 from topics.rollouts import Rollout
-
-READ_LIMIT_S = 600.0
-BATCH = 500
 
 _TIME = pa.timestamp("ns", tz="UTC")
 SAMPLES = pa.schema(
@@ -81,7 +79,7 @@ def samples(log: Log, run: str) -> pa.Table:
     """`SAMPLES`: every finished sample; completion, reward and its components are null until its group is scored."""
     scored = {(group.group, sample.rollout.sample): sample for group in _groups(log, run) for sample in group.samples}
     found: dict[tuple[int, int], Rollout] = {}
-    for record in _records(log, run, "rollouts"):
+    for record in scan(log, f"{run}.rollouts"):
         rollout = _read(rollouts.read, record, run)
         if rollout is not None:
             found.setdefault((rollout.group, rollout.sample), rollout)
@@ -94,7 +92,7 @@ def groups(log: Log, run: str) -> pa.Table:
     fate_of = fates(load(log, run))
     outcomes = {group.group: group for group in _groups(log, run)}
     admitted: dict[int, Prompt] = {}
-    for record in _records(log, run, "prompts"):
+    for record in scan(log, f"{run}.prompts"):
         prompt = _read(prompts.read, record, run)
         if prompt is not None:
             admitted.setdefault(prompt.group, prompt)
@@ -106,7 +104,7 @@ def steps(log: Log, run: str) -> pa.Table:
     """`STEPS` and the metrics of the steps."""
     found: dict[int, Entry] = {}
     seq = 0
-    for record in _records(log, run, "ledger"):
+    for record in scan(log, f"{run}.ledger"):
         entry = _read(ledger.read, record, run)
         if entry is None or entry.seq != seq:
             continue  # told already, or not of this story
@@ -175,7 +173,7 @@ def _groups(log: Log, run: str) -> Iterator[Group]:
     """The first whole outcome of each group; parts of one outcome share its digest."""
     parts: dict[tuple[int, str], dict[int, Record]] = {}
     seen: set[int] = set()
-    for record in _records(log, run, "groups"):
+    for record in scan(log, f"{run}.groups"):
         try:
             facts = groups_topic.check(record, run=run)
         except Unusable:
@@ -198,22 +196,6 @@ def _read(reader: Callable[..., tuple[Any, Read]], records: Record | Sequence[Re
         return reader(records, run=run)[1]
     except Unusable:
         return None
-
-
-def _records(log: Log, run: str, topic: str) -> Iterator[Record]:
-    """A topic from its beginning to the end it has now, batch by batch."""
-    name = f"{run}.{topic}"
-    starts: dict[Partition, Start] = {(name, partition): "earliest" for partition in range(log.partitions(name) or 0)}
-    if not starts:
-        return
-    tail = log.tail(starts)
-    try:
-        while len(records := tail.poll(0.2, max_records=BATCH)) >= BATCH // 5:
-            yield from records
-        yield from records
-        yield from tail.read_to_end(READ_LIMIT_S)
-    finally:
-        tail.close()
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:

@@ -1,0 +1,196 @@
+"""`penstock topics export` of synthetic samples against pyarrow alone, which writes the same table to the same disk.
+
+    python benchmarks/export.py --samples 1000000
+
+Samples of 16 to 100 tokens by four workers are written straight into `rollouts` of an own broker by Penstock's own encoder. Each export
+is a process of its own, whose peak memory the system tells; pyarrow then writes what was exported, table by table as the export made
+them, from memory that is read before the clock starts. Both alternate, `--rounds` times at a tenth of the size and once at the full
+size; the ratio is (samples/s of the export) / (samples/s of pyarrow). Status 1 when a ratio falls below the limit.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from confluent_kafka import Producer
+
+from infra.broker import embedded
+from infra.kafka.log import KafkaLog
+from pipeline.archive.export import export
+from pipeline.archive.files import Archive, PartitionFile
+from pipeline.archive.tables import KINDS
+from pipeline.runs import write
+from topics import rollouts
+from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from topics.rollouts import Rollout
+from topics.runs import RunRecord
+
+LIMIT = 0.5
+PARTITIONS = 4
+KIND = KINDS["rollouts"]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def samples(count: int) -> Iterator[tuple[int, Rollout]]:
+    """(partition, sample): lengths, ids and logprobs differ from sample to sample."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 150_000, 1 << 20).astype(np.int32)
+    logprobs = -rng.exponential(1.0, 1 << 20).astype(np.float32)
+    for number in range(count):
+        tokens, at = int(rng.integers(16, 101)), int(rng.integers(0, (1 << 20) - 101))
+        group, worker = number // 8, number % 4
+        begun = 1_700_000_000_000_000_000 + number * 1_000_000
+        yield (
+            group % PARTITIONS,
+            Rollout(
+                group=group,
+                sample=number % 8,
+                token_ids=ids[at : at + tokens],
+                behaviour_logprobs=logprobs[at : at + tokens],
+                loss_mask=np.ones(tokens, np.bool_),
+                span_versions=np.array([group // 64], np.int32),
+                span_starts=np.zeros(1, np.int32),
+                finish="length" if tokens == 100 else "stop",
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                started_ns=begun,
+                ended_ns=begun + tokens * 1_000_000,
+                worker=f"rollout-{worker}",
+            ),
+        )
+
+
+def fill(bootstrap: str, run: str, count: int) -> int:
+    """Register a run with nothing in it but samples; gives the bytes of their payloads."""
+    log = KafkaLog(bootstrap)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    log.create_topics(topics_of(run, partitions=PARTITIONS))
+    now = time.time_ns()
+    write(log, RunRecord(run=run, status="finished", config="{}", info="{}", created_ns=now, updated_ns=now))
+    log.close()
+    producer = Producer(
+        {
+            "bootstrap.servers": bootstrap,
+            "enable.idempotence": True,
+            "linger.ms": 20,
+            "batch.size": 1 << 20,
+            "queue.buffering.max.kbytes": 64 << 10,
+        }
+    )
+    size = 0
+    for partition, sample in samples(count):
+        value = rollouts.encode(sample)
+        size += len(value)
+        headers = list(rollouts.headers(sample, run=run).encode(value))
+        while True:
+            try:
+                producer.produce(f"{run}.rollouts", value=value, key=b"%d" % sample.group, headers=headers, partition=partition)
+                break
+            except BufferError:
+                producer.poll(0.05)
+        producer.poll(0)
+    producer.flush()
+    return size
+
+
+def export_once(bootstrap: str, run: str, directory: Path) -> dict[str, Any]:
+    """Export in a process of its own; its seconds within, and its peak memory."""
+    command = [sys.executable, __file__, "--export", run, str(directory), bootstrap]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    return dict(json.loads(done.stdout))
+
+
+def pyarrow_once(source: Archive, directory: Path) -> tuple[float, float]:
+    """Seconds, and CPU seconds, in which pyarrow writes archived rows again, file by file, alike; reading does not count."""
+    shutil.rmtree(directory, ignore_errors=True)
+    target, spent, cpu = Archive(directory, source.run), 0.0, 0.0
+    for partition in source.partitions(KIND):
+        for path in source.files(KIND, partition):
+            tables = [
+                piece for group in range(pq.ParquetFile(path).num_row_groups) for piece in [pq.ParquetFile(path).read_row_group(group)]
+            ]
+            began, used = time.monotonic(), time.process_time()
+            file = PartitionFile(target, KIND, partition, int(path.stem))
+            for table in tables:
+                file.write(table)
+            file.finish(0)
+            spent += time.monotonic() - began
+            cpu += time.process_time() - used
+    return spent, cpu
+
+
+def measure(bootstrap: str, count: int, *, rounds: int, scratch: Path) -> list[float]:
+    """Ratios of some rounds at one size, each printed."""
+    run = f"samples-{count}"
+    began = time.monotonic()
+    size = fill(bootstrap, run, count)
+    print(f"{count:,} samples, {size / 1e6:,.0f} MB of payloads, written to Kafka in {time.monotonic() - began:.0f} s", flush=True)
+    ratios = []
+    for number in range(rounds):
+        directory = scratch / "archive"
+        shutil.rmtree(directory, ignore_errors=True)
+        found = export_once(bootstrap, run, directory)
+        archive = Archive(directory, run)
+        assert found["rows"]["rollouts"] == count, found
+        alone, alone_cpu = pyarrow_once(archive, scratch / "alone")
+        ratios.append(alone / found["seconds"])
+        table_mb = sum(table.nbytes for partition in archive.partitions(KIND) for table in archive.rows(KIND, partition)) / 1e6
+        print(
+            f"  round {number}: export {found['seconds']:6.2f} s ({count / found['seconds']:,.0f} samples/s, "
+            f"{size / 1e6 / found['seconds']:,.0f} MB/s of payloads, {table_mb / found['seconds']:,.0f} MB/s of table, "
+            f"{found['bytes'] / 1e6:,.0f} MB on disk, peak memory {found['peak_mib']:,.0f} MiB); "
+            f"pyarrow alone {alone:6.2f} s ({count / alone:,.0f} samples/s); ratio {ratios[-1]:.2f}; "
+            f"CPU {1e6 * found['cpu_s'] / count:.1f} and {1e6 * alone_cpu / count:.1f} us a sample; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+    log = KafkaLog(bootstrap)
+    log.delete_topics(log.topics(f"{run}."))
+    log.close()
+    return ratios
+
+
+def main() -> int:
+    """Measure at both sizes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--export", nargs=3, metavar=("RUN", "DIR", "BOOTSTRAP"), help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.export:
+        run, directory, bootstrap = chosen.export
+        log = KafkaLog(bootstrap)
+        began = time.process_time()
+        done = export(log, run, Path(directory), bootstrap=bootstrap, topics=["rollouts"])
+        cpu, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps({"seconds": done.seconds, "cpu_s": cpu, "rows": done.rows, "bytes": done.bytes, "peak_mib": peak}))
+        return 0
+    print(f"pyarrow {pa.__version__}, {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as scratch:
+        home = Path(scratch) / "home"
+        home.mkdir()
+        bootstrap = embedded.start(home=home).bootstrap
+        try:
+            small = measure(bootstrap, chosen.samples // 10, rounds=chosen.rounds, scratch=Path(scratch))
+            whole = measure(bootstrap, chosen.samples, rounds=1, scratch=Path(scratch))
+        finally:
+            embedded.stop(home)
+    print(f"ratio: {statistics.median(small):.2f} (median of {len(small)}), at full size {whole[0]:.2f}; limit {LIMIT}")
+    return 0 if min(statistics.median(small), whole[0]) >= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

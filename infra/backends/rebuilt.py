@@ -1,0 +1,34 @@
+"""A model directory made of an architecture and weights that come from elsewhere.
+
+The rule: the directory gives the very weights it was made of, bit for bit.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import transformers
+
+from infra.backends.common import TOKENIZER_FILES
+from infra.errors import BackendError
+from infra.tensors import TensorBytes
+from infra.torch_tensors import copy_into
+
+
+def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], directory: Path) -> None:
+    """Write the model that `config.json` in `architecture` describes, with these weights. Raises `BackendError`."""
+    held = list(tensors)
+    dtype = getattr(torch, held[0].dtype)
+    try:
+        config = transformers.AutoConfig.from_pretrained(architecture, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        copy_into(model, held)
+    except (OSError, ValueError) as error:
+        raise BackendError(
+            f"the architecture in {architecture} does not take the recorded weights: {str(error).splitlines()[0]}"
+        ) from error
+    model.save_pretrained(directory)
+    for pattern in TOKENIZER_FILES:
+        for file in Path(architecture).glob(pattern):
+            shutil.copy2(file, directory / file.name)

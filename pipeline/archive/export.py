@@ -1,0 +1,210 @@
+"""`penstock topics export`: what a run's topics hold becomes Parquet, and a second time only what is new.
+
+The rule: every record once, and none below the ends that were there when the export began is missing once the note names them.
+"""
+
+import gc
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from infra.log import Log
+from pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
+from pipeline.archive.rollouts_rows import RolloutRows
+from pipeline.archive.rows import to_table
+from pipeline.archive.source import BATCH, BATCH_OF_LARGE, make_consumer, messages
+from pipeline.archive.tables import KINDS, Kind, kind_of
+from pipeline.audit.kafka_source import to_record
+from pipeline.config import ConfigError
+from pipeline.runs import find
+from topics.catalogue import RUNS_TOPIC, TOPICS
+
+SAY_EVERY_S = 3.0
+AHEAD = 3
+"""Batches of rows between the reader and the writer."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Exported:
+    """What an export did."""
+
+    run: str
+    directory: str
+    rows: dict[str, int] = field(default_factory=dict)
+    """New rows by table."""
+    files: int = 0
+    bytes: int = 0
+    """Of the new files."""
+    gone: list[str] = field(default_factory=list)
+    """Offsets that were deleted before they could be exported, a line for each place."""
+    seconds: float = 0.0
+
+
+def export(
+    log: Log,
+    run: str,
+    directory: Path,
+    *,
+    bootstrap: str,
+    security: Mapping[str, str] | None = None,
+    topics: Collection[str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Exported:
+    """Bring DIR/RUN up to what the topics hold now; all of them, or those of `topics`. Raises `ValueError`, `LogError`."""
+    wanted = _wanted(topics)
+    archive = Archive(directory, run)
+    began = time.monotonic()
+    with archive.locked():
+        record = find(log, run)
+        if record is None:
+            raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+        note = archive.note() or _begin(log, archive, record.created_ns)
+        if note.created_ns != record.created_ns:
+            raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
+        ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in wanted}
+        work = Work(archive, bootstrap, security or {}, Exported(run=run, directory=str(archive.path)), say)
+        with work:
+            for topic, found in ends.items():
+                work.topic(log, topic, found)
+        archive.write_note(replace(note, ends={**note.ends, **ends}, exported_ns=time.time_ns()))
+    work.done.seconds = time.monotonic() - began
+    return work.done
+
+
+def _wanted(topics: Collection[str] | None) -> set[str]:
+    known = (RUNS_TOPIC, *TOPICS)
+    if unknown := sorted(set(topics or ()) - set(known)):
+        raise ConfigError(f"there is no topic {unknown[0]!r}: {', '.join(known)}")
+    return {RUNS_TOPIC, *topics} if topics else set(known)
+
+
+def _begin(log: Log, archive: Archive, created_ns: int) -> Note:
+    """The note of an archive that holds nothing yet."""
+    partitions: dict[str, int] = {}
+    for topic in dict.fromkeys(kind.topic for kind in KINDS.values()):
+        name = kind_of(topic, 0).kafka_name(archive.run)
+        if (count := log.partitions(name)) is None:
+            raise ValueError(f"run {archive.run} has no topic {name!r}: its log is gone or may not be read")
+        partitions[topic] = count
+    begins = {}
+    for topic, count in partitions.items():
+        name = kind_of(topic, 0).kafka_name(archive.run)
+        found = log.begin_offsets([(name, partition) for partition in range(count)])
+        begins[topic] = [found[name, partition] for partition in range(count)]
+    note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=begins)
+    archive.write_note(note)
+    return note
+
+
+def _ends(log: Log, archive: Archive, topic: str, count: int) -> list[int]:
+    name = kind_of(topic, 0).kafka_name(archive.run)
+    found = log.end_offsets([(name, partition) for partition in range(count)])
+    return [found[name, partition] for partition in range(count)]
+
+
+class Work:
+    """One reader, and one writer in a thread of its own: Parquet is made while the next batch is read."""
+
+    def __init__(self, archive: Archive, bootstrap: str, security: Mapping[str, str], done: Exported, say: Callable[[str], None]) -> None:
+        self.archive, self.done = archive, done
+        self._consumer = make_consumer(bootstrap, security, run=archive.run)
+        self._say, self._said = say, time.monotonic() + SAY_EVERY_S
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
+        self._rollouts, self._collects = RolloutRows(archive.run), True
+
+    def topic(self, log: Log, topic: str, ends: list[int]) -> None:
+        """Export what is new of a topic."""
+        name = kind_of(topic, 0).kafka_name(self.archive.run)
+        places = [(name, partition) for partition in range(len(ends))]
+        begins = log.begin_offsets(places)
+        for partition, end in enumerate(ends):
+            kind = kind_of(topic, partition)
+            first = self.archive.next_offset(kind, partition)
+            begin = begins[name, partition]
+            if first is not None and begin > first:
+                self.done.gone.append(f"{name}/{partition}: offsets {first} to {begin - 1} were deleted before they were exported")
+            start = begin if first is None else max(first, begin)
+            if start < end:
+                self._partition(kind, name, partition, start, end)
+
+    def _partition(self, kind: Kind, name: str, partition: int, start: int, end: int) -> None:
+        """One partition from `start` on; its rows become files of their own."""
+        file: PartitionFile | None = None
+        position = start
+        most = BATCH_OF_LARGE if kind.name == "chunks" else BATCH
+        for batch in messages(self._consumer, name, partition, first=start, end=end, most=most):
+            table = self._rows(kind, batch)
+            position = batch[-1].offset() + 1
+            self._progress(f"{name}/{partition}: offset {position:,} of {end:,}")
+            if not len(table):
+                continue
+            if file is None:
+                file = PartitionFile(self.archive, kind, partition, start)
+            self._submit(partial(file.write, table))
+            self.done.rows[kind.name] = self.done.rows.get(kind.name, 0) + len(table)
+            if file.bytes >= FILE_BYTES:
+                self._finish(file, position)
+                file, start = None, position
+        if file is not None:
+            self._finish(file, end)
+
+    def _finish(self, file: PartitionFile, next_offset: int) -> None:
+        def finish() -> None:
+            self.done.bytes += file.finish(next_offset).stat().st_size
+            self.done.files += 1
+
+        self._submit(finish)
+
+    def _rows(self, kind: Kind, batch: list[Any]) -> pa.Table:
+        if kind.name == "rollouts":
+            return self._rollouts.table(batch)
+        records = [to_record(message) for message in batch]
+        if kind.name == "runs":  # the register of all runs; a record without a value only removes one
+            records = [record for record in records if record.key == self.archive.run.encode() and record.value]
+        return to_table(kind, records, run=self.archive.run)
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        while self._failure is None:
+            try:
+                return self._queue.put(task, timeout=0.2)
+            except queue.Full:
+                continue
+        raise self._failure
+
+    def _write(self) -> None:
+        while (task := self._queue.get()) is not None:
+            try:
+                if self._failure is None:
+                    task()
+            except BaseException as error:
+                self._failure = error
+
+    def __enter__(self) -> None:
+        # Millions of headers live for one batch and are in no cycle: looking for cycles among them takes a sixth of all time.
+        self._collects = gc.isenabled()
+        gc.disable()
+        self._thread.start()
+
+    def __exit__(self, *raised: object) -> None:
+        """Wait for the writer; raises what has ended it."""
+        if self._collects:
+            gc.enable()
+        self._queue.put(None)
+        self._thread.join()
+        self._consumer.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _progress(self, text: str) -> None:
+        if time.monotonic() > self._said:
+            self._said = time.monotonic() + SAY_EVERY_S
+            self._say(text)

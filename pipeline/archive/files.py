@@ -1,0 +1,198 @@
+"""Where an archive lies: DIR/RUN/TABLE/partition=N/FIRST.parquet, each file named by its first offset, and what it says of itself.
+
+The rule: a file gets its name when it is whole and on disk, never before, and says how far it reaches: the names and footers are the
+state of an incremental export, so that there is none that could be lost or wrong after a kill.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from infra.checkpoints import sync
+from pipeline.archive.tables import KINDS, Kind, kind_of
+
+FORMAT = 1
+NOTE = "export.json"
+UNFINISHED = ".part"
+"""Ends the names of files that are being written."""
+NEXT = b"penstock.next_offset"
+
+ROW_GROUP_BYTES = 48 << 20
+ROW_GROUP_ROWS = 100_000
+FILE_BYTES = 512 << 20
+"""Of Arrow memory behind one file: about what a query likes to read in one go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What an archive says of itself: which run, and up to which offsets it holds a moment of it."""
+
+    run: str
+    created_ns: int
+    """When the run was created: another run of the same id is another run."""
+    partitions: Mapping[str, int]
+    """By plain topic name."""
+    begins: Mapping[str, list[int]] = field(default_factory=dict)
+    """First kept offsets when the archive was begun."""
+    ends: Mapping[str, list[int]] = field(default_factory=dict)
+    """Offsets up to which everything was exported; none before the first export is done."""
+    exported_ns: int = 0
+    format: int = FORMAT
+
+
+_NO_DICTIONARY = frozenset({"offset", "behaviour_logprobs", "raw", "data", "value", "components", "reward"})
+"""Where values seldom repeat a dictionary only costs time."""
+
+
+def options(kind: Kind) -> dict[str, Any]:
+    """How a table is written: zstd, with dictionaries where values repeat."""
+    sink = pa.BufferOutputStream()
+    pq.ParquetWriter(sink, kind.schema).close()
+    columns = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    paths = [columns.column(index).path for index in range(len(columns))]
+    repeating = [path for path in paths if not _NO_DICTIONARY.intersection(path.split("."))]
+    return {"compression": "zstd", "compression_level": 3, "use_dictionary": repeating}
+
+
+class Archive:
+    """One run's folder."""
+
+    def __init__(self, directory: Path, run: str) -> None:
+        self.run, self.path = run, directory / run
+
+    def note(self) -> Note | None:
+        """What the archive says of itself; None before the first export. Raises `ValueError` for what this version cannot read."""
+        try:
+            told = json.loads((self.path / NOTE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self.path / NOTE} is not JSON: {error}") from error
+        if told.get("format") != FORMAT:
+            raise ValueError(f"{self.path / NOTE}: format {told.get('format')!r}, this version reads {FORMAT}")
+        return Note(**told)
+
+    def write_note(self, note: Note) -> None:
+        """Replace the note at once."""
+        write_aside(self.path / NOTE, json.dumps(asdict(note), indent=1).encode())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other exports out of this folder, and clear away what a killed one had begun."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"another export writes to {self.path} now; wait for its end") from error
+            self._clear()
+            try:
+                yield
+            finally:
+                self._clear()
+
+    def _clear(self) -> None:
+        for left in self.path.rglob(f"*{UNFINISHED}"):
+            left.unlink()
+
+    def folder(self, kind: Kind, partition: int) -> Path:
+        """Where a partition's files lie."""
+        return self.path / kind.name / f"partition={partition}"
+
+    def files(self, kind: Kind, partition: int) -> list[Path]:
+        """A partition's files in the order of their offsets."""
+        return sorted(self.folder(kind, partition).glob("*.parquet"))
+
+    def next_offset(self, kind: Kind, partition: int) -> int | None:
+        """The offset after what is archived of a partition; None where nothing is."""
+        files = self.files(kind, partition)
+        if not files:
+            return None
+        told = pq.read_metadata(files[-1]).metadata or {}
+        if NEXT not in told:
+            raise ValueError(f"{files[-1]} does not say how far it reaches; a file that was written anew has to keep its metadata")
+        return int(told[NEXT])
+
+    def partitions(self, kind: Kind) -> list[int]:
+        """The partitions of a table that have files."""
+        return sorted(int(path.name.partition("=")[2]) for path in (self.path / kind.name).glob("partition=*"))
+
+    def rows(self, kind: Kind, partition: int, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """A partition's rows by offset, a piece at a time. Raises `ValueError` for a file that is no Parquet."""
+        for path in self.files(kind, partition):
+            try:
+                with pq.ParquetFile(path) as file:
+                    for group in range(file.num_row_groups):
+                        yield file.read_row_group(group, columns=columns)
+            except pa.ArrowException as error:
+                raise ValueError(f"{path}: {error}") from error
+
+    def tables(self) -> list[Kind]:
+        """The tables that have files."""
+        return [kind for kind in KINDS.values() if self.partitions(kind)]
+
+    def places(self, note: Note) -> Iterator[tuple[Kind, str, int]]:
+        """Every partition of the run: its table, plain topic, number."""
+        for topic, count in note.partitions.items():
+            for partition in range(count):
+                yield kind_of(topic, partition), topic, partition
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all, whatever happens."""
+    aside = path.with_name(path.name + UNFINISHED)
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    sync(path.parent)
+
+
+class PartitionFile:
+    """One file under way; `finish` gives it its name."""
+
+    def __init__(self, archive: Archive, kind: Kind, partition: int, first: int) -> None:
+        folder = archive.folder(kind, partition)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{first:020d}.parquet"
+        self._aside = self._path.with_name(self._path.name + UNFINISHED)
+        self._file = self._aside.open("wb")
+        self._writer = pq.ParquetWriter(self._file, kind.schema, **options(kind))
+        self._held: list[pa.Table] = []
+        self._held_bytes = self._held_rows = 0
+        self.bytes = 0
+
+    def write(self, table: pa.Table) -> None:
+        """Add rows; they reach the file a row group at a time."""
+        self._held.append(table)
+        self._held_bytes += table.nbytes
+        self._held_rows += len(table)
+        self.bytes += table.nbytes
+        if self._held_bytes >= ROW_GROUP_BYTES or self._held_rows >= ROW_GROUP_ROWS:
+            self._flush()
+
+    def finish(self, next_offset: int) -> Path:
+        """Everything below `next_offset` is in: make it durable and give the file its name."""
+        self._flush()
+        self._writer.add_key_value_metadata({NEXT.decode(): str(next_offset)})
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._aside.rename(self._path)
+        sync(self._path.parent)
+        return self._path
+
+    def _flush(self) -> None:
+        if self._held:
+            self._writer.write_table(pa.concat_tables(self._held), row_group_size=self._held_rows)
+        self._held, self._held_bytes, self._held_rows = [], 0, 0

@@ -1,0 +1,108 @@
+"""Rows of an archive as records again.
+
+The rule: a row that was not changed gives the bytes that were exported; one whose typed columns were changed gives a record that can be
+read, with the checksum and digest of its new content; an original that a row keeps (`raw`) comes back whatever the columns say.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.archive.identity import signed
+from pipeline.archive.tables import Kind
+from topics import groups
+from topics.errors import Unusable
+from topics.record import RawHeaders, Record
+
+_BESIDE = ("partition", "offset", "key", "worker", "headers", "raw", "problem")
+
+
+def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
+    """The records of some rows, in their order, with the digests of single parts. Raises `ValueError` naming a row's place."""
+    if missing := [name for name in kind.schema.names if name not in table.column_names]:
+        raise ValueError(f"{kind.name}: column {missing[0]!r} is missing")
+    beside = [name for name in _BESIDE if name in kind.schema.names and name not in kind.payload]
+    rows = table.select(beside).to_pylist()
+    times = table["timestamp"].cast(pa.timestamp("ms", tz="UTC")).cast(pa.int64()).to_pylist()
+    payloads = _payloads(kind, table)
+    for row, timestamp_ms, payload in zip(rows, times, payloads, strict=True):
+        try:
+            value, headers = _content(kind, row, payload, run=run)
+        except (Unusable, pa.ArrowException, ValueError) as error:
+            raise ValueError(f"{kind.name} partition {row['partition']} offset {row['offset']} cannot be a record: {error}") from error
+        yield Record(
+            topic=kind.kafka_name(run),
+            partition=row["partition"],
+            offset=row["offset"],
+            timestamp_ms=timestamp_ms,
+            key=row["key"],
+            headers=headers,
+            value=value,
+        )
+
+
+def whole_groups(records: Iterable[Record], *, run: str) -> Iterator[Record]:
+    """The records of one partition of `groups`, where groups of several parts have the digest of what their parts hold now."""
+    held: list[Record] = []
+    for record in records:
+        said = _part(record, run=run)
+        if said is None or said[0] != len(held):
+            yield from held
+            held = []
+        if said is None or said[0] != len(held):
+            yield record
+            continue
+        held.append(record)
+        if len(held) == said[1]:
+            yield from _digested(held)
+            held = []
+    yield from held
+
+
+def _part(record: Record, *, run: str) -> tuple[int, int] | None:
+    """Which part of how many, of a group of several."""
+    try:
+        said = groups.check(record, run=run)
+    except Unusable:
+        return None
+    return (said.part, said.parts) if said.part is not None and said.parts is not None and said.parts > 1 else None
+
+
+def _digested(parts: list[Record]) -> list[Record]:
+    found = groups.digest([part.value for part in parts]).encode()
+    if all(("sha256", found) in part.headers for part in parts):
+        return parts
+    changed = [tuple((name, found if name == "sha256" else text) for name, text in part.headers) for part in parts]
+    return [replace(part, headers=signed(headers, part.value)) for part, headers in zip(parts, changed, strict=True)]
+
+
+def _payloads(kind: Kind, table: pa.Table) -> Iterator[pa.RecordBatch | None]:
+    """The payload's columns row by row, as they were before they were archived; None where the original is kept."""
+    schema, kept = kind.codec.schema, table["raw"].is_valid().to_pylist()
+    if all(kept):
+        yield from [None] * len(kept)
+        return
+    # A row whose original is kept may have nulls where a payload has none.
+    ours = table.filter(table["raw"].is_null())
+    columns = [ours[name].cast(schema.field(theirs).type).combine_chunks() for name, theirs in kind.payload.items()]
+    rows = pa.RecordBatch.from_arrays(columns, schema=schema)
+    taken = 0
+    for original in kept:
+        yield None if original else rows.slice(taken, 1)
+        taken += not original
+
+
+def _content(kind: Kind, row: dict[str, Any], payload: pa.RecordBatch | None, *, run: str) -> tuple[bytes, RawHeaders]:
+    """A record's payload and headers."""
+    stored: RawHeaders | None = None if row["headers"] is None else tuple((one["name"], one["value"]) for one in row["headers"])
+    if payload is None:
+        if stored is None:
+            raise ValueError("a row with `raw` needs its `headers`")
+        return row["raw"], stored
+    held = kind.decode(kind.codec.schema.serialize().to_pybytes() + payload.serialize().to_pybytes())
+    value = kind.encode(held)
+    if stored is None:
+        return value, kind.headers(held, run=run, worker=row.get("worker"), value=value).encode(value)
+    return value, stored if row["problem"] is not None else signed(stored, value)

@@ -1,0 +1,211 @@
+"""The life of a prompt, or of a refused record, as a page for a person.
+
+The rule: it says nothing that is not in the plain data; times are seconds after the group was admitted.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+SHOWN_TEXT = 100
+SHOWN_RECORDS = 40
+
+Plain = Mapping[str, Any]
+
+
+def as_page(found: Plain) -> str:
+    """A group's life over many lines."""
+    zero = found["moments"]["admitted"]
+    lines = [f"group {found['group']} of run {found['run']}: {found['fate']}", f"  {found['why']}", ""]
+    lines += _prompt(found["prompt"], found["group"])
+    lines += _section("samples", _samples(found, zero))
+    lines += _section("rewards", _rewards(found))
+    lines += _section("outcome", _outcome(found, zero))
+    lines += _section("training", _step(found["step"]))
+    lines += _section("weights", _version(found["version"], zero))
+    lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in found["times"]])
+    lines += _section("records", _records(found["records"], zero))
+    lines += _section("dead letters", [letter_line(letter) for letter in found["dead_letters"]])
+    return "\n".join(lines)
+
+
+def as_letter(found: Plain) -> str:
+    """A dead letter over many lines, then the life of the group that it claims."""
+    letter, record = found["letter"], found["record"]
+    lines = [f"dead letter {letter['offset']} of run {found['run']}: {letter['kind']}", f"  {letter['reason']}", ""]
+    lines.append(f"refused   by {letter['worker']} at {_clock(letter['time_s'])}")
+    lines += [f"          also by {other['worker']} (letter {other['offset']}): {other['reason']}" for other in found["also"]]
+    lines.append(f"record    {record['place']}, {record['bytes']} bytes, key {record['key']}, written at {_clock(record['time_s'])}")
+    lines += [f"          {name} = {value}" for name, value in record["headers"].items()]
+    if record["payload"] is not None:
+        lines.append(f"          its payload can be read: {_short(json.dumps(record['payload']))}")
+    counted = found["counted"]
+    if counted is not None:
+        same = {True: "the same bytes", False: "other bytes", None: ""}[counted["same"]]
+        where = f" at {counted['place']}" if counted["place"] else ""
+        lines.append(f"counted   {counted['what']}{where}{', ' + same if same else ''}")
+    else:
+        lines.append("counted   no other record says what this one says")
+    if found["no_group"] is not None:
+        lines.append(f"group     it claims group {found['claims_group']}: {found['no_group']}")
+    elif found["group"] is None:
+        lines.append("group     it is about no group")
+    if found["group"] is None:
+        return "\n".join(lines)
+    return "\n".join([*lines, "", "the group that it claims", "", as_page(found["group"])])
+
+
+def letter_line(letter: Plain) -> str:
+    """A dead letter as one line."""
+    return f"dead-letters/0/{letter['offset']} of {letter['of']} by {letter['worker']}, {letter['kind']}: {letter['reason']}"
+
+
+def _section(name: str, lines: Iterable[str]) -> list[str]:
+    found = [f"  {line}".rstrip() for line in lines]
+    return ["", name, *found] if found else []
+
+
+def _prompt(prompt: Plain | None, group: int) -> list[str]:
+    if prompt is None:
+        return [f"prompt    nobody can read the prompt of group {group}"]
+    return [
+        f"prompt    {_short(json.dumps(prompt['prompt'], ensure_ascii=False))} ({prompt['tokens']} tokens)",
+        f"          row {prompt['row']} of the data, epoch {prompt['epoch']}; columns {_short(prompt['columns'])}",
+        f"admitted  {_clock(prompt['admitted_s'])} at {prompt['place']}, slot {prompt['slot']}, "
+        f"{prompt['samples_per_prompt']} samples to be drawn under version {prompt['min_version']} or newer",
+    ]
+
+
+def _samples(found: Plain, zero: float | None) -> list[str]:
+    samples = found["samples"]
+    if not samples:
+        return ["none was drawn" if found["fate"] not in ("open",) else "none yet"]
+    head = ["sample", "by", "versions", "begun", "ended", "tokens", "finish", "place"]
+    rows = [
+        [
+            str(one["sample"]) + ("" if one["counts"] else " (surplus)"),
+            one["worker"],
+            _versions(one["versions"]),
+            _after(one["started_s"], zero),
+            _after(one["ended_s"], zero),
+            str(one["tokens"]),
+            one["finish"],
+            one["place"] or "-",
+        ]
+        for one in samples
+    ]
+    return _table(head, rows)
+
+
+def _versions(spans: Sequence[Plain]) -> str:
+    if len(spans) == 1:
+        return str(spans[0]["version"])
+    return " ".join(f"{span['version']}[{span['from']}:{span['to']}]" for span in spans)
+
+
+def _rewards(found: Plain) -> list[str]:
+    rewards = found["rewards"]
+    if rewards is None:
+        return []
+    named = list(zip(rewards["names"], rewards["weights"], strict=False))
+    short = {name: name.rpartition("/")[2] for name, _ in named}
+    trained = found["step"] is not None
+    head = ["sample", "reward", *(f"{short[name]} x {weight:g}" for name, weight in named)]
+    head += ["advantage", "tokens trained", "micro-batch", "weight of a token", "of the sample"] if trained else []
+    rows = []
+    for one in found["samples"]:
+        if one["reward"] is None:
+            continue
+        row = [str(one["sample"]), _number(one["reward"]), *(_number(one["components"][name]) for name, _ in named)]
+        if trained and one["trained"] == "yes":
+            row += [_number(one["advantage"]), str(one["trained_tokens"]), _number(one["micro_batch"])]
+            row += [_number(one["token_weight"]), _number(one["weight"])]
+        elif trained:
+            row += ["-", f"0: {one['trained']}" if found["step"]["denominator"] is not None else "-", "-", "-", "-"]
+        rows.append(row)
+    mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
+    return [*_table(head, rows), mean]
+
+
+def _outcome(found: Plain, zero: float | None) -> list[str]:
+    outcome, stale = found["outcome"], found["stale"]
+    if outcome is None:
+        return []
+    parts = f" in {outcome['parts']} parts" if (outcome["parts"] or 1) > 1 else ""
+    lines = [f"{outcome['outcome']} by {outcome['worker']} at {_after(outcome['scored_s'], zero)} s, {outcome['place']}{parts}"]
+    if outcome["reason"]:
+        lines.append(f"because {outcome['reason']}")
+    if outcome["policy_version_min"] is not None:
+        oldest, newest = outcome["policy_version_min"], outcome["policy_version_max"]
+        lines.append(f"drawn under version {oldest}" if oldest == newest else f"drawn under versions {oldest} to {newest}")
+    if stale is not None:
+        lines.append(
+            f"stale at {_after(stale['at_s'], zero)} s, when step {stale['before_step']} took its groups: learner version "
+            f"{stale['learner_version']}, lag {stale['lag']}, max_lag {stale['max_lag']}; ledger entry {stale['entry']}"
+        )
+    return lines
+
+
+def _step(step: Plain | None) -> list[str]:
+    if step is None:
+        return []
+    measured = step["metrics"]
+    batches = ", ".join(str(number) for number in step["micro_batches"])
+    lines = [
+        f"step {step['step']}, ledger entry {step['entry']}: place {step['place'] + 1} of {len(step['plan'])} "
+        f"(groups {', '.join(map(str, step['plan']))}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
+        f"(samples end at {', '.join(map(str, step['boundaries']))})",
+        f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
+    ]
+    if step["denominator"] is not None:
+        unit = "trained tokens" if step["aggregate"] == "token_mean" else "trained samples"
+        share = step["group_weight"] / step["step_weight"] if step["step_weight"] else 0.0
+        lines.append(
+            f"the step's loss sum is divided by {step['denominator']:g} {unit} ({step['aggregate']}); tokens trained: {step['tokens']}"
+        )
+        lines.append(f"this group has {share:.1%} of the step's gradient weight (sums of |weight|)")
+    shown = [f"{name} {measured[name]:.6g}" for name in ("loss", "grad_norm", "lr", "reward_trained", "ess") if name in measured]
+    lines.append("; ".join(shown))
+    if step["clipped"] is not None and step["clipped"] < 1.0:
+        lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
+    return lines + [f"left out: {said}" for said in step["left_out"]]
+
+
+def _version(version: Plain | None, zero: float | None) -> list[str]:
+    if version is None:
+        return []
+    return [
+        f"version {version['version']} after {version['steps']} steps, published at {_after(version['published_s'], zero)} s",
+        f"digest {version['digest']}",
+    ]
+
+
+def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
+    rows = [
+        [_after(one["time_s"], zero), one["place"], one["is"], "counts" if one["counts"] else "does not count"]
+        for one in records[:SHOWN_RECORDS]
+    ]
+    more = [f"… and {len(records) - SHOWN_RECORDS} more; --json has all"] if len(records) > SHOWN_RECORDS else []
+    return _table(["written", "place", "is", ""], rows) + more
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+
+
+def _after(moment: float | None, zero: float | None) -> str:
+    return "-" if moment is None or zero is None else f"{moment - zero:+.3f}"
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}… ({len(text)} characters)"

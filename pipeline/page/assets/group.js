@@ -1,0 +1,227 @@
+// One group: its prompt and its samples side by side, tokens coloured by what is chosen. The rule: no more tokens than shown are made.
+
+const FIRST_TOKENS = 1500, FAINTEST = 6; // nat: tokens of that surprise and more have the full colour
+const group = { number: -1, by: "logprob", sample: -1 };
+
+async function openGroup(g, { sample = -1, scroll = false } = {}) {
+  Object.assign(group, { g, sample });
+  choose(g);
+  timeline.chosen = g;
+  paint();
+  history.replaceState(null, "", `#g${data.g_number[g]}`);
+  const chunk = data.g_chunk[g];
+  const [text, token, words] = chunk === NOTHING ? [null, null, null] : await Promise.all([textsOf(chunk), tokensOf(chunk), vocabularyOf()]);
+  if (group.g !== g) return; // another was asked for meanwhile
+  const slot = data.g_slot[g];
+  const [prompt, columns, completions] = text ? text[slot] : [null, null, []];
+  const detail = token && data.g_detail[g] ? token : null;
+  $("group").replaceChildren(...heading(g, prompt, columns, text), ...sampleCards(g, completions, detail, words, text));
+  if (scroll) $("samples").scrollIntoView();
+  if (sample >= 0) $("group").querySelector(".marked")?.scrollIntoView({ block: "nearest" });
+}
+
+function heading(g, prompt, columns, text) {
+  const found = data.g_number[g], fate = data.fates[data.g_fate[g]], reason = data.reasons[found];
+  const fact = (name, value) => el("span", {}, `${name} `, el("b", {}, value));
+  const show = el("button", { type: "button", title: "Zoom the timeline to this group" }, "on the timeline");
+  show.addEventListener("click", () => { showGroup(g); $("timeline").scrollIntoView(); });
+  const nodes = [
+    el("div", { className: "head" }, el("h3", {}, `Group ${found}`), el("span", { className: "badge" }, swatch(`var(--${fate})`), ` ${fate}`), show),
+    el("div", { className: "facts" }, data.g_step[g] >= 0 ? fact("trained in step", String(data.g_step[g])) : null, fact("mean reward", number(data.g_reward[g])),
+      fact("admitted", moment(data.g_created[g])), fact("outcome", moment(data.g_scored[g])), data.g_scorer[g] === NOTHING ? null : fact("scored by", data.workers[data.g_scorer[g]].name)),
+  ];
+  if (reason) nodes.push(el("p", { className: "note" }, reason));
+  if (prompt === null) nodes.push(el("p", { className: "note" }, text === null ? leftOut("texts and tokens", found) : ""), el("pre", { className: "prompt" }, data.prompts[data.g_prompt[g]]));
+  else {
+    nodes.push(el("pre", { className: "prompt", tabIndex: 0, ariaLabel: "Prompt" }, prompt));
+    if (columns && columns !== "{}") nodes.push(el("details", {}, el("summary", {}, "the row's other columns"), el("pre", {}, pretty(columns))));
+  }
+  return nodes;
+}
+
+function leftOut(what, found) {
+  return `This page has no ${what} of group ${found}, to stay small. \`penstock report ${data.run} --html PATH --tokens N\` takes more along; \`penstock sql ${data.run} "select * from samples where \\"group\\" = ${found}"\` has them.`;
+}
+
+function pretty(columns) {
+  try { return JSON.stringify(JSON.parse(columns), null, 2); } catch { return columns; }
+}
+
+function sampleCards(g, completions, detail, words, text) {
+  const first = data.first[g], last = data.first[g + 1];
+  if (first === last) return [el("p", { className: "dim" }, "No sample of it was drawn.")];
+  const cards = el("div", { className: "cards" });
+  const fill = () => cards.replaceChildren(...Array.from({ length: last - first }, (_, k) => card(g, first + k, k, completions[k], detail, words)));
+  const nodes = [];
+  if (detail) nodes.push(colourChoice(g, fill));
+  else if (text) nodes.push(el("p", { className: "note" }, leftOut("tokens", data.g_number[g])));
+  if (detail && !words && data.no_texts) nodes.push(el("p", { className: "note" }, `Tokens are shown by their ids: ${data.no_texts}.`));
+  fill();
+  return [...nodes, cards];
+}
+
+function colourChoice(g, fill) {
+  const names = { logprob: "behaviour logprob", advantage: "advantage", version: "policy version", none: "none" };
+  const key = el("ul", { className: "legend", id: "token-legend" });
+  const box = el("div", { className: "colour", role: "group", ariaLabel: "Colour tokens by" }, "tokens coloured by");
+  const press = () => {
+    for (const button of box.querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.by === group.by));
+    key.replaceChildren(...tokenLegend(g));
+  };
+  for (const [by, name] of Object.entries(names)) {
+    const button = el("button", { type: "button", "data-by": by }, name);
+    button.addEventListener("click", () => { group.by = by; press(); fill(); });
+    box.append(button);
+  }
+  box.append(key);
+  press();
+  return box;
+}
+
+function tokenLegend(g) {
+  const ramp = (from, to) => {
+    const node = el("span", { className: "ramp", ariaHidden: "true" });
+    node.style.background = `linear-gradient(90deg, ${from}, ${to})`;
+    return node;
+  };
+  if (group.by === "logprob") return [el("li", {}, "0 nat (certain)", ramp(`rgba(var(--surprise), 0)`, `rgba(var(--surprise), .75)`), `−${FAINTEST} nat and less`)];
+  if (group.by === "advantage") {
+    const most = largest(g);
+    return [el("li", {}, `−${number(most, 2)}`, ramp(`rgba(var(--low), .6)`, "transparent"), "0", ramp("transparent", `rgba(var(--high), .6)`), `+${number(most, 2)}`, data.advantage.why_not ? ` – not known: ${data.advantage.why_not}` : ` – ${data.advantage.name}, one for all tokens of a sample`)];
+  }
+  if (group.by === "version") return versionsOf(g).map((version) => el("li", {}, swatch(versionColour(version)), `version ${version}`));
+  return [];
+}
+
+function largest(g) {
+  let most = 0;
+  for (let s = data.first[g]; s < data.first[g + 1]; s++) if (!Number.isNaN(data.s_advantage[s])) most = Math.max(most, Math.abs(data.s_advantage[s]));
+  return most;
+}
+
+function versionsOf(g) {
+  const found = new Set();
+  for (let s = data.first[g]; s < data.first[g + 1]; s++) for (let v = data.s_min[s]; v <= Math.min(data.s_max[s], data.s_min[s] + 12); v++) found.add(v);
+  return [...found].sort((a, b) => a - b);
+}
+
+const VERSIONS = ["86, 180, 233", "230, 159, 0", "0, 158, 115", "204, 121, 167", "240, 228, 66", "0, 114, 178", "213, 94, 0"];
+const versionColour = (version) => `rgba(${VERSIONS[((version % VERSIONS.length) + VERSIONS.length) % VERSIONS.length]}, .42)`;
+
+function card(g, s, k, completion, detail, words) {
+  const reward = data.s_reward[s], advantage = data.s_advantage[s];
+  const node = el("article", { className: `card${s === group.sample ? " marked" : ""}`, ariaLabel: `Sample ${data.s_number[s]}` },
+    el("h4", {}, `sample ${data.s_number[s]}`, el("span", { className: "n" }, Number.isNaN(reward) ? "not scored" : `reward ${number(reward)}`)));
+  const known = completion !== null && completion !== undefined;
+  if (known && !(detail && words)) node.append(el("pre", { className: "text" }, ...marked(completion))); // without words ids follow the text
+  if (detail) node.append(tokenText(g, s, k, detail, words));
+  const facts = [
+    ...data.reward_names.map((name, place) => [`${name}${data.reward_weights[place] === 1 ? "" : ` × ${data.reward_weights[place]}`}`, number(data[`s_component${place}`][s])]),
+    ["advantage", Number.isNaN(advantage) ? "–" : (advantage > 0 ? "+" : "") + number(advantage)],
+    ["length", `${count(data.s_tokens[s])} tokens`], ["finish", data.finishes[data.s_finish[s]]], ["versions", range(data.s_min[s], data.s_max[s])],
+    ["drawn by", data.workers[data.s_worker[s]].name], ["when", `${moment(data.s_start[s])} – ${moment(data.s_end[s])}`],
+  ];
+  node.append(el("dl", {}, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+  return node;
+}
+
+// Text with what is searched for marked.
+function marked(text) {
+  const wanted = $("f-text").value.toLowerCase(), low = text.toLowerCase(), found = [];
+  if (!wanted || low.length !== text.length) return [text];
+  let from = 0;
+  for (let at = low.indexOf(wanted); at >= 0; at = low.indexOf(wanted, from)) {
+    found.push(text.slice(from, at), el("mark", {}, text.slice(at, at + wanted.length)));
+    from = at + wanted.length;
+  }
+  return [...found, text.slice(from)];
+}
+
+function tokenText(g, s, k, detail, words) {
+  const at = detail.groupAt[data.g_slot[g]] + k, from = detail.tokenAt[at], length = detail.length[at];
+  const box = el("pre", { className: "text", tabIndex: 0, ariaLabel: `Tokens of sample ${data.s_number[s]}; arrow keys go from token to token` });
+  const most = largest(g), tinted = (token, place) => tint(token, place, s, most, versionAt(detail, at, place), detail);
+  const put = (until) => {
+    for (let place = box.made ?? 0; place < until; place++) {
+      const id = detail.id[from + place], text = words ? words.get(id) ?? `⟨${id}⟩` : `${id} `;
+      const node = el("span", { className: words ? "" : "other" }, text === "" ? "∅" : text);
+      node.dataset.place = place;
+      if (detail.left_out?.[from + place]) node.classList.add("left-out");
+      node.style.background = tinted(from + place, place);
+      box.append(node);
+    }
+    box.made = until;
+    markTokens(box);
+  };
+  put(Math.min(length, FIRST_TOKENS));
+  if (!length) box.append(el("span", { className: "dim" }, "no token"));
+  const say = (place, x, y) => showTip(tokenFacts(detail, at, from + place, place, words, s), x, y);
+  box.addEventListener("pointermove", (event) => {
+    const place = event.target.dataset.place;
+    if (place === undefined) hideTip();
+    else say(Number(place), event.clientX, event.clientY);
+  });
+  box.addEventListener("pointerleave", hideTip);
+  box.addEventListener("blur", () => { box.querySelector(".at")?.classList.remove("at"); hideTip(); });
+  box.addEventListener("keydown", (event) => stepTokens(event, box, say));
+  if (length <= FIRST_TOKENS) return box;
+  const more = el("button", { type: "button" }, `all ${count(length)} tokens`);
+  more.addEventListener("click", () => { put(length); more.remove(); });
+  return el("div", {}, box, more);
+}
+
+// Mark the tokens in which what is searched for stands.
+function markTokens(box) {
+  const wanted = $("f-text").value.toLowerCase(), nodes = [...box.children];
+  if (!wanted) return;
+  const whole = nodes.map((node) => node.textContent).join("").toLowerCase();
+  for (let at = whole.indexOf(wanted); at >= 0; at = whole.indexOf(wanted, at + wanted.length)) {
+    let from = 0;
+    for (const node of nodes) {
+      const to = from + node.textContent.length;
+      if (from < at + wanted.length && to > at) node.classList.add("hit");
+      from = to;
+    }
+  }
+}
+
+function stepTokens(event, box, say) {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!by || !box.made) return;
+  event.preventDefault();
+  const at = box.querySelector(".at"), place = Math.min(box.made - 1, Math.max(0, (at ? Number(at.dataset.place) : -1) + by));
+  at?.classList.remove("at");
+  const now = box.querySelector(`[data-place="${place}"]`);
+  now.classList.add("at");
+  now.scrollIntoView({ block: "nearest" });
+  const where = now.getBoundingClientRect();
+  say(place, where.left, where.bottom - 10);
+}
+
+function versionAt(detail, at, place) {
+  let found = detail.span_version[detail.spanAt[at]];
+  for (let span = detail.spanAt[at]; span < detail.spanAt[at + 1] && detail.span_start[span] <= place; span++) found = detail.span_version[span];
+  return found;
+}
+
+function tint(token, place, s, most, version, detail) {
+  if (group.by === "version") return versionColour(version);
+  if (group.by === "advantage") {
+    const advantage = data.s_advantage[s];
+    return !most || Number.isNaN(advantage) || detail.left_out?.[token] ? "" : `rgba(var(--${advantage < 0 ? "low" : "high"}), ${((0.6 * Math.abs(advantage)) / most).toFixed(3)})`;
+  }
+  const logprob = detail.logprob[token];
+  if (group.by === "none" || logprob === NOTHING) return "";
+  return `rgba(var(--surprise), ${(0.75 * Math.min(1, (logprob * data.logprob_step) / FAINTEST)).toFixed(3)})`;
+}
+
+function tokenFacts(detail, at, token, place, words, s) {
+  const id = detail.id[token], logprob = detail.logprob[token];
+  const lines = [`token ${place}: id ${id}${words ? `, ${JSON.stringify(words.get(id) ?? "")}` : ""}`];
+  if (logprob === NOTHING) lines.push("not drawn by the model: it has no logprob");
+  else lines.push(`logprob ${(-logprob * data.logprob_step).toFixed(3)} nat, probability ${number(Math.exp(-logprob * data.logprob_step))}`);
+  lines.push(`policy version ${versionAt(detail, at, place)}`);
+  if (detail.left_out?.[token]) lines.push("left out of the loss");
+  else if (!Number.isNaN(data.s_advantage[s])) lines.push(`advantage ${number(data.s_advantage[s])}`);
+  return lines.join("\n");
+}

@@ -1,0 +1,100 @@
+// The page put together: head, figures and flow, then the parts that answer. The rule: ready means drawn and listening.
+
+function buildHead() {
+  const found = data.report, schedule = found.schedule ?? {};
+  $("run").textContent = data.run;
+  $("status").textContent = found.status;
+  $("status").classList.add(found.status);
+  const planned = found.steps_planned && found.steps_planned !== found.steps ? ` of ${count(found.steps_planned)}` : "";
+  const loss = data.algorithm.loss ? ` · loss ${data.algorithm.loss}` : "";
+  $("about").textContent = `${data.model ?? "no model"} · ${data.data ?? ""} · ${schedule.mode}, order ${schedule.order}, U = ${schedule.prompts_per_step}, K = ${schedule.samples_per_prompt}, S = ${schedule.steps_per_version ?? 1}, lag at most ${schedule.max_lag}${loss}`;
+  $("made").textContent = `created ${utc(data.zero_ms)} · page made ${utc(data.made_ms)} by penstock ${data.penstock}`;
+  if (found.reason && found.status !== "finished") $("notes").append(el("p", { className: "note" }, `${found.status}: ${found.reason}`));
+  $("figures").append(...figures(found, planned));
+  for (const note of data.contents.left_out) $("notes").append(el("p", { className: "note" }, `${note} \`penstock report ${data.run} --html PATH --tokens N\` takes more along; penstock sql, penstock topics export and penstock topics show have all of it.`));
+  $("everything").querySelector("pre").textContent = JSON.stringify(found, null, 2);
+}
+
+const WORK = { rollout: "rollout", scorer: "score", trainer: "train", evaluator: "eval" };
+
+const utc = (when) => `${new Date(when).toISOString().slice(0, 16).replace("T", " ")} UTC`;
+
+function figures(found, planned) {
+  const change = (one) => (one && one.first !== null ? `${fixed(one.first)} → ${fixed(one.last)}` : "–");
+  const evals = found.eval ?? [], last = evals[evals.length - 1];
+  const share = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(0)} %`);
+  const shown = [
+    ["reward", change(found.reward), "all scored samples, first → last tenth of the steps"],
+    ["reward trained", change(found.reward_trained), "samples that were trained"],
+    last ? ["evaluation", fixed(last.greedy_accuracy), `greedy, at version ${last.version}; sampled ${fixed(last.sampled_accuracy)}`] : null,
+    ["steps", `${count(found.steps)}${planned}`, `${count(found.versions)} versions, ${count(found.groups.trained)} of ${count(found.groups.admitted)} groups trained`],
+    ["drawn", `${count(found.samples)} samples`, `${count(found.tokens)} tokens, ${number(found.length.admitted)} a sample`],
+    ["throughput", found.throughput.tokens_per_s ? `${count(found.throughput.tokens_per_s)} tokens/s` : "–", found.throughput.samples_per_s ? `${number(found.throughput.samples_per_s)} samples/s` : ""],
+    ["time", found.time.train_s ? lasting(1000 * found.time.train_s) : "–", `first sample to last step; ${found.time.wall_s ? lasting(1000 * found.time.wall_s) : "–"} in all`],
+    ["trainer waited", share(found.time.trainer_waiting_ratio), `${number(found.time.trainer_wait_s)} s; computed ${number(found.time.trainer_compute_s)} s`],
+    ["lag", found.lag.mean === null ? "–" : `${fixed(found.lag.mean, 2)} mean`, found.lag.mean === null ? "" : `at most ${found.lag.max} versions; ESS ${fixed(found.ess.mean)}`],
+    ["refused", count(found.dead_letters.total), `dead letters; ${count(found.duplicates)} duplicates ignored`],
+    ["weights", (found.weights.digest ?? "none").slice(0, 10), `digest; ${count(found.weights.versions)} versions, ${bytes(found.weights.bytes)}`],
+  ];
+  return shown.filter((one) => one).map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, more))));
+}
+
+function buildFlow() {
+  const groups = data.report.groups, all = Math.max(1, groups.admitted);
+  const rows = data.fates.filter((fate) => groups[fate]).map((fate) => [el("span", {}, swatch(`var(--${fate})`), ` ${fate}`), count(groups[fate]), `${((100 * groups[fate]) / all).toFixed(1)} %`, el("span", { className: "bar" }, bar(groups[fate] / all, fate))]);
+  $("fates").append(table([["fate"], ["groups", "n"], ["share", "n"], ["", "bar"]], rows));
+  $("waiting").append(spentTable(), el("p", { className: "dim small" }, "Seconds between two statuses count for what the first one said; the trainer's waiting is measured exactly too: see the key figures and “Time of a step”."));
+  if (!data.report.dead_letters.total) return;
+  const letters = data.letters.map(([kind, topic, partition, offset, worker, when, reason]) => [kind, `${topic}/${partition}/${offset}`, worker, `${((when - data.zero_ms) / 1000).toFixed(1)} s`, reason]);
+  const more = data.report.dead_letters.total > letters.length ? `, the first ${letters.length} of them` : "";
+  $("letters").append(el("h3", {}, `Dead letters: ${count(data.report.dead_letters.total)} records nobody could use${more}`), el("div", { className: "scroll", tabIndex: 0 }, table([["kind"], ["record"], ["set aside by"], ["at", "n"], ["reason"]], letters)));
+}
+
+function spentTable() {
+  const totals = new Map(), order = ["feeder", "rollout", "scorer", "trainer", "evaluator", "tracker"];
+  for (const one of data.time_spent) totals.set(one.role, (totals.get(one.role) ?? 0) + one.seconds);
+  const sorted = [...data.time_spent].sort((a, b) => order.indexOf(a.role) - order.indexOf(b.role) || b.seconds - a.seconds);
+  let role = null;
+  const rows = sorted.filter((one) => one.seconds / totals.get(one.role) >= 0.005).map((one) => {
+    const share = one.seconds / totals.get(one.role), shown = one.role === role ? "" : one.role;
+    role = one.role;
+    return [shown, one.doing, one.kind === "work" ? "" : one.kind, lasting(1000 * one.seconds), `${(100 * share).toFixed(0)} %`, el("span", { className: "bar" }, bar(share, one.kind === "work" ? WORK[one.role] ?? "open" : one.kind))];
+  });
+  return table([["role"], ["said it was"], ["counts as"], ["time", "n"], ["share", "n"], ["", "bar"]], rows);
+}
+
+function buildLegend() {
+  const used = new Set(data.i_kind);
+  const present = data.kinds.filter((kind, place) => used.has(place) || (place === 0 && data.s_start.length) || (place === 1 && data.g_scorer.some((one) => one !== NOTHING)));
+  const words = { rollout: "rollout (fainter under odd versions)", load: "load weights", start: "start up" };
+  $("legend").append(...present.map((kind) => el("li", {}, swatch(`var(--${kind})`), words[kind] ?? kind)));
+  if (timeline.lanes.some((lane) => lane.strip.length)) $("legend").append(el("li", {}, "thin lines: what a worker said it did"));
+}
+
+function openFromAddress() {
+  const found = /^#g(\d+)$/.exec(location.hash);
+  if (found && data.byNumber.has(Number(found[1]))) openGroup(data.byNumber.get(Number(found[1])), { scroll: true });
+}
+
+async function main() {
+  if (typeof DecompressionStream === "undefined") throw new Error("this browser cannot inflate: use one of 2023 or later");
+  await loadIndex();
+  document.title = `${data.run} · Penstock`;
+  buildHead();
+  buildTimeline();
+  buildLegend();
+  startTimeline();
+  buildCurves();
+  buildFlow();
+  startSamples();
+  draw();
+  addEventListener("hashchange", openFromAddress);
+  openFromAddress();
+  requestAnimationFrame(() => setTimeout(() => { document.documentElement.dataset.ready = performance.now().toFixed(0); }));
+}
+
+main().catch((error) => {
+  $("trouble").textContent = `This page could not be drawn: ${error.message}`;
+  $("trouble").hidden = false;
+  document.documentElement.dataset.failed = error.message;
+});

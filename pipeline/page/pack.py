@@ -1,0 +1,63 @@
+"""Columns of numbers in few bytes: behind one another, byte plane by byte plane, deflated, as base64 that stands in a page.
+
+The rule: what is rounded is rounded here, by a stated step; everything else comes out of a browser as it went in.
+"""
+
+import base64
+import json
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LOGPROB_STEP = 0.001
+"""[nat] Behaviour logprobs are kept to half of this; the lowest is -65.534."""
+NO_LOGPROB = 0xFFFF
+Column = npt.NDArray[Any]
+
+
+def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) -> str:
+    """Facts and numeric columns [N] as base64: a length, JSON with null for what is no finite number, then the columns' byte planes."""
+    found = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in (columns or {}).items()}
+    layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in found.items()]
+    header = json.dumps({"facts": _finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    head = header.encode("utf-8", "replace")
+    return deflated(b"".join([struct.pack("<I", len(head)), head, *map(_planes, found.values())]))
+
+
+def deflated(raw: bytes) -> str:
+    """Base64 of a zlib stream, which browsers call `deflate`."""
+    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")
+
+
+def logprobs(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
+    """Logprobs [N] in steps of `LOGPROB_STEP` below zero; `NO_LOGPROB` for NaN.
+
+    Example:
+        logprobs(np.array([0.0, -0.6931, np.nan]))  # -> [0, 693, 65535]
+    """
+    missing = np.isnan(values)
+    steps = np.clip(np.rint(np.where(missing, 0.0, -values) / LOGPROB_STEP), 0, NO_LOGPROB - 1)
+    return np.where(missing, NO_LOGPROB, steps).astype(np.uint16)
+
+
+def smallest(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+    """The same numbers, 16 bits each where that is enough for all of them, none of them negative."""
+    return values.astype(np.uint16 if not len(values) or int(values.max()) < 1 << 16 else np.uint32)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _planes(array: Column) -> bytes:
+    """First bytes of all numbers, then their second bytes, and so on: high bytes hardly differ, and deflate sees it."""
+    return array.view(np.uint8).reshape(len(array), array.dtype.itemsize).T.tobytes()

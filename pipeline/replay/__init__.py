@@ -1,0 +1,1 @@
+"""Doing a stage again from the log: training, scoring, drawing."""

@@ -1,0 +1,115 @@
+"""What a run's log holds for a replay: its configuration, its ledger, its versions, as far as they are committed.
+
+The rule: it reads as a consumer of its own and leaves no trace in the run's topics, groups or files.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from infra.errors import PenstockError
+from infra.log import Log, Tail
+from pipeline.config import Config, from_json
+from pipeline.control import Story
+from pipeline.past import READ_LIMIT_S, Past
+from pipeline.runs import find
+from topics.errors import Unusable
+from topics.ledger import Entry
+from topics.record import Record
+from topics.runs import RunRecord
+
+POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Recording:
+    """A run's story, read so far."""
+
+    log: Log
+    run: str
+    record: RunRecord
+    config: Config
+    info: dict[str, Any]
+    story: Story
+    entries: list[Entry] = field(default_factory=list)
+    steps: list[Entry] = field(default_factory=list)
+    """The committed steps; step n stands at place n."""
+    _tail: Tail | None = None
+
+    @classmethod
+    def open(cls, log: Log, run: str) -> Self:
+        """Read what is there. Raises `PenstockError` for a run that is not registered or whose story has lost its beginning."""
+        record = find(log, run)
+        if record is None:
+            raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
+        found = cls(log, run, record, from_json(record.config), json.loads(record.info), Story(run))
+        places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
+        for (topic, partition), begin in log.begin_offsets(places).items():
+            if begin:
+                raise PenstockError(
+                    f"{topic}/{partition} has lost its offsets 0 to {begin - 1}: without them nothing of {run} can be replayed"
+                )
+        found._tail = log.tail(dict.fromkeys(places, "earliest"))
+        for told in found._tail.read_to_end(READ_LIMIT_S):
+            found._fold(told)
+        return found
+
+    @property
+    def past(self) -> Past:
+        """The same as a trainer sees it that comes back. Raises `Unrecoverable`."""
+        return Past(entries=self.entries, story=self.story)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing follows any more."""
+        return self.story.closed is not None
+
+    @property
+    def planned_steps(self) -> int:
+        """Optimizer steps that the run was to take."""
+        return int(self.info.get("steps") or len(self.steps))
+
+    def wait(self, timeout_s: float = POLL_S) -> None:
+        """Wait so long for news, and take note of them."""
+        assert self._tail is not None
+        for record in self._tail.poll(timeout_s):
+            self._fold(record)
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._tail is not None:
+            self._tail.close()
+
+    def _fold(self, record: Record) -> None:
+        try:
+            found = self.story.fold(record)
+        except Unusable:
+            return  # a dead letter of those who own the topics
+        if isinstance(found, Entry):
+            self.entries.append(found)
+            if found.kind == "step" and found.step == len(self.steps):
+                self.steps.append(found)
+
+
+def prepare(config: Config) -> None:
+    """Give this process the environment of a trainer; before torch is imported, which reads it then."""
+    os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in few words.
+
+    Example:
+        ranges([3, 4, 5, 9])  # -> "3-5, 9"
+    """
+    return ", ".join(f"{low}-{high}" if low < high else str(low) for low, high in _runs(sorted(set(numbers))))
+
+
+def _runs(ordered: list[int]) -> Iterator[tuple[int, int]]:
+    for _, pairs in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in pairs]
+        yield members[0], members[-1]

@@ -1,0 +1,277 @@
+"""`penstock explain` on a recorded run: a group of each fate, its figures those of the ledger and of MLflow, and its dead letters."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from infra.kafka.log import KafkaLog
+from pipeline import cli, tables
+from pipeline.batches import pack
+from pipeline.explain import life, records, text
+from pipeline.learner import Objective
+from pipeline.past import read_past, read_planned
+from tests.workers.conftest import RecordedRun
+
+Ask = Callable[[int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
+    found = KafkaLog(recorded.bootstrap, client_id="test")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def fates(recorded: RecordedRun, log: KafkaLog) -> dict[int, str]:
+    """Group -> fate, as the tables have it."""
+    found = tables.groups(log, recorded.run)
+    return dict(zip(found["group"].to_pylist(), found["fate"].to_pylist(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def ask(recorded: RecordedRun, log: KafkaLog) -> Ask:
+    """The life of a group, as `penstock explain --json` prints it; read once."""
+    run = records.read_run(log, recorded.run)
+
+    @cache
+    def life_of(group: int) -> dict[str, Any]:
+        told = life.tell(log, run, records.read_group(log, run, group, say=lambda _: None), say=lambda _: None)
+        return dict(json.loads(json.dumps(told)))
+
+    return life_of
+
+
+def one_of(fates: dict[int, str], fate: str) -> int:
+    return next(group for group, found in fates.items() if found == fate)
+
+
+def printed(recorded: RecordedRun, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints as its result."""
+    capsys.readouterr()
+    assert cli.main(["explain", recorded.run, *words, "--bootstrap", recorded.bootstrap]) == 0
+    return capsys.readouterr().out
+
+
+def points(recorded: RecordedRun) -> dict[tuple[str, int], float]:
+    """(metric, step) -> value, as MLflow holds it."""
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=recorded.mlflow_uri)
+    known = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    (run,) = [one for one in known if one.data.tags.get("penstock.run") == recorded.run and "mlflow.parentRunId" not in one.data.tags]
+    return {
+        (name, point.step): point.value
+        for name in run.data.metrics
+        if name.startswith(("train/", "reward"))
+        for point in client.get_metric_history(run.info.run_id, name)
+    }
+
+
+def test_a_trained_groups_figures_are_those_of_the_ledger_and_of_mlflow(
+    recorded: RecordedRun, fates: dict[int, str], ask: Ask, log: KafkaLog
+) -> None:
+    held = points(recorded)
+    first = ask(one_of(fates, "trained"))
+    step = first["step"]["step"]
+    members = {group: ask(group) for group in first["step"]["plan"]}
+    samples = [sample for found in members.values() for sample in found["samples"]]
+
+    past = read_past(log, recorded.run)
+    entry = past.steps[step]
+    assert [found["fate"] for found in members.values()] == ["trained"] * len(members)
+    assert first["step"]["plan"] == [planned.group for planned in entry.plan]
+    assert first["step"]["boundaries"] == list(entry.boundaries)
+    for measured in (
+        entry.metrics,
+        {name: held[f"train/{name}", step] for name in ("reward_trained", "samples", "tokens", "lag_max", "lag_mean")},
+    ):
+        assert math.fsum(sample["reward"] for sample in samples) / len(samples) == pytest.approx(measured["reward_trained"], rel=1e-12)
+        assert len(samples) == measured["samples"]
+        assert sum(sample["trained_tokens"] for sample in samples) == first["step"]["tokens"] == measured["tokens"]
+        lags = [found["step"]["lag"] for found in members.values()]
+        assert max(lags) == measured["lag_max"]
+        assert sum(lags) / len(lags) == pytest.approx(measured["lag_mean"])
+    assert held["train/loss", step] == first["step"]["metrics"]["loss"]
+    # The micro-batches that the ledger's boundaries draw hold exactly the trained samples of the plan.
+    sizes = np.diff([0, *entry.boundaries]).tolist()
+    placed = [sample["micro_batch"] for sample in samples if sample["trained"] == "yes"]
+    assert [placed.count(number) for number in range(len(sizes))] == sizes
+    assert placed == sorted(placed)
+    assert first["version"]["version"] == step + 1
+    assert first["version"]["digest"] == past.story.manifests[step + 1].digest
+
+
+def test_a_gradient_weight_is_minus_the_derivative_of_the_steps_loss_where_all_policies_are_equal(
+    recorded: RecordedRun, fates: dict[int, str], ask: Ask, log: KafkaLog
+) -> None:
+    import torch
+
+    found = ask(one_of(fates, "trained"))
+    plan = read_planned(log, recorded.run, read_past(log, recorded.run).steps[found["step"]["step"]].plan)
+    objective = Objective.of(recorded.config)
+    batch = pack([sequence for group in plan for sequence in objective.sequences(group)])
+    logprobs = torch.tensor(batch.behaviour_logprobs, requires_grad=True)
+    loss, stats = objective.batch_loss(logprobs, batch, proximal=batch.behaviour_logprobs)
+    (loss / stats["denominator"]).backward()
+    assert found["step"]["denominator"] == stats["denominator"]
+    assert logprobs.grad is not None
+    for row, (group, sample) in enumerate(zip(batch.groups.tolist(), batch.samples.tolist(), strict=True)):
+        if group != found["group"]:
+            continue
+        gradient = -logprobs.grad[row].numpy()[batch.completion_mask[row]]
+        told = next(one for one in found["samples"] if one["sample"] == sample)
+        assert gradient == pytest.approx(np.full(told["trained_tokens"], told["token_weight"]), rel=1e-5, abs=1e-9)
+        assert gradient.sum() == pytest.approx(told["weight"], rel=1e-5, abs=1e-9)
+
+
+def test_samples_are_those_of_the_tables_with_rewards_by_component(
+    recorded: RecordedRun, fates: dict[int, str], ask: Ask, log: KafkaLog
+) -> None:
+    group = one_of(fates, "trained")
+    found = ask(group)
+    rows = [row for row in tables.samples(log, recorded.run).to_pylist() if row["group"] == group]
+    assert [one["completion"] for one in found["samples"]] == [row["completion"] for row in rows]
+    assert [one["reward"] for one in found["samples"]] == [row["reward"] for row in rows]
+    assert [list(one["components"].values()) for one in found["samples"]] == [row["components"] for row in rows]
+    assert [one["worker"] for one in found["samples"]] == [row["worker"] for row in rows]
+    assert {one["finish"] for one in found["samples"]} <= {"stop", "length"}
+    for one, row in zip(found["samples"], rows, strict=True):
+        spans = [span["version"] for span in one["versions"]]
+        assert (min(spans), max(spans)) == (row["policy_version_min"], row["policy_version_max"])
+        assert one["reward"] == pytest.approx(sum(w * c for w, c in zip(found["rewards"]["weights"], row["components"], strict=True)))
+
+
+def test_the_stages_of_a_trained_group_add_up_to_its_life(
+    recorded: RecordedRun, fates: dict[int, str], ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ask(one_of(fates, "trained"))
+    stages = {stage["name"]: stage for stage in found["times"]}
+    whole = [stage for name, stage in stages.items() if not name.startswith("of it")]
+    assert [stage["name"] for stage in whole] == [
+        "waited for a worker", "drawing", "scoring", "waiting for the trainer", "training", "publishing",
+    ]  # fmt: skip
+    assert all(stage["seconds"] >= 0 for stage in whole)
+    assert sum(stage["seconds"] for stage in whole) == pytest.approx(found["moments"]["published"] - found["moments"]["admitted"])
+    shown = printed(recorded, capsys, str(found["group"]))
+    assert shown == text.as_page(found) + "\n"
+    assert shown.startswith(f"group {found['group']} of run {recorded.run}: trained\n")
+    assert "waiting for the trainer" in shown
+    assert str(found["version"]["digest"]) in shown
+
+
+def test_a_filtered_group_says_which_rewards_it_was_filtered_for(fates: dict[int, str], ask: Ask) -> None:
+    found = ask(one_of(fates, "filtered"))
+    assert found["fate"] == "filtered"
+    assert found["why"] == found["outcome"]["reason"]
+    assert found["why"].startswith("every sample has the reward ")
+    assert {one["reward"] for one in found["samples"]} == {found["rewards"]["mean"]}
+    assert found["step"] is None
+    assert found["version"] is None
+    assert f"{found['rewards']['mean']:.6g}" in text.as_page(found)
+
+
+def test_a_filtered_groups_rewards_are_in_the_mean_that_mlflow_holds_and_a_failed_one_has_none(
+    recorded: RecordedRun, fates: dict[int, str], ask: Ask, log: KafkaLog
+) -> None:
+    held = points(recorded)
+    filtered, failed = ask(one_of(fates, "filtered")), ask(one_of(fates, "failed"))
+    for found in (filtered, failed):
+        drawn = {span["version"] for sample in found["samples"] for span in sample["versions"]}
+        version = min(drawn)
+        rows = tables.groups(log, recorded.run).to_pylist()
+        others = {row["group"] for row in rows if row["policy_version_min"] == version and row["group"] != found["group"]}
+        rewards = [row["reward"] for row in tables.samples(log, recorded.run).to_pylist() if row["group"] in others]
+        rewards += [sample["reward"] for sample in found["samples"] if sample["reward"] is not None]
+        assert held["reward_samples", version] == len(rewards)
+        assert held["reward", version] == pytest.approx(math.fsum(rewards) / len(rewards))
+    assert failed["rewards"] is None
+    assert filtered["outcome"]["reward_mean"] == filtered["rewards"]["mean"]
+
+
+def test_a_failed_group_says_why_and_where_its_dead_letter_is(
+    recorded: RecordedRun, fates: dict[int, str], ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ask(one_of(fates, "failed"))
+    assert found["fate"] == "failed"
+    assert "cannot judge" in found["why"]
+    assert found["rewards"] is None
+    assert len(found["samples"]) == found["prompt"]["samples_per_prompt"]
+    (letter,) = found["dead_letters"]
+    assert letter["kind"] == "reward-failed"
+    assert letter["of"] == found["prompt"]["place"]
+    assert f"dead-letters/0/{letter['offset']}" in text.as_page(found)
+
+    told = json.loads(printed(recorded, capsys, "--dead-letter", str(letter["offset"]), "--json"))
+    assert told["letter"] == letter
+    assert told["record"]["place"] == found["prompt"]["place"]
+    assert told["counted"]["same"] is True
+    assert told["group"] == found
+    assert "the group that it claims" in printed(recorded, capsys, "--dead-letter", letter["of"])
+
+
+def test_a_group_of_each_fate_has_the_fate_of_the_report(fates: dict[int, str], ask: Ask) -> None:
+    chosen = [one_of(fates, fate) for fate in set(fates.values())] + [max(fates)]
+    assert {number: ask(number)["fate"] for number in chosen} == {number: fates[number] for number in chosen}
+    assert all(record["counts"] for number in chosen for record in ask(number)["records"])
+
+
+def test_a_group_that_was_never_admitted_is_one_line(
+    recorded: RecordedRun, fates: dict[int, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert cli.main(["explain", recorded.run, "100000", "--bootstrap", recorded.bootstrap]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert (
+        said.err.splitlines()[-1] == f"penstock: group 100000 was never admitted: the highest group of run {recorded.run} is {max(fates)}"
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["3", "--dead-letter", "0"], ["--dead-letter", "rollouts/x/1"]])
+def test_a_question_that_makes_no_sense_is_status_2(recorded: RecordedRun, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", recorded.run, *words, "--bootstrap", recorded.bootstrap]) == 2
+    assert "dead-letter" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_dead_letter_that_is_not_there_names_those_that_are(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", recorded.run, "--dead-letter", "99999", "--bootstrap", recorded.bootstrap]) == 1
+    assert "there are: 0 (prompts/" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "fate"), [({"mode": "bounded"}, "abandoned"), ({"mode": "in_flight", "max_lag": 1}, "stale")])
+def test_groups_that_came_too_late_say_how_late(
+    broker: str, run_id: str, tiny_model: Path, tmp_path: Path, schedule: dict[str, Any], fate: str
+) -> None:
+    from tests.workers.test_in_flight import config_in_flight, run_of
+
+    report, samples, ended = run_of(broker, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
+    assert report["groups"][fate]
+    log = KafkaLog(broker, client_id="test")
+    fate_of = {row["group"]: row["fate"] for row in tables.groups(log, run_id).to_pylist()}
+    run = records.read_run(log, run_id)
+    found = {}
+    for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):
+        found[fate_of[number]] = life.tell(log, run, records.read_group(log, run, number, say=lambda _: None), say=lambda _: None)
+    log.close()
+    late, trained = found[fate], found["trained"]
+    versions = [sample["versions"] for sample in late["samples"]]
+    drawn = {sample.sample: sample for sample in samples if sample.group == late["group"]}
+    assert [[span["version"] for span in spans] for spans in versions] == [drawn[n].span_versions.tolist() for n in sorted(drawn)]
+    if fate == "stale":
+        oldest = min(span["version"] for spans in versions for span in spans)
+        assert late["stale"]["policy_version_min"] == oldest
+        assert late["stale"]["learner_version"] - oldest == late["stale"]["lag"] > late["stale"]["max_lag"] == 1
+        assert late["stale"]["learner_version"] == late["stale"]["before_step"]  # S = 1
+    else:
+        assert "abort" in {sample["finish"] for sample in late["samples"]}
+        assert late["why"] == next(group.reason for group in ended if group.group == late["group"])
+    assert trained["step"]["lag"] <= trained["step"]["metrics"]["lag_max"] <= 1
+    assert trained["step"]["tokens"] == trained["step"]["metrics"]["tokens"]

@@ -1,0 +1,138 @@
+"""A whole run through an export: SQL gives the report's rewards, an import on the broker gives the same report, digests and audit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.errors import Unrecoverable
+from infra.kafka.log import KafkaLog
+from pipeline.archive.export import Exported, export
+from pipeline.archive.importing import find_archive, import_run
+from pipeline.archive.query import ArchivedTables, LiveTables, Tables, ask
+from pipeline.archive.tables import KINDS
+from pipeline.audit.findings import audit_kafka
+from pipeline.past import read_past, read_planned
+from pipeline.report import collect
+from pipeline.timeline import timeline
+from pipeline.weights import fetch
+from tests.workers.conftest import RecordedRun
+
+
+@pytest.fixture
+def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
+    found = KafkaLog(recorded.bootstrap, client_id="test")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def archive(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exported]:
+    """The recorded run as Parquet."""
+    directory = tmp_path_factory.mktemp("archive")
+    log = KafkaLog(recorded.bootstrap, client_id="test")
+    done = export(log, recorded.run, directory, bootstrap=recorded.bootstrap)
+    log.close()
+    return directory, done
+
+
+def test_nothing_of_a_run_of_our_own_is_kept_twice(archive: tuple[Path, Exported]) -> None:
+    directory, done = archive
+    found = find_archive(directory)
+    assert set(done.rows) == set(KINDS)
+    for kind in KINDS.values():
+        for partition in found.partitions(kind):
+            for table in found.rows(kind, partition, columns=["headers", "raw", "problem"]):
+                assert [table[name].null_count for name in table.column_names] == [len(table)] * 3, kind.name
+
+
+def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
+    report = recorded.report
+    assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+    by_step = """
+        with trained as (select step, unnest(groups) as "group", reward_trained from steps)
+        select step, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
+        from trained join samples s using ("group") where s.reward is not null group by step order by step
+    """
+    found = ask(tables, by_step).to_pydict()
+    assert found["step"] == list(range(recorded.config.run.steps or 0))
+    assert found["asked"] == found["recorded"]
+    ends = "select sum(reward_trained * samples) / sum(samples) as mean from (select * from steps order by step{} limit 1)"
+    for order, name in (("", "first"), (" desc", "last")):  # a tenth of eight steps is one
+        assert ask(tables, ends.format(order))["mean"].to_pylist() == [report["reward_trained"][name]]
+    fates = dict(ask(tables, "select fate, count(*) as n from groups group by 1").to_pandas().itertuples(index=False))
+    assert fates == {name: count for name, count in report["groups"].items() if count and name not in ("admitted", "open")}
+
+
+def test_rewards_asked_in_sql_are_those_of_the_report(recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog) -> None:
+    same_rewards(ArchivedTables(find_archive(archive[0])), recorded)
+    same_rewards(LiveTables(log, recorded.run, bootstrap=recorded.bootstrap, security={}), recorded)
+
+
+def test_the_timeline_holds_what_every_worker_did(recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog) -> None:
+    found = timeline(log, recorded.run)
+    assert ArchivedTables(find_archive(archive[0])).timeline() == found
+    rows = found.to_pylist()
+    for row in rows:
+        assert row["started"] <= row["ended"], row
+    counts = {what: sum(row["what"] == what for row in rows) for what in set(found["what"].to_pylist())}
+    assert counts["rollout"] == recorded.report["samples"]
+    assert counts["train"] == recorded.report["steps"] == 8
+    assert counts["publish"] == recorded.report["versions"] + 1
+    assert counts["checkpoint"] == 2
+    assert counts["load"] and counts["start"] >= 4
+    for worker in ("rollout-0", "rollout-1"):
+        # A rollout worker waits exactly where it draws nothing and loads nothing.
+        mine = sorted((row["started"], row["ended"], row["what"]) for row in rows if row["worker"] == worker and row["what"] != "start")
+        waits = [(started, ended) for started, ended, what in mine if what == "wait"]
+        assert waits
+        for began, ended in waits:
+            assert not [one for one in mine if one[2] == "rollout" and one[0] < ended and one[1] > began]
+
+
+def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
+    recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog, run_id: str
+) -> None:
+    import_run(log, find_archive(archive[0]), becomes=run_id, bootstrap=recorded.bootstrap)
+    assert {**collect(log, run_id), "run": recorded.run} == collect(log, recorded.run)
+    there, here = read_past(log, recorded.run), read_past(log, run_id)
+    assert list(there.entries) == list(here.entries)
+    for entry in here.steps:
+        assert read_planned(log, run_id, entry.plan) == read_planned(log, recorded.run, entry.plan)
+    for version, manifest in here.story.manifests.items():
+        assert manifest == there.story.manifests[version]
+        fetch(log, manifest, run=run_id)  # raises for another digest
+    judged = audit_kafka(recorded.bootstrap, run_id)
+    assert judged.clean, judged
+
+
+def test_a_planted_token_is_read_and_differs_from_the_plan(
+    recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog, run_id: str, tmp_path: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(archive[0], tmp_path / "planted")
+    found = find_archive(tmp_path / "planted")
+    entry = read_past(log, recorded.run).steps[5]
+    planned = entry.plan[2]
+    path = next(
+        path
+        for path in found.files(KINDS["groups"], planned.partition)
+        if planned.offset in pq.read_table(path, columns=["offset"])["offset"].to_pylist()
+    )
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    row = next(row for row in rows if row["offset"] == planned.offset)
+    row["samples"][0]["token_ids"][0] ^= 1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema).replace_schema_metadata(pq.read_metadata(path).metadata), path)
+    import_run(log, found, becomes=run_id, bootstrap=recorded.bootstrap)
+    for step in read_past(log, run_id).steps:
+        if step.step == 5:
+            with pytest.raises(
+                Unrecoverable, match=rf"group {planned.group} .* the ledger says group {planned.group} \({planned.sha256[:16]}"
+            ):
+                read_planned(log, run_id, step.plan)
+        else:
+            read_planned(log, run_id, step.plan)

@@ -1,0 +1,121 @@
+"""A fork goes on where its parent stood: weights, optimizer, data; unchanged it ends where its parent ended."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew, complete, config_of
+
+from infra.broker.state import run_directory
+from infra.kafka.log import KafkaLog
+from pipeline.cli import main
+from pipeline.config import from_json
+from pipeline.past import read_past
+from pipeline.runs import find
+
+STEPS, AT = 4, 2
+ROLES = ("trainer", "rollout", "scorer", "feeder", "tracker")
+
+
+@pytest.fixture(scope="module")
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker, client_id="tests")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets for its own process is put back."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def parent(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A strictly on-policy run whose rate falls and whose loss looks back at version 0."""
+    directory = tmp_path_factory.mktemp("parent")
+    config = config_of(
+        tiny_model,
+        directory,
+        run={"steps": STEPS, "seed": 7},
+        algorithm={"kl_coef": 0.05},
+        rollout={"workers": 1},
+        trainer={"checkpoint_every": 3, "lr_schedule": "linear"},
+        mlflow={"enabled": True, "tracking_uri": f"sqlite:///{directory / 'mlflow.db'}"},
+    )
+    return {**complete(broker, "parent", config, roles=ROLES), "mlflow": f"sqlite:///{directory / 'mlflow.db'}"}
+
+
+def forked(broker: str, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["fork", "parent", "--bootstrap", broker, "--json", *words]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_fork_without_changes_ends_in_its_parents_weights(
+    broker: str, log: KafkaLog, parent: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow import MlflowClient
+
+    told = forked(broker, capsys, "--from-step", str(AT), "--run-id", "kid")
+    steps = read_past(log, "parent").steps
+    assert (told["run"], told["status"]) == ("kid", "created")
+    assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= told["forked_from"].items()
+    with Crew(broker, "kid") as crew:  # what `penstock run --resume` starts
+        for role in ROLES:
+            crew.start(role)
+        crew.wait()
+        report = crew.report()
+    assert report["weights"]["digest"] == parent["weights"]["digest"]
+    own = read_past(log, "kid")
+    assert own.story.manifests[0].digest == steps[AT - 1].digest
+    assert [entry.digest for entry in own.steps] == [entry.digest for entry in steps[AT:]]
+    assert [entry.loss_bits for entry in own.steps] == [entry.loss_bits for entry in steps[AT:]]
+    assert [entry.metrics["lr"] for entry in own.steps] == [entry.metrics["lr"] for entry in steps[AT:]]
+    client = MlflowClient(tracking_uri=parent["mlflow"])
+    (found,) = client.search_runs(["1"], filter_string="tags.`penstock.run` = 'kid'")
+    assert found.data.tags["penstock.forked_from"] == "parent"
+    assert client.get_run(found.data.tags["mlflow.parentRunId"]).data.tags["penstock.run"] == "parent"
+    capsys.readouterr()
+    assert main(["replay", "train", "kid", "--bootstrap", broker, "--json"]) == 0
+    replayed = json.loads(capsys.readouterr().out)
+    assert (replayed["steps"], replayed["matching_steps"]) == (STEPS - AT, STEPS - AT)
+
+
+@pytest.mark.usefixtures("parent")
+def test_a_fork_may_change_what_follows_and_says_where_it_begins(broker: str, log: KafkaLog, capsys: pytest.CaptureFixture[str]) -> None:
+    told = forked(broker, capsys, "--from-step", "3", "--run-id", "other", "--set", "run.steps=9", "--set", "trainer.lr=1e-4")
+    record = find(log, "other")
+    assert record is not None
+    config = from_json(record.config)
+    before = from_json((find(log, "parent") or record).config)
+    planned = [one.group for entry in read_past(log, "parent").steps[:3] for one in entry.plan]
+    assert (config.run.steps, config.trainer.lr, config.trainer.initial_steps) == (9, 1e-4, 3)
+    assert config.data.first_group == max(planned) + 1
+    assert config.algorithm.reference == before.model.path
+    assert json.loads(record.info)["forked_from"] == told["forked_from"]
+    directory = run_directory("other") / "start"
+    assert (config.model.path, config.trainer.initial_state) == (str(directory / "model"), str(directory / "backend"))
+    assert (directory / "model" / "config.json").is_file()
+    assert list((directory / "backend").iterdir())
+
+
+@pytest.mark.usefixtures("parent")
+@pytest.mark.parametrize(
+    ("words", "status", "why"),
+    [
+        (["--from-step", "5"], 1, "has 4 committed steps"),
+        (["--from-step", "4"], 2, "no steps left after step 4; --set run.steps=N"),
+        (["--from-step", "2", "--set", "trainer.dtype=bfloat16"], 2, "was written under another trainer.dtype"),
+        (["--from-step", "2", "--set", "model.path=/m"], 2, "a fork sets model.path itself"),
+        (["--from-step", "2", "--run-id", "parent"], 2, "exists already"),
+    ],
+)
+def test_what_a_fork_cannot_do_is_refused_before_anything_is_trained(
+    broker: str, capsys: pytest.CaptureFixture[str], words: list[str], status: int, why: str
+) -> None:
+    assert main(["fork", "parent", "--bootstrap", broker, *words]) == status
+    assert why in capsys.readouterr().err

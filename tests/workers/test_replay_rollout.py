@@ -1,0 +1,65 @@
+"""Recorded prompts drawn again from the log of a finished run."""
+
+import json
+
+import pytest
+
+from infra.kafka.log import KafkaLog
+from pipeline.cli import main
+from pipeline.past import read_past
+from tests.workers.conftest import RecordedRun
+
+
+def redraw(recorded: RecordedRun, capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["replay", "rollout", recorded.run, "--bootstrap", recorded.bootstrap, "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_same_weights_and_seeds_draw_the_same_tokens_and_logprobs(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    found = redraw(recorded, capsys, "--step", "5")
+    assert (found["samples"], found["same_samples"]) == (16, 16)
+    assert found["tokens_before_a_difference"] == found["tokens"] > 16
+    assert found["logprob_difference_max"] == 0.0
+    assert found["differences"] == []
+
+
+def test_other_weights_draw_other_tokens_and_each_difference_is_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    found = redraw(recorded, capsys, "--step", "0", "--policy-version", "7")
+    assert 0 < found["same_samples"] + len(found["differences"]) == 16
+    assert found["differences"], "seven steps at this learning rate change what is drawn"
+    one = found["differences"][0]
+    place = one["first_difference"]
+    assert one["recorded"][:place] == one["drawn"][:place]
+    assert one["recorded"][place : place + 1] != one["drawn"][place : place + 1]
+
+
+def test_a_change_that_has_no_part_in_drawing_is_refused(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["replay", "rollout", recorded.run, "--bootstrap", recorded.bootstrap, "--step", "0", "--set", "trainer.lr=1.0"]
+    assert main(words) == 2
+    assert "trainer.lr has no part in drawing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--step", "99"], "step 99 is not committed; the ledger has 0 to 7"),
+        (["--group", "9999"], "group 9999 was never admitted"),
+        (["--step", "0", "--policy-version", "99"], "version 99 is not among the run's: 0 to 8"),
+    ],
+)
+def test_what_is_not_recorded_is_said_in_one_line(
+    recorded: RecordedRun, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    assert main(["replay", "rollout", recorded.run, "--bootstrap", recorded.bootstrap, *words]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert line in told[-1]
+
+
+def test_one_group_can_be_drawn_alone_with_other_settings(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    log = KafkaLog(recorded.bootstrap, client_id="test")
+    try:
+        group = read_past(log, recorded.run).steps[3].plan[0].group
+    finally:
+        log.close()
+    assert redraw(recorded, capsys, "--group", str(group))["same_samples"] == 4
+    assert redraw(recorded, capsys, "--group", str(group), "--set", "run.seed=8")["same_samples"] < 4

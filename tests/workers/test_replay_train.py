@@ -1,0 +1,301 @@
+"""A run's training done again from its log: the same bits without a worker, and other settings beside the recorded ones."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ahead import config_for, group_of, outcome_of, write_groups, written
+from conftest import RecordedRun
+from crew import Crew
+
+from infra.kafka.log import KafkaLog
+from infra.memory_log import MemoryLog
+from pipeline.cli import main
+from pipeline.past import read_past
+from pipeline.replay.recording import Recording
+from pipeline.scan import scan
+from topics import groups
+from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from topics.record import Outgoing, Record
+
+ALTERED_STEP = 5
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker, client_id="tests")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replay sets for its own process is put back."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def asked(recorded: RecordedRun, *words: str) -> list[str]:
+    return ["replay", "train", recorded.run, "--bootstrap", recorded.bootstrap, "--json", *words]
+
+
+def answered(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    found = capsys.readouterr()
+    return json.loads(found.out), found.err
+
+
+def test_the_recorded_plans_give_the_recorded_bits_without_any_worker(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(asked(recorded)) == 0
+    told, _ = answered(capsys)
+    assert (told["steps"], told["matching_steps"], told["first_difference"], told["digests_compared"]) == (8, 8, None, 8)
+    assert told["digest"] == recorded.report["weights"]["digest"]
+    assert (told["fingerprint"], told["whole"]) == ([], True)
+    assert told["times"]["replay_s"] > 0
+    assert told["times"]["recorded_busy_s"] > 0
+
+
+def test_it_begins_at_a_checkpoint_where_there_is_one_and_needs_no_weights_of_the_model(
+    recorded: RecordedRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((Path(recorded.config.model.path) / "config.json").read_bytes())
+    assert main(asked(recorded, "--from-step", "5", "--to-step", "6", "--model", str(tmp_path))) == 0
+    told, said = answered(capsys)
+    assert told["start"] == {"step": 5, "checkpoint": 4, "repeated": 1}
+    assert (told["steps"], told["matching_steps"]) == (2, 2)
+    assert "version 0 comes from the log" in said
+
+
+def copied(log: KafkaLog, run: str, *, altered: int | None = None) -> MemoryLog:
+    """A run's topics in another log, where they have other offsets; one token of group `altered` is another one."""
+    made = MemoryLog()
+    partitions = log.partitions(f"{run}.groups") or 0
+    made.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run, partitions=partitions)})
+    producer = made.producer()
+    for topic in [RUNS_TOPIC, *topics_of(run, partitions=partitions)]:
+        for record in scan(log, topic):
+            producer.send(_with_another_token(record, run) if _is(record, run, altered) else _again(record))
+    return made
+
+
+def _again(record: Record) -> Outgoing:
+    return Outgoing(topic=record.topic, partition=record.partition, key=record.key, headers=record.headers, value=record.value)
+
+
+def _is(record: Record, run: str, group: int | None) -> bool:
+    return group is not None and record.topic == f"{run}.groups" and groups.check(record, run=run).group == group
+
+
+def _with_another_token(record: Record, run: str) -> Outgoing:
+    group = groups.read(record, run=run)[1]
+    tokens = group.samples[2].rollout.token_ids.copy()
+    tokens[1] = tokens[1] + 1 if tokens[1] < 90 else 5
+    scored = replace(group.samples[2], rollout=replace(group.samples[2].rollout, token_ids=tokens))
+    other = replace(group, samples=(*group.samples[:2], scored, *group.samples[3:]))
+    ((headers, value),) = groups.encode_parts(other, run=run, worker="scorer-0")
+    return replace(_again(record), headers=headers.encode(value), value=value)
+
+
+def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
+    from pipeline.replay.exact import Asked, Replayed, replay
+
+    recording, result = Recording.open(log, run), Replayed(run)
+    replay(recording, Asked(**wanted), result=result, say=lambda _: None)
+    recording.close()
+    return result.as_json()
+
+
+def test_one_altered_token_is_reported_with_step_group_sample_and_place(log: KafkaLog, recorded: RecordedRun) -> None:
+    planned = read_past(log, recorded.run).steps[ALTERED_STEP].plan[2]
+    other = copied(log, recorded.run, altered=planned.group)
+    told = replayed(other, recorded.run)
+    assert (told["steps"], told["matching_steps"]) == (ALTERED_STEP + 1, ALTERED_STEP)
+    first = told["first_difference"]
+    assert (first["step"], first["cause"]) == (ALTERED_STEP, "records")
+    (group,) = first["groups"]
+    assert (group["group"], group["partition"], group["offset"]) == (planned.group, planned.partition, planned.offset)
+    assert f"the plan says {planned.sha256[:16]}" in group["problem"]
+    ((sample, (difference,)),) = [(row["sample"], row["differences"]) for row in group["samples"]]
+    assert (sample, difference["field"], difference["token"]) == (2, "token_ids", 1)
+    assert {number["name"] for number in first["numbers"]} == {"loss", "gradient norm", "weights digest"}
+    assert all(0 < tensor["differing"] <= tensor["elements"] and tensor["max_abs"] > 0 for tensor in first["tensors"])
+    assert first["tensors"]
+    on = replayed(other, recorded.run, keep_going=True)
+    assert (on["steps"], on["matching_steps"], on["first_difference"]["step"]) == (8, ALTERED_STEP, ALTERED_STEP)
+    assert [row["step"] for row in on["drift"]] == [5, 6, 7]
+    assert all(row["max_abs"] > 0 for row in on["drift"])
+
+
+@pytest.mark.slow
+def test_a_token_altered_in_an_export_is_found_after_the_import(
+    recorded: RecordedRun, run_id: str, log: KafkaLog, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    planned = read_past(log, recorded.run).steps[ALTERED_STEP].plan[1]
+    broker = ["--bootstrap", recorded.bootstrap]
+    assert main(["topics", "export", recorded.run, str(tmp_path), *broker]) == 0
+    assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-whole", *broker]) == 0
+    (path,) = (tmp_path / recorded.run / "groups" / f"partition={planned.partition}").glob("*.parquet")
+    table = pq.ParquetFile(path).read()
+    rows = table.to_pylist()
+    (row,) = (row for row in rows if row["group"] == planned.group)
+    row["samples"][3]["token_ids"][0] ^= 1
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-altered", *broker]) == 0
+    capsys.readouterr()
+    assert main(["replay", "train", f"{run_id}-whole", "--json", *broker]) == 0
+    whole, _ = answered(capsys)
+    assert (whole["matching_steps"], whole["digest"]) == (8, recorded.report["weights"]["digest"])
+    assert main(["replay", "train", f"{run_id}-altered", "--json", *broker]) == 1
+    first = answered(capsys)[0]["first_difference"]
+    assert (first["step"], [group["group"] for group in first["groups"]]) == (ALTERED_STEP, [planned.group])
+    ((sample, (difference,)),) = [(found["sample"], found["differences"]) for found in first["groups"][0]["samples"]]
+    assert (sample, difference["field"], difference["token"]) == (3, "token_ids", 0)
+
+
+def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: KafkaLog, recorded: RecordedRun) -> None:
+    told = replayed(copied(log, recorded.run), recorded.run, to_step=2)
+    assert (told["steps"], told["matching_steps"], told["first_difference"]) == (3, 3, None)
+
+
+def test_another_arithmetic_is_said_before_anything_is_computed(recorded: RecordedRun, log: KafkaLog) -> None:
+    from pipeline.replay.exact import Asked, Replayed, replay
+
+    recording, said = Recording.open(log, recorded.run), list[str]()
+    opened = recording.entries[0]
+    details = json.loads(opened.details or "{}")
+    details["fingerprint"]["torch"] = "1.0"
+    recording.story.opened = replace(opened, details=json.dumps(details))
+    result = Replayed(recorded.run)
+    replay(recording, Asked(to_step=0), result=result, say=said.append)
+    recording.close()
+    assert [row["name"] for row in result.fingerprint] == ["torch"]
+    assert "the arithmetic is not the one of the run, so bits may differ: torch 1.0 -> " in said[0]
+
+
+def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedRun, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from pipeline.config import override
+    from pipeline.training import arithmetic_of
+
+    backend: Any = SimpleNamespace(fingerprint=lambda: {"torch": "2"})
+    loss = tmp_path / "own.py"
+    config = override(recorded.config, [f"algorithm.loss={loss}:loss"])
+    loss.write_text("def loss(*_, **__): return 1")
+    before = arithmetic_of(backend, config)
+    loss.write_text("def loss(*_, **__): return 2")
+    assert arithmetic_of(backend, config)["torch"] == before["torch"] == "2"
+    assert arithmetic_of(backend, config)["algorithm.loss"] != before["algorithm.loss"]
+    assert arithmetic_of(backend, recorded.config) == {"torch": "2"}
+
+
+def test_a_what_if_is_a_child_run_in_mlflow_with_its_curves_beside_the_recorded_ones(
+    recorded: RecordedRun, log: KafkaLog, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    assert main(asked(recorded, "--set", "algorithm.loss=dr_grpo", "--export", str(tmp_path / "model"))) == 0
+    told, _ = answered(capsys)
+    assert (told["kind"], told["steps"], told["plans"]) == ("what-if", 8, "recorded")
+    assert told["changed"] == {"algorithm.loss": {"recorded": "grpo", "here": "dr_grpo"}}
+    assert told["digest"] != told["recorded_digest"] == recorded.report["weights"]["digest"]
+    assert (tmp_path / "model" / "config.json").is_file()
+    client = MlflowClient(tracking_uri=recorded.mlflow_uri)
+    child = client.get_run(told["mlflow_run_id"])
+    parent = client.get_run(child.data.tags["mlflow.parentRunId"])
+    assert parent.data.tags["penstock.run"] == recorded.run
+    assert (child.info.status, child.info.experiment_id) == ("FINISHED", parent.info.experiment_id)
+    assert child.data.tags["penstock.changed"] == "algorithm.loss grpo -> dr_grpo"
+    assert "penstock.off_policy" in child.data.tags
+    assert child.data.params["algorithm.loss"] == "dr_grpo"
+    steps = read_past(log, recorded.run).steps
+    curves = {name: client.get_metric_history(child.info.run_id, name) for name in ("train/loss", "recorded/loss", "train/ess")}
+    assert [point.step for point in curves["train/loss"]] == list(range(8))
+    assert [point.value for point in curves["recorded/loss"]] == [entry.metrics["loss"] for entry in steps]
+    assert [point.value for point in curves["train/loss"]] == [row["what_if"]["loss"] for row in told["curves"]]
+    assert curves["train/ess"][0].value == pytest.approx(1.0, abs=1e-3)
+    assert "train/kl_behaviour_k3" in child.data.metrics
+
+
+def test_what_a_replay_cannot_change_is_refused_with_the_reason(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(asked(recorded, "--set", "rollout.workers=1")) == 2
+    assert "a replay cannot change rollout.workers: samples are recorded, nothing is drawn" in capsys.readouterr().err
+
+
+def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("algorithm.filter_zero_variance=false", "schedule.order=arrival", "schedule.prompts_per_step=6")
+    words = [word for change in changes for word in ("--set", change)]
+    assert main(asked(recorded, *words, "--no-mlflow")) == 0
+    told, _ = answered(capsys)
+    fates = recorded.report["groups"]
+    scored = fates["trained"] + fates["filtered"] + fates.get("stale", 0)
+    assert scored // 6 <= told["steps"] <= (scored + fates["unused"]) // 6
+    assert (told["plans"], told["mlflow_run_id"]) == ("made anew from the scored groups", None)
+
+
+def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(asked(recorded, "--to-step", "8")) == 1
+    assert "has committed steps 0 to 7" in capsys.readouterr().err
+
+
+def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_first_as_it_is(
+    broker: str, run_id: str, log: KafkaLog, tiny_model: Path, tmp_path: Path
+) -> None:
+    from pipeline.replay.alternative import Alternative, train
+    from pipeline.replay.changes import what_if
+    from pipeline.replay.exact import Asked
+
+    config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0})
+    found = [group_of(number, version=number // 2) for number in range(12)]
+    plain = undisturbed(broker, log, f"{run_id}-plain", config, found)
+    written(log, run_id, config, found[:6])
+    own = KafkaLog(broker, client_id="follower")
+    recording = Recording.open(own, run_id)
+    result = Alternative(run_id, {})
+    chosen = what_if(recording.config, ["algorithm.loss=dr_grpo"])
+    wanted = {"result": result, "curves": nullcontext(), "export": None, "say": lambda _: None}
+    follower = threading.Thread(target=train, args=(recording, chosen, Asked(follow=True)), kwargs=wanted)
+    follower.start()
+    with Crew(broker, run_id) as crew:
+        crew.start("trainer")
+        crew.wait(lambda: len(result.steps) == 3)
+        write_groups(log, run_id, found[6:], partitions=config.partitions)
+        crew.wait()
+    follower.join(60.0)
+    recording.close()
+    own.close()
+    assert (len(result.steps), result.whole) == (6, True)
+    assert outcome_of(log, run_id) == plain
+    assert result.digest != plain["digest"]
+
+
+def undisturbed(broker: str, log: KafkaLog, run: str, config: Any, found: list[Any]) -> dict[str, Any]:
+    written(log, run, config, found)
+    with Crew(broker, run) as crew:
+        crew.start("trainer")
+        crew.wait()
+    return outcome_of(log, run)
+
+
+def test_a_replay_whose_records_are_deleted_names_their_offsets(
+    broker: str, run_id: str, log: KafkaLog, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kafka import KafkaAdminClient, TopicPartition
+
+    config = config_for(tiny_model, tmp_path, run={"steps": 3, "seed": 7}, trainer={"checkpoint_every": 2})
+    undisturbed(broker, log, run_id, config, [group_of(number, version=number // 2) for number in range(6)])
+    admin = KafkaAdminClient(bootstrap_servers=broker)
+    admin.delete_records({TopicPartition(f"{run_id}.groups", 1): 2})
+    admin.close()
+    assert main(["replay", "train", run_id, "--bootstrap", broker]) == 1
+    said = capsys.readouterr().err
+    assert f"steps 0-1 of {run_id} cannot be replayed" in said
+    assert f"{run_id}.groups/1 offsets 0-1 (kept from 2 on)" in said
+    assert main(["replay", "train", run_id, "--bootstrap", broker, "--from-step", "2"]) == 0  # from the checkpoint behind them
