@@ -11,6 +11,8 @@ UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell $(name) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13); print("$(name)")' 2>/dev/null)))
 MODEL := .penstock/tiny
 PYTEST := $(BIN)/python -m pytest
+# Processes that share the default tests, each with a broker of its own.
+TESTERS ?= 2
 LOG := .penstock/test.log
 
 # DeepSpeed looks for ninja on PATH; one thread per process keeps workers from slowing each other down on few cores.
@@ -46,7 +48,7 @@ model: $(MODEL)/config.json
 
 test: install
 	@mkdir -p $(dir $(LOG))
-	@set -o pipefail; $(PYTEST) -m "not slow" $(ARGS) 2>&1 | tee $(LOG)
+	@set -o pipefail; $(PYTEST) -m "not slow" -n $(TESTERS) --dist loadgroup --no-loadscope-reorder $(ARGS) 2>&1 | tee $(LOG)
 
 test-all: install
 	@mkdir -p $(dir $(LOG))

@@ -98,5 +98,15 @@ def _delete_topics(bootstrap: str, prefix: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come last."""
+    """Order the tests, and say which must run in one process when several share them (`pytest -n`).
+
+    An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come last.
+    A file's tests stay together, and so do all that look into the recorded run: it is made once.
+    """
     items.sort(key=lambda item: "vllm" in item.nodeid)
+    for item in items:
+        if "recorded" in getattr(item, "fixturenames", ()):
+            name = "recorded"
+        else:
+            name = item.nodeid.partition("::")[0] + ("@vllm" if "vllm" in item.nodeid else "")
+        item.add_marker(pytest.mark.xdist_group(name.replace("@", ":")))
