@@ -42,7 +42,8 @@ def new_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Conf
         print(home, file=guard.stdin, flush=True)
         if pytestconfig.cache is not None:  # Java's class archive is the same for every home: made once, not once for each
             (home / "broker").mkdir()
-            (home / "broker" / "cds").symlink_to(pytestconfig.cache.mkdir("broker-cds"), target_is_directory=True)
+            archive = f"broker-cds-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
+            (home / "broker" / "cds").symlink_to(pytestconfig.cache.mkdir(archive), target_is_directory=True)
         return home
 
     yield make
@@ -97,16 +98,20 @@ def _delete_topics(bootstrap: str, prefix: str) -> None:
         admin.close()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests, and say which must run in one process when several share them (`pytest -n`).
-
-    An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come last.
-    A file's tests stay together, and so do all that look into the recorded run: it is made once.
-    """
-    items.sort(key=lambda item: "vllm" in item.nodeid)
+    """Order the tests, and say which stay together when several processes share them (`pytest -n`)."""
+    # An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come last.
+    items.sort(key=lambda item: ("vllm" in item.nodeid, "test_vllm" not in item.nodeid))
     for item in items:
-        if "recorded" in getattr(item, "fixturenames", ()):
-            name = "recorded"
-        else:
-            name = item.nodeid.partition("::")[0] + ("@vllm" if "vllm" in item.nodeid else "")
-        item.add_marker(pytest.mark.xdist_group(name.replace("@", ":")))
+        item.add_marker(pytest.mark.xdist_group(_together(item)))
+
+
+def _together(item: pytest.Item) -> str:
+    """A name that all tests of one process share: those of a file, that look into the recorded run, or at shared memory left behind."""
+    file = item.nodeid.partition("::")[0]
+    if "recorded" in getattr(item, "fixturenames", ()):
+        return "recorded"
+    if "test_vllm" in file:
+        return "vllm"
+    return f"{file} on vllm" if "vllm" in item.nodeid else file
