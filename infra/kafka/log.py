@@ -15,6 +15,7 @@ from infra.kafka import internals, reading
 from infra.kafka.admin import Admin
 from infra.kafka.contact import Contact, Outage
 from infra.kafka.costs import Costs
+from infra.kafka.fetch import BlockReader
 from infra.kafka.member import KafkaMember
 from infra.kafka.producer import KafkaProducerOfRecords
 from infra.kafka.settings import Connection
@@ -95,6 +96,10 @@ class KafkaLog:
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> KafkaTail:
         """A reader of exactly these partitions; `group` only keeps offsets for it."""
         return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group)
+
+    def blocks(self) -> BlockReader:
+        """A reader of whole partitions in blocks of many records, none of them an object."""
+        return BlockReader(self._connection)
 
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None

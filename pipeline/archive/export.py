@@ -3,32 +3,25 @@
 The rule: every record once, and none below the ends that were there when the export began is missing once the note names them.
 """
 
-import gc
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-
-from infra.log import Log
+from infra.kafka.log import KafkaLog
 from pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
-from pipeline.archive.rollouts_rows import RolloutRows
-from pipeline.archive.rows import to_table
-from pipeline.archive.source import BATCH, BATCH_OF_LARGE, make_consumer, messages
+from pipeline.archive.source import TopicRows
 from pipeline.archive.tables import KINDS, Kind, kind_of
-from pipeline.audit.kafka_source import to_record
 from pipeline.config import ConfigError
 from pipeline.runs import find
 from topics.catalogue import RUNS_TOPIC, TOPICS
 
 SAY_EVERY_S = 3.0
 AHEAD = 3
-"""Batches of rows between the reader and the writer."""
+"""Tables between the reader and the writer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,12 +41,10 @@ class Exported:
 
 
 def export(
-    log: Log,
+    log: KafkaLog,
     run: str,
     directory: Path,
     *,
-    bootstrap: str,
-    security: Mapping[str, str] | None = None,
     topics: Collection[str] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Exported:
@@ -69,7 +60,7 @@ def export(
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
         ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in wanted}
-        work = Work(archive, bootstrap, security or {}, Exported(run=run, directory=str(archive.path)), say)
+        work = Work(archive, TopicRows(log, run), Exported(run=run, directory=str(archive.path)), say)
         with work:
             for topic, found in ends.items():
                 work.topic(log, topic, found)
@@ -85,7 +76,7 @@ def _wanted(topics: Collection[str] | None) -> set[str]:
     return {RUNS_TOPIC, *topics} if topics else set(known)
 
 
-def _begin(log: Log, archive: Archive, created_ns: int) -> Note:
+def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
     """The note of an archive that holds nothing yet."""
     partitions: dict[str, int] = {}
     for topic in dict.fromkeys(kind.topic for kind in KINDS.values()):
@@ -103,25 +94,24 @@ def _begin(log: Log, archive: Archive, created_ns: int) -> Note:
     return note
 
 
-def _ends(log: Log, archive: Archive, topic: str, count: int) -> list[int]:
+def _ends(log: KafkaLog, archive: Archive, topic: str, count: int) -> list[int]:
     name = kind_of(topic, 0).kafka_name(archive.run)
     found = log.end_offsets([(name, partition) for partition in range(count)])
     return [found[name, partition] for partition in range(count)]
 
 
 class Work:
-    """One reader, and one writer in a thread of its own: Parquet is made while the next batch is read."""
+    """One reader, and one writer in a thread of its own: Parquet is made while the next block is read."""
 
-    def __init__(self, archive: Archive, bootstrap: str, security: Mapping[str, str], done: Exported, say: Callable[[str], None]) -> None:
+    def __init__(self, archive: Archive, source: TopicRows, done: Exported, say: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
-        self._consumer = make_consumer(bootstrap, security, run=archive.run)
+        self._source = source
         self._say, self._said = say, time.monotonic() + SAY_EVERY_S
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
-        self._rollouts, self._collects = RolloutRows(archive.run), True
 
-    def topic(self, log: Log, topic: str, ends: list[int]) -> None:
+    def topic(self, log: KafkaLog, topic: str, ends: list[int]) -> None:
         """Export what is new of a topic."""
         name = kind_of(topic, 0).kafka_name(self.archive.run)
         places = [(name, partition) for partition in range(len(ends))]
@@ -139,11 +129,7 @@ class Work:
     def _partition(self, kind: Kind, name: str, partition: int, start: int, end: int) -> None:
         """One partition from `start` on; its rows become files of their own."""
         file: PartitionFile | None = None
-        position = start
-        most = BATCH_OF_LARGE if kind.name == "chunks" else BATCH
-        for batch in messages(self._consumer, name, partition, first=start, end=end, most=most):
-            table = self._rows(kind, batch)
-            position = batch[-1].offset() + 1
+        for table, position in self._source.read(kind, partition, first=start, end=end):
             self._progress(f"{name}/{partition}: offset {position:,} of {end:,}")
             if not len(table):
                 continue
@@ -164,14 +150,6 @@ class Work:
 
         self._submit(finish)
 
-    def _rows(self, kind: Kind, batch: list[Any]) -> pa.Table:
-        if kind.name == "rollouts":
-            return self._rollouts.table(batch)
-        records = [to_record(message) for message in batch]
-        if kind.name == "runs":  # the register of all runs; a record without a value only removes one
-            records = [record for record in records if record.key == self.archive.run.encode() and record.value]
-        return to_table(kind, records, run=self.archive.run)
-
     def _submit(self, task: Callable[[], None]) -> None:
         while self._failure is None:
             try:
@@ -189,18 +167,13 @@ class Work:
                 self._failure = error
 
     def __enter__(self) -> None:
-        # Millions of headers live for one batch and are in no cycle: looking for cycles among them takes a sixth of all time.
-        self._collects = gc.isenabled()
-        gc.disable()
         self._thread.start()
 
     def __exit__(self, *raised: object) -> None:
         """Wait for the writer; raises what has ended it."""
-        if self._collects:
-            gc.enable()
         self._queue.put(None)
         self._thread.join()
-        self._consumer.close()
+        self._source.close()
         if self._failure is not None:
             raise self._failure
 

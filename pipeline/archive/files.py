@@ -123,7 +123,7 @@ class Archive:
 
     def partitions(self, kind: Kind) -> list[int]:
         """The partitions of a table that have files."""
-        return sorted(int(path.name.partition("=")[2]) for path in (self.path / kind.name).glob("partition=*"))
+        return sorted({int(path.parent.name.partition("=")[2]) for path in (self.path / kind.name).glob("partition=*/*.parquet")})
 
     def rows(self, kind: Kind, partition: int, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """A partition's rows by offset, a piece at a time. Raises `ValueError` for a file that is no Parquet."""

@@ -4,7 +4,7 @@ The rule: a question sees the run's views and nothing else, neither files nor th
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -12,15 +12,13 @@ import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from infra.kafka.log import KafkaLog
 from infra.log import Log
 from pipeline.archive.files import Archive
 from pipeline.archive.logs import ArchivedLog
-from pipeline.archive.rollouts_rows import RolloutRows
-from pipeline.archive.rows import to_table
-from pipeline.archive.source import BATCH, BATCH_OF_LARGE, make_consumer, messages
+from pipeline.archive.source import TopicRows
 from pipeline.archive.tables import KINDS, kind_of
 from pipeline.archive.views import INNER, NEEDS, RAW, VIEWS
-from pipeline.audit.kafka_source import to_record
 from pipeline.timeline import TIMELINE, timeline
 
 ALIASES = tuple(name for name in RAW if name not in VIEWS)
@@ -44,10 +42,8 @@ class Tables(Protocol):
 class LiveTables:
     """The topics as they are now; each is read once."""
 
-    def __init__(
-        self, log: Log, run: str, *, bootstrap: str, security: Mapping[str, str], say: Callable[[str], None] = lambda _: None
-    ) -> None:
-        self._log, self._run, self._bootstrap, self._security, self._say = log, run, bootstrap, security, say
+    def __init__(self, log: KafkaLog, run: str) -> None:
+        self._log, self._run = log, run
         self._read: dict[str, pa.Table] = {}
 
     def rows(self, name: str) -> pa.Table:
@@ -57,25 +53,16 @@ class LiveTables:
         return self._read[name]
 
     def _fetch(self, name: str) -> pa.Table:
-        kind, found = KINDS[name], []
-        topic, fast = kind.kafka_name(self._run), RolloutRows(self._run)
+        kind = KINDS[name]
+        topic = kind.kafka_name(self._run)
         count = self._log.partitions(topic) or 0
         places = [(topic, partition) for partition in range(count) if kind_of(kind.topic, partition) is kind]
         begins, ends = self._log.begin_offsets(places), self._log.end_offsets(places)
-        consumer = make_consumer(self._bootstrap, self._security, run=self._run)
+        source = TopicRows(self._log, self._run)
         try:
-            for place in places:
-                most = BATCH_OF_LARGE if name == "chunks" else BATCH
-                for batch in messages(consumer, *place, first=begins[place], end=ends[place], most=most):
-                    if name == "rollouts":
-                        found.append(fast.table(batch))
-                        continue
-                    records = [to_record(message) for message in batch]
-                    if name == "runs":
-                        records = [record for record in records if record.key == self._run.encode() and record.value]
-                    found.append(to_table(kind, records, run=self._run))
+            found = [table for place in places for table, _ in source.read(kind, place[1], first=begins[place], end=ends[place])]
         finally:
-            consumer.close()
+            source.close()
         return pa.concat_tables(found) if found else kind.schema.empty_table()
 
     def timeline(self) -> pa.Table:

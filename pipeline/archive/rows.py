@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.archive.arrays import array
 from pipeline.archive.tables import Kind
 from topics.errors import Unusable
 from topics.headers import Headers
@@ -31,7 +32,7 @@ def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:
     for field in kind.schema:
         if field.name not in columns:
             found = place[field.name] if field.name in place else [row.get(field.name) for row in rows]
-            columns[field.name] = pa.array(found, field.type)
+            columns[field.name] = array(found, field.type)
     return pa.table([columns[name] for name in kind.schema.names], schema=kind.schema)
 
 
@@ -73,7 +74,7 @@ def payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> dict[str, p
     table = pa.table({ours: table[name].cast(kind.schema.field(ours).type) for ours, name in kind.payload.items()})
     if len(batches) < len(payloads):
         there = iter(range(len(batches)))
-        table = table.take(pa.array([None if payload is None else next(there) for payload in payloads], pa.int64()))
+        table = table.take(array([None if payload is None else next(there) for payload in payloads], pa.int64()))
     return {name: table[name].combine_chunks() for name in table.column_names}
 
 

@@ -1,12 +1,13 @@
 """`penstock sql`: questions to a run in SQL. The rule: asking changes nothing and opens no file but the export that was named."""
 
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.common import Bootstrap, Json, Security, at, emit, say, security_settings
+from pipeline.cli.common import Bootstrap, Json, Security, at, emit
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,22 +30,27 @@ def sql(
     """Ask a run in SQL: samples, groups, steps, lag, rewards, timeline."""
     from pipeline.archive.importing import find_archive
     from pipeline.archive.query import ArchivedTables, LiveTables, ask, views
+    from pipeline.config import ConfigError
     from pipeline.runs import resolve
 
+    if csv and json:
+        raise ConfigError("give either --csv or --json")
     if query is None:
         _list(views(), json=json)
         return
     text = sys.stdin.read() if query == "-" else query
-    if Path(run).is_dir():
-        found = ask(ArchivedTables(find_archive(Path(run))), text)
-    else:
-        with at(bootstrap, security) as log:
-            tables = LiveTables(log, resolve(log, run), bootstrap=log.bootstrap, security=security_settings(security), say=say)
-            found = ask(tables, text)
+    try:
+        if Path(run).is_dir():
+            found = ask(ArchivedTables(find_archive(Path(run))), text)
+        else:
+            with at(bootstrap, security) as log:
+                found = ask(LiveTables(log, resolve(log, run)), text)
+    except ValueError as error:  # a question that has no answer, or a folder without an export
+        raise ConfigError(str(error)) from error
     if csv:
         _print_csv(found)
     elif json:
-        emit([{name: _plain(value) for name, value in row.items()} for row in found.to_pylist()])
+        emit([{name: plain(value) for name, value in row.items()} for row in found.to_pylist()])
     else:
         _print_table(found)
 
@@ -62,7 +68,7 @@ def _print_csv(found: "pa.Table") -> None:
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(found.column_names)
-    writer.writerows([_plain(value) for value in row.values()] for row in found.to_pylist())
+    writer.writerows([plain(value) for value in row.values()] for row in found.to_pylist())
 
 
 def _print_table(found: "pa.Table") -> None:
@@ -81,18 +87,20 @@ def _print_table(found: "pa.Table") -> None:
 
 
 def _shown(value: Any) -> str:
-    text = "" if value is None else str(_plain(value)).replace("\n", "⏎")
+    text = "" if value is None else str(plain(value)).replace("\n", "⏎")
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON has it: bytes in hexadecimal, times as ISO 8601, no NaN."""
+def plain(value: Any) -> Any:
+    """A value as JSON has it: bytes in hexadecimal, times as ISO 8601, no NaN; sums of integers are decimals to DuckDB."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
         return None
     return value.isoformat() if hasattr(value, "isoformat") else value

@@ -100,9 +100,7 @@ def export_topics(
 
     chosen = [name.strip() for given in topics or () for name in given.split(",") if name.strip()]
     with at(bootstrap, security) as log:
-        done = export(
-            log, resolve(log, run), directory, bootstrap=log.bootstrap, security=security_settings(security), topics=chosen, say=say
-        )
+        done = export(log, resolve(log, run), directory, topics=chosen, say=say)
     if json:
         emit(asdict(done))
         return

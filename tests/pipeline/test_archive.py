@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import Producer, TopicPartition
@@ -27,7 +28,8 @@ from pipeline.archive.files import UNFINISHED, Archive
 from pipeline.archive.importing import find_archive, import_run
 from pipeline.archive.logs import ArchivedLog
 from pipeline.archive.query import ArchivedTables, LiveTables, ask
-from pipeline.archive.tables import KINDS
+from pipeline.archive.source import TopicRows
+from pipeline.archive.tables import KINDS, Kind
 from pipeline.cli import main
 from pipeline.config import ConfigError
 from pipeline.report import collect, load, summarise
@@ -83,7 +85,7 @@ def ends(log: KafkaLog, run: str) -> dict[Any, int]:
 
 
 def written(log: KafkaLog, run: str, directory: Path, **chosen: Any) -> Exported:
-    return export(log, run, directory, bootstrap=log.bootstrap, **chosen)
+    return export(log, run, directory, **chosen)
 
 
 def deleted(log: KafkaLog, run: str) -> None:
@@ -142,6 +144,28 @@ def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, ru
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
 
 
+def test_an_interrupted_export_leaves_whole_files_only_and_the_next_one_completes_it(
+    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    read, kinds = TopicRows.read, list[str]()
+
+    def interrupted(self: TopicRows, kind: Kind, partition: int, **between: int) -> Iterator[tuple[pa.Table, int]]:
+        yield from read(self, kind, partition, **between)
+        kinds.append(kind.name)
+        if kind.name == "groups":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TopicRows, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            written(log, run_id, tmp_path)
+    assert not list(tmp_path.rglob(f"*{UNFINISHED}")) and not list(tmp_path.rglob("groups/*/*.parquet"))
+    assert {kind.name for kind in Archive(tmp_path, run_id).tables()} == set(kinds) - {"groups"} != set()
+    written(log, run_id, tmp_path)
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -158,13 +182,14 @@ def dying(self, offset):
     global left
     left -= 1
     if left < 0:
+        assert "pandas" not in sys.modules  # half a second of every export
         self._flush()
         os.kill(os.getpid(), signal.SIGKILL)
     return finish(self, offset)
 
 
 files.PartitionFile.finish = dying
-export(KafkaLog(bootstrap), run, Path(directory), bootstrap=bootstrap)
+export(KafkaLog(bootstrap), run, Path(directory))
 """
 
 
@@ -264,7 +289,7 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     tell(log, run_id, [*told, again, replace(again, headers=(("run", b"other"),), value=b"?")])
     written(log, run_id, tmp_path)
     report = collect(log, run_id)
-    live = LiveTables(log, run_id, bootstrap=log.bootstrap, security={})
+    live = LiveTables(log, run_id)
     for tables in (live, ArchivedTables(find_archive(tmp_path))):
         found = ask(tables, "select * from samples")
         expected = samples(log, run_id)
@@ -306,7 +331,7 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
 )
 def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: str, query: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        ask(LiveTables(log, run_id, bootstrap=log.bootstrap, security={}), query)
+        ask(LiveTables(log, run_id), query)
     assert "\n" not in str(raised.value)
 
 

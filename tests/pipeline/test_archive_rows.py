@@ -10,6 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from infra.kafka.blocks import Batch, Block, parse, varint
+from infra.kafka.wire import PackedHeaders, record_body
+from pipeline.archive.arrays import array
 from pipeline.archive.identity import Identity
 from pipeline.archive.laying import Step, first_kept, steps
 from pipeline.archive.restore import to_records, whole_groups
@@ -22,33 +25,19 @@ from topics.record import Record
 from topics.rollouts import Rollout
 from topics.weights import Chunk, Manifest
 
+HEADERS = KINDS["rollouts"].schema.field("headers").type
 
-class Message:
-    """What confluent-kafka gives of a record."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
-
-    def value(self) -> bytes:
-        return self.record.value
-
-    def headers(self) -> list[tuple[str, bytes]]:
-        return list(self.record.headers)
-
-    def key(self) -> bytes | None:
-        return self.record.key
-
-    def topic(self) -> str:
-        return self.record.topic
-
-    def partition(self) -> int:
-        return self.record.partition
-
-    def offset(self) -> int:
-        return self.record.offset
-
-    def timestamp(self) -> tuple[int, int]:
-        return 1, self.record.timestamp_ms
+def as_block(records: list[Record]) -> Block:
+    """What the broker sends of records, in one batch."""
+    data = bytearray()
+    for record in records:
+        headers = PackedHeaders(record.headers)
+        offset, time_ms = record.offset, record.timestamp_ms - records[0].timestamp_ms
+        body = record_body(offset_delta=offset, time_delta_ms=time_ms, key=record.key, value=record.value, headers=headers)
+        data += varint(len(body)) + body
+    batch = Batch(0, len(data), len(records), 0, records[0].timestamp_ms, None)
+    return parse(records[0].topic, records[0].partition, data, [batch])
 
 
 def drawn(number: int, rng: np.random.Generator) -> Rollout:
@@ -194,15 +183,33 @@ def test_many_samples_become_the_rows_that_each_alone_would_become() -> None:
     records += [replace(flipped(records[number], rng), offset=1000 + number) for number in range(300)]
     records += [replace(foreign(records[0]), offset=2000), replace(records[1], offset=2001, headers=records[1].headers[:4])]
     rows = RolloutRows(RUN)
-    rows.table([Message(record) for record in records[:50]])
-    found = rows.table([Message(record) for record in records])
+    rows.table(as_block(records[:50]))
+    found = rows.table(as_block(records))
     assert found.equals(to_table(KINDS["rollouts"], records, run=RUN))
     assert back(KINDS["rollouts"], found) == records
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.int32(), [1, None, -(2**31)]),
+        (pa.float64(), [0.5, None, float("inf")]),
+        (pa.string(), ["", None, "é\n"]),
+        (pa.binary(), [b"\xff", None, b""]),
+        (pa.timestamp("ms", tz="UTC"), [1, None, 1_700_000_000_000]),
+        (HEADERS, [[{"name": "a", "value": b"1"}, {"name": "", "value": None}], None, []]),
+    ],
+)
+def test_our_arrays_are_those_of_pyarrow(kind: pa.DataType, values: list[Any]) -> None:
+    for some in (values, values[:1], values[1:2] * 9, []):
+        found = array(some, kind)
+        found.validate(full=True)
+        assert found.equals(pa.array(some, kind))
+
+
 def test_rows_without_a_record_of_a_known_shape_go_the_long_way() -> None:
     record = replace(sample_record(drawn(1, np.random.default_rng(2)), 0), value=b"?", headers=())
-    table = RolloutRows(RUN).table([Message(record)])
+    table = RolloutRows(RUN).table(as_block([record]))
     assert table["problem"].to_pylist() == ["missing-header: header 'run' is missing"]
     assert back(KINDS["rollouts"], table) == [record]
 

@@ -33,7 +33,7 @@ def archive(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> 
     """The recorded run as Parquet."""
     directory = tmp_path_factory.mktemp("archive")
     log = KafkaLog(recorded.bootstrap, client_id="test")
-    done = export(log, recorded.run, directory, bootstrap=recorded.bootstrap)
+    done = export(log, recorded.run, directory)
     log.close()
     return directory, done
 
@@ -68,7 +68,7 @@ def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
 
 def test_rewards_asked_in_sql_are_those_of_the_report(recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog) -> None:
     same_rewards(ArchivedTables(find_archive(archive[0])), recorded)
-    same_rewards(LiveTables(log, recorded.run, bootstrap=recorded.bootstrap, security={}), recorded)
+    same_rewards(LiveTables(log, recorded.run), recorded)
 
 
 def test_the_timeline_holds_what_every_worker_did(recorded: RecordedRun, archive: tuple[Path, Exported], log: KafkaLog) -> None:
