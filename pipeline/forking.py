@@ -12,7 +12,7 @@ from typing import Any
 
 from infra.broker.state import run_directory
 from infra.checkpoints import sync_directory
-from infra.errors import PenstockError, Unrecoverable
+from infra.errors import Unrecoverable
 from pipeline.config import Config, ConfigError, override
 from pipeline.course import Course, Say
 from pipeline.engines import check_engine
@@ -21,6 +21,7 @@ from pipeline.replay.opening import arithmetic, bring_to, opened
 from pipeline.replay.recording import Recording
 from pipeline.report import load
 from pipeline.runs import create, find, new_id
+from topics.catalogue import check_run_id
 from topics.runs import RunRecord
 
 OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")
@@ -44,14 +45,18 @@ def fork(recording: Recording, step: int, overrides: Sequence[str], *, run_id: s
     """Register a run that goes on from `recording` after `step` steps, under changed settings if wanted.
 
     Raises:
-        ConfigError: a key that a fork cannot change, an id that is taken, or no steps left.
+        ConfigError: a step that is not committed, a key that a fork cannot change, an id that cannot be or is taken, or no steps left.
         PenstockError: the parent cannot be brought there from its log.
     """
     log, count = recording.log, len(recording.steps)
     if step > count:
-        raise PenstockError(f"{recording.run} has {count} committed steps; a fork begins after one of them, or at 0")
+        raise ConfigError(f"{recording.run} has {count} committed steps; a fork begins after one of them, or at 0")
     config = _config(recording, step, overrides)
     run = run_id or new_id(config)
+    try:
+        check_run_id(run)
+    except ValueError as error:
+        raise ConfigError(f"--run-id: {error}") from error
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id")
     directory = run_directory(run) / "start"

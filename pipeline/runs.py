@@ -230,11 +230,11 @@ def find(log: Log, run: str) -> RunRecord | None:
 
 
 def resolve(log: Log, text: str) -> str:
-    """A run id from an id, a unique prefix, or `latest`. Raises `ValueError`."""
+    """A run id from an id, a unique prefix, or `latest`. Raises `ConfigError`."""
     runs = all_runs(log)
     names = [record.run for record in runs]
     if not names:
-        raise ValueError("no run is registered on this broker; start one with `penstock run CONFIG`")
+        raise ConfigError("no run is registered on this broker; start one with `penstock run CONFIG`")
     if text == "latest":
         return names[-1]
     if text in names:
@@ -243,8 +243,8 @@ def resolve(log: Log, text: str) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise ValueError(f"run {text!r} is ambiguous: {', '.join(matches[:5])}")
-    raise ValueError(f"no run {text!r} on this broker{nearest(text, names)}; see `penstock runs`")
+        raise ConfigError(f"run {text!r} is ambiguous: {', '.join(matches[:5])}")
+    raise ConfigError(f"no run {text!r} on this broker{nearest(text, names)}; see `penstock runs`")
 
 
 def git_revision() -> str | None:

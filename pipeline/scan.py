@@ -16,6 +16,16 @@ READ_LIMIT_S = 600.0
 """A broker that sends nothing for so long, although there is more to read, is given up."""
 
 
+def deleted(log: Log, name: str) -> list[str]:
+    """What retention has taken from the Kafka topic `name`, a line for each partition that has lost its beginning.
+
+    Example:
+        deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
+    """
+    begins = log.begin_offsets([(name, number) for number in range(log.partitions(name) or 0)])
+    return [f"{topic}/{number}: the records at offsets 0 to {begin - 1} were deleted" for (topic, number), begin in begins.items() if begin]
+
+
 def scan(log: Log, name: str, *, partitions: Sequence[int] | None = None) -> Iterator[Record]:
     """Every kept record of the Kafka topic `name`, in order within a partition; none of a topic that does not exist. Raises `LogError`."""
     places: list[Partition] = [(name, number) for number in (range(log.partitions(name) or 0) if partitions is None else partitions)]

@@ -89,6 +89,9 @@ class RunView:
     def _fold_run(self, record: Record) -> RunRecord | None:
         if record.key != self.run.encode():
             return None
+        if not record.value:  # a run that had this id was deleted
+            self.record = None
+            return None
         _, found = runs.read(record, run=self.run)
         if self.record is not None and found.updated_ns < self.record.updated_ns:
             return None  # an old state once more: compaction keeps the last record, which need not be the newest

@@ -201,7 +201,8 @@ class Trainer:
         causes = ", ".join(f"{count} {cause}" for cause, count in self.arrivals.rewards_of_dropped.most_common(6))
         since = "" if self.arrivals.rewards_of_dropped.total() == dropped else "since the run began "
         limit = f"schedule.max_drops_per_step = {self.session.rules.max_drops_per_step}"
-        reason = f"{dropped} groups were dropped since step {self.training.steps_done - 1} ({limit}): {since}{causes}"
+        done = self.training.steps_done
+        reason = f"{dropped} groups were dropped {f'since step {done - 1}' if done else 'before step 0'} ({limit}): {since}{causes}"
         self._close(status="failed", reason=reason)
         raise PenstockError(reason)
 

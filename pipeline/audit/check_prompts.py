@@ -98,6 +98,7 @@ CHECKS = (
         counts="prompts",
         examined=lambda facts: len(facts.first_prompts()),
         rule=arithmetic,
+        of_the_work=True,
     ),
     Check(
         name="backpressure",
@@ -105,6 +106,7 @@ CHECKS = (
         counts="prompts",
         examined=lambda facts: len(facts.first_prompts()),
         rule=backpressure,
+        of_the_work=True,
     ),
     Check(
         name="sample-versions",
@@ -112,5 +114,6 @@ CHECKS = (
         counts="samples",
         examined=lambda facts: len(facts.samples),
         rule=versions,
+        of_the_work=True,
     ),
 )

@@ -33,6 +33,8 @@ class Check:
     """What was examined, in words."""
     examined: Callable[[Facts], int]
     rule: Rule
+    of_the_work: bool = False
+    """Whether it compares prompts or samples with what else went on while they were made; a re-scored run holds copies of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +47,11 @@ class Result:
 
 
 def examine(facts: Facts, checks: Iterable[Check] | None = None) -> list[Result]:
-    """Apply every check."""
+    """Apply every check that the run can be held to."""
     return [
         Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts)))
         for check in (all_checks() if checks is None else checks)
+        if facts.rescored_from is None or not check.of_the_work
     ]
 
 

@@ -69,7 +69,14 @@ def _begin(source: Source) -> Facts:
         raise Unreadable(f"neither the register of runs nor the ledger says how run {source.run} was configured")
     config, info = found
     begins = {("weights", partition): source.begin("weights", partition) for partition in source.partitions("weights")}
-    return Facts(run=source.run, terms=terms_of(config, info), schedule=config.get("schedule"), status=status, begins=begins)
+    return Facts(
+        run=source.run,
+        terms=terms_of(config, info),
+        schedule=config.get("schedule"),
+        status=status,
+        rescored_from=info.get("rescored_from", {}).get("run"),
+        begins=begins,
+    )
 
 
 class Gatherer:

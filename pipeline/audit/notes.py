@@ -78,9 +78,11 @@ def notes(facts: Facts) -> Iterator[str]:
             yield f"{len(facts.unusable)} records cannot be used, {len(facts.letters)} dead letters are there so far"
     if facts.killers:
         yield f"{len(facts.killers)} records were set aside because they had ended their readers"
-    if roles := {"feeder", "rollout", "scorer", "trainer", "tracker"} - {worker.role for worker in facts.workers.values()}:
+    if facts.rescored_from is not None:
+        yield f"prompts and samples are copies: `penstock audit {facts.rescored_from}` judges how they were admitted and drawn"
+    elif roles := {"feeder", "rollout", "scorer", "trainer", "tracker"} - {worker.role for worker in facts.workers.values()}:
         yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read by anybody"
-    if not one_clock(facts):
+    if facts.rescored_from is None and not one_clock(facts):
         yield "feeder and trainer were not on one machine: times of admission and of versions were not compared"
     if gaps := sum(max(worker.seqs) + 1 - len(worker.seqs) for worker in facts.workers.values()):
         yield f"{gaps} measurements are missing between others of their process"

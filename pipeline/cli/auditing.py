@@ -11,15 +11,10 @@ from pipeline.cli.common import Bootstrap, Json, Run, Security, at, emit, say, s
 def audit(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """Check from the log alone that nothing was lost, trained twice or trained too old; status 1 on any violation."""
     from pipeline.audit.findings import as_table, as_text, audit_kafka
-    from pipeline.config import ConfigError
     from pipeline.runs import resolve
 
     with at(bootstrap, security) as log:
-        try:
-            found = resolve(log, run)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        address = log.bootstrap
+        found, address = resolve(log, run), log.bootstrap
     judged = audit_kafka(address, found, security=security_settings(security), say=say)
     if json:
         emit(as_table(judged))

@@ -31,6 +31,8 @@ Security = Annotated[
         help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Or PENSTOCK_SECURITY, as JSON.",
     ),
 ]
+AWAY_S = 60.0
+"""A command waits so long for a broker that went away in its midst; a worker has `kafka.give_up_s`."""
 
 
 def say(text: str) -> None:
@@ -64,19 +66,21 @@ def security_settings(given: list[str] | None) -> dict[str, str]:
 
 
 @contextmanager
-def connected(kafka: "KafkaSection") -> Iterator["KafkaLog"]:
-    """A log at the given broker, closed at the end."""
+def connected(kafka: "KafkaSection", *, attends: bool = False) -> Iterator["KafkaLog"]:
+    """A log at the given broker, closed at the end; a command that attends a run has a view which tells of outages."""
     from pipeline.launcher import connect
 
     log = connect(kafka, say=say)
+    if not attends:
+        log.wait_out(AWAY_S, say=say)
     try:
         yield log
     finally:
         log.close()
 
 
-def at(bootstrap: str, security: list[str] | None) -> AbstractContextManager["KafkaLog"]:
+def at(bootstrap: str, security: list[str] | None, *, attends: bool = False) -> AbstractContextManager["KafkaLog"]:
     """A log at the broker that a command was given, closed at the end."""
     from pipeline.sections import KafkaSection
 
-    return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)))
+    return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)), attends=attends)

@@ -28,18 +28,17 @@ def fork(
     json: Json = False,
 ) -> int:
     """Register a new run that begins with another one's weights, optimizer and place in the data after some of its steps."""
-    from pipeline.replay.recording import Recording, prepare
+    from pipeline.replay.recording import Recording, prepare, with_model
     from pipeline.runs import resolve
 
-    with at(bootstrap, security) as log:
+    with at(bootstrap, security, attends=start) as log:
         recording = Recording.open(log, resolve(log, run))
         try:
-            prepare(recording.config)
-            from pipeline.forking import fork as make  # imports torch, which reads the environment then
-            from pipeline.replay.opening import with_model
-
             if model is not None:
                 recording.config = with_model(recording.config, model.resolve())
+            prepare(recording.config)
+            from pipeline.forking import fork as make  # imports torch, which reads the environment then
+
             made = make(recording, from_step, overrides or [], run_id=run_id, say=say)
         finally:
             recording.close()

@@ -100,10 +100,15 @@ def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, se
         raise ConfigError("--tokens is for the page of a run: add --html PATH")
     if html.is_dir() or not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: {'that is a folder' if html.is_dir() else 'there is no such folder'}; give the path of a file")
+    if html.exists() and not html.is_file():  # a device or a pipe would be replaced by a file
+        raise ConfigError(f"--html {html}: that is no file; give the path of one")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
     with at(bootstrap, security) as log:
         made = build(log, resolve(log, run), limits=limits, alive=Progress(say))
-    write(made, html)
+    try:
+        write(made, html.resolve())
+    except OSError as error:
+        raise ConfigError(f"--html {html}: {error.strerror}") from error
     if json:
         emit({"path": str(html), **made.facts})
         return

@@ -46,26 +46,29 @@ def train(
     """Train a run's recorded plans again, without any other worker, and compare every bit; with --set, see what if."""
     from pipeline.config import ConfigError
     from pipeline.replay.changes import what_if
-    from pipeline.replay.recording import Recording, prepare
+    from pipeline.replay.recording import Recording, prepare, with_model
     from pipeline.runs import resolve
 
     with at(bootstrap, security) as log:
         recording = Recording.open(log, resolve(log, run))
         try:
+            if model is not None:
+                recording.config = with_model(recording.config, model.resolve())
             chosen = what_if(recording.config, overrides or [])
             if overrides and not chosen.changed:
                 say(f"--set changes nothing: {recording.run} was trained with these settings")
-            if export is not None and not chosen.changed and recording.steps:
+            is_what_if = bool(chosen.changed) or (recording.over and not recording.steps)
+            if export is not None and not is_what_if:
                 raise ConfigError("--export is for a what-if; the recorded weights of the run are in its topics and in runs/RUN/model")
+            if mlflow and not is_what_if:
+                raise ConfigError("--mlflow is for a what-if: add --set")
+            if keep_going and is_what_if:
+                raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
             prepare(chosen.config)
             from pipeline.replay.exact import Asked  # imports torch, which reads the environment then
-            from pipeline.replay.opening import with_model
 
             asked = Asked(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
-            if model is not None:
-                recording.config = with_model(recording.config, model.resolve())
-                chosen = what_if(recording.config, overrides or [])
-            if chosen.changed or not (recording.steps or follow):
+            if is_what_if:
                 wanted = recording.config.mlflow.enabled if mlflow is None else mlflow
                 return _what_if(recording, chosen, asked, export=export, mlflow=wanted, json=json)
             return _exact(recording, asked, json=json)

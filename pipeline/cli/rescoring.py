@@ -43,6 +43,8 @@ def score(
         chosen = [float(word) for word in weights.split(",")] if weights else []
     except ValueError as error:
         raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
+    if new_run == "":
+        raise ConfigError("--write: give the id of the new run")
     wish = Wish(
         functions=reward or [],
         weights=chosen,

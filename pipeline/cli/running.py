@@ -42,7 +42,7 @@ def run(
         from pipeline import launcher
         from pipeline.runs import resolve
 
-        with at(bootstrap, security) as log:
+        with at(bootstrap, security, attends=True) as log:
             return launcher.resume(resolve(log, resume), log=log, say=say, live=not plain and not json, json_out=json)
     if config is None:
         raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")

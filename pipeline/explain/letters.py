@@ -23,7 +23,7 @@ NS = 1e9
 def explain_letter(log: Log, run: str, place: str, *, say: Callable[[str], None]) -> dict[str, Any]:
     """All there is to say of one dead letter, ready for JSON: by its offset, or as TOPIC/PARTITION/OFFSET of the refused record.
 
-    Raises `ConfigError` for a place that is none, `ValueError` where there is no such letter, `LogError`.
+    Raises `ConfigError` for a place that is none and where there is no such letter, `LogError`.
     """
     found = read_run(log, run)
     mine = pick(found, place)
@@ -61,7 +61,7 @@ def explain_letter(log: Log, run: str, place: str, *, say: Callable[[str], None]
 
 
 def pick(found: Run, place: str) -> Letter:
-    """The letter that a person means. Raises `ConfigError`, `ValueError`."""
+    """The letter that a person means. Raises `ConfigError`."""
     topic, partition, offset = (["", "", place] if place.isdigit() else [*place.rsplit("/", 2), "", ""])[:3]
     if not offset.isdigit() or (partition and not partition.isdigit()):
         raise ConfigError(f"--dead-letter {place}: expected the letter's offset, or TOPIC/PARTITION/OFFSET of the refused record")
@@ -71,7 +71,7 @@ def pick(found: Run, place: str) -> Letter:
             return letter
     there = ", ".join(f"{one.offset} ({place_of(one.letter)})" for one in found.letters[:5]) or "none"
     more = f" and {len(found.letters) - 5} more" if len(found.letters) > 5 else ""
-    raise ValueError(f"no dead letter {place} in run {found.run}; there are: {there}{more}")
+    raise ConfigError(f"no dead letter {place} in run {found.run}; there are: {there}{more}")
 
 
 def counted(found: Run, topic: str, headers: dict[str, str], record: Record, records: GroupRecords | None) -> dict[str, Any] | None:

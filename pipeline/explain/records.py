@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.errors import LogError
 from infra.log import Log
-from pipeline.config import Config, from_json
+from pipeline.config import Config, ConfigError, from_json
 from pipeline.past import Past, read_past
 from pipeline.runs import find
 from pipeline.scan import scan
@@ -67,6 +67,12 @@ class Run:
         return {found.place for found in self.letters if found.letter.kind == "killer"}
 
     @property
+    def rescored_from(self) -> str | None:
+        """The run whose prompts and samples it holds, if `penstock replay score` wrote it."""
+        info = json.loads(self.record.info) if self.record is not None else {}
+        return info.get("rescored_from", {}).get("run")
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more is to come."""
         return self.past.story.closed is not None or (self.record is not None and self.record.status in ("finished", "stopped", "failed"))
@@ -119,7 +125,7 @@ def _check_kept(log: Log, run: str) -> None:
 
 
 def read_group(log: Log, found: Run, group: int, *, say: Callable[[str], None]) -> GroupRecords:
-    """Everything about one group. Raises `ValueError` for one that was never admitted, `LogError` for one whose prompt is gone."""
+    """Everything about one group. Raises `ConfigError` for one that was never admitted, `LogError` for one whose prompt is gone."""
     say(f"reading the prompts of {found.run}")
     mine: GroupRecords | None = None
     for record in scan(log, f"{found.run}.prompts"):
@@ -154,8 +160,8 @@ def missing(log: Log, run: str, group: int) -> Exception:
     if gone and group <= highest:
         return LogError(f"the prompt of group {group} is gone: the broker has deleted the beginning of the topic ({', '.join(gone)})")
     if highest < 0:
-        return ValueError(f"group {group} was never admitted: run {run} has no prompt yet")
-    return ValueError(f"group {group} was never admitted: the highest group of run {run} is {highest}")
+        return ConfigError(f"group {group} was never admitted: run {run} has no prompt yet")
+    return ConfigError(f"group {group} was never admitted: the highest group of run {run} is {highest}")
 
 
 def _take_prompt(mine: GroupRecords, record: Record, found: Run) -> None:

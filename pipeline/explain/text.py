@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 SHOWN_TEXT = 100
+SHOWN_COMPLETION = 60
 SHOWN_RECORDS = 40
 
 Plain = Mapping[str, Any]
@@ -113,6 +114,7 @@ def _rewards(found: Plain) -> list[str]:
     trained = found["step"] is not None
     head = ["sample", "reward", *(f"{short[name]} x {weight:g}" for name, weight in named)]
     head += ["advantage", "tokens trained", "micro-batch", "weight of a token", "of the sample"] if trained else []
+    head.append("completion")
     rows = []
     for one in found["samples"]:
         if one["reward"] is None:
@@ -123,7 +125,7 @@ def _rewards(found: Plain) -> list[str]:
             row += [_number(one["token_weight"]), _number(one["weight"])]
         elif trained:
             row += ["-", f"0: {one['trained']}" if found["step"]["denominator"] is not None else "-", "-", "-", "-"]
-        rows.append(row)
+        rows.append([*row, _short(json.dumps(one["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
     return [*_table(head, rows), mean]
 
@@ -207,5 +209,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}… ({len(text)} characters)"
+def _short(text: str, shown: int = SHOWN_TEXT) -> str:
+    return text if len(text) <= shown else f"{text[:shown]}… ({len(text)} characters)"

@@ -97,9 +97,10 @@ def waits_for(found: Standing, schedule: Schedule) -> str:
         return "its prompt cannot be read: the scorer ends the group, or its deadline does"
     if found.scored:
         old = rules.lag(learner_version=found.newest_version, policy_version_min=found.policy_version_min or 0)
+        behind = f"{old} version{'' if old == 1 else 's'}"
         first = "takes the lowest numbers first" if schedule.order == "submission" else "takes what was scored first"
         return (
-            f"the trainer, which {first} and has {found.steps} steps done; the group is {old} versions behind the newest, "
+            f"the trainer, which {first} and has {found.steps} steps done; the group is {behind} behind the newest, "
             f"{schedule.max_lag} are allowed"
         )
     if found.samples >= found.wanted:

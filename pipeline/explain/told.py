@@ -3,6 +3,7 @@
 The rule: fates are those of the report; the reason is what the scorer, the ledger or the schedule's integers say.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,8 +127,13 @@ def why(told: Told) -> str:
             return _why_stale(told)
         case "open":
             return f"waits for {waits_for(_standing(told), told.run.config.rules)}"
+        case "unused" if (origin := told.run.rescored_from) is not None:
+            return f"this is a re-scoring of {origin}, without a trainer: `penstock replay train {told.run.run}` trains from it"
         case "unused":
-            return f"the run ended first; it waited for {waits_for(_standing(told), told.run.config.rules)}"
+            closed = told.run.past.story.closed
+            reason = json.loads((closed and closed.details) or "{}").get("reason")
+            ended = f"the run ended first ({reason})" if reason else "the run ended first"
+            return f"{ended}; it waited for {waits_for(_standing(told), told.run.config.rules)}"
         case fate:
             return reason or f"its record says {fate} and no more"
 

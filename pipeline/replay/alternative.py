@@ -3,6 +3,7 @@
 The rule: the samples stay those of the recorded policies, so everything here is off-policy, and says so wherever it is shown.
 """
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,8 +103,8 @@ def train(
     if not selects:
         check_steps(recording, asked)
         check_kept(recording, recording.steps[asked.from_step : None if asked.to_step is None else asked.to_step + 1])
-    if export is not None and export.exists():
-        raise ConfigError(f"--export {export}: it exists already")
+    if export is not None:
+        check_place(export)
     await_weights(recording, asked)
     result.plans = "made anew from the scored groups" if selects else "recorded"
     result.recorded_digest = recording.story.closed.digest if recording.story.closed and recording.steps else None
@@ -162,7 +163,9 @@ def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool,
     if selects and not asked.follow:
         steps = Selection(recording, chosen.config).steps() if asked.to_step is None else asked.to_step + 1
         if not steps:
-            raise PenstockError(f"{recording.run} has no {chosen.config.schedule.prompts_per_step} scored groups to make a step of")
+            raise PenstockError(
+                f"{recording.run} has fewer than {chosen.config.schedule.prompts_per_step} scored groups: too few for a step"
+            )
     if not asked.from_step:
         with opened(recording, chosen.config, say=say, steps=steps) as course:
             yield course, Start(step=0, checkpoint=None, repeated=0)
@@ -225,6 +228,15 @@ def _progress(row: Mapping[str, Any]) -> str:
     here, recorded = row["what_if"], row["recorded"] or {}
     told = f"step {row['step']}: loss {here['loss']:.4g}" + (f" (recorded {recorded['loss']:.4g})" if "loss" in recorded else "")
     return told + "".join(f", {name} {here[name]:.3g}" for name in ("ess", "kl_behaviour_k3") if name in here)
+
+
+def check_place(directory: Path) -> None:
+    """Raise `ConfigError` where no new directory can be made, before hours are spent on what it is for."""
+    if directory.exists():
+        raise ConfigError(f"--export {directory}: it exists already")
+    parent = next(place for place in directory.absolute().parents if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--export {directory}: nothing can be written to {parent}")
 
 
 def _export(course: Course, directory: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from infra.errors import PenstockError
 from pipeline import course as courses
+from pipeline.config import ConfigError
 from pipeline.course import Course, Repetition, Say
 from pipeline.replay import differing
 from pipeline.replay.difference import difference, published_as, published_version
@@ -83,7 +84,7 @@ class Replayed:
 def replay(recording: Recording, asked: Asked, *, result: Replayed, say: Say) -> None:
     """Train the recorded steps again; what is found is in `result`, also when this is interrupted.
 
-    Raises `PenstockError` for steps that are not there or cannot be read.
+    Raises `ConfigError` for steps that are not there, `PenstockError` for those that cannot be read.
     """
     began = time.monotonic()
     check_steps(recording, asked)
@@ -102,15 +103,16 @@ def replay(recording: Recording, asked: Asked, *, result: Replayed, say: Say) ->
 
 
 def check_steps(recording: Recording, asked: Asked) -> None:
-    """Refuse steps that are not committed, unless they are to be waited for. Raises `PenstockError`."""
+    """Refuse steps that are not committed, unless they are to be waited for. Raises `ConfigError`, `PenstockError`."""
     count, run = len(recording.steps), recording.run
     if asked.to_step is not None and asked.to_step < asked.from_step:
-        raise PenstockError(f"--to-step {asked.to_step} is before --from-step {asked.from_step}")
+        raise ConfigError(f"--to-step {asked.to_step} is before --from-step {asked.from_step}")
     waits = asked.follow and not recording.over
     if not waits and not count:
-        raise PenstockError(f"{run} has no committed step; changes to a what-if that select groups anew need none")
+        more = "changes to a what-if that select groups anew need none" if recording.over else "--follow waits for some"
+        raise PenstockError(f"{run} has no committed step; {more}")
     if asked.from_step > count or (not waits and max(asked.from_step, asked.to_step or 0) >= count):
-        raise PenstockError(
+        raise ConfigError(
             f"{run} has committed steps 0 to {count - 1}" + (" so far; --follow waits for more" if not recording.over else "")
         )
 

@@ -18,7 +18,8 @@ from pipeline.config import Config
 from pipeline.course import Course, Say
 from pipeline.past import read_planned
 from pipeline.recovery import other_arithmetic
-from pipeline.replay.recording import Recording
+from pipeline.replay.planned import check_kept
+from pipeline.replay.recording import Recording, with_model
 from pipeline.training import arithmetic_of, open_store
 from pipeline.weights import fetch
 
@@ -54,15 +55,20 @@ def opened(recording: Recording, config: Config, *, say: Say, steps: int | None 
 def bring_to(course: Course, recording: Recording, step: int, *, say: Say) -> Start:
     """Go to where `step` begins: by the newest checkpoint before it that can be used, and by the recorded steps after that.
 
-    Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's.
+    Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's, `PenstockError` where its groups are deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
     if step and store is not None:
         state = courses.load_newest(course, store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
     begin, told = course.steps_done, time.monotonic()
+    check_kept(recording, recording.steps[begin:step])
     if step:
-        origin = f"from the checkpoint of step {loaded} on this machine" if loaded else "from the beginning: there is no checkpoint here"
+        origin = (
+            f"from the checkpoint of step {loaded} on this machine"
+            if loaded
+            else "from the beginning: no checkpoint of it or of a step before is here"
+        )
         say(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
     for entry in recording.steps[begin:step]:
         repetition = courses.repeat(course, entry, read_planned(recording.log, recording.run, entry.plan))
@@ -84,11 +90,6 @@ def arithmetic(recording: Recording, course: Course) -> list[dict[str, object]]:
 def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
     """The recorded weights of a version. Raises `LogError`."""
     return fetch(recording.log, recording.story.manifests[version], run=recording.run)
-
-
-def with_model(config: Config, directory: str | Path) -> Config:
-    """The configuration with another model directory."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})})
 
 
 def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> Course:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from infra.errors import PenstockError
@@ -98,6 +99,11 @@ def prepare(config: Config) -> None:
     """Give this process the environment of a trainer; before torch is imported, which reads it then."""
     os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def with_model(config: Config, directory: str | Path) -> Config:
+    """The configuration with another model directory."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})})
 
 
 def ranges(numbers: Iterable[int]) -> str:

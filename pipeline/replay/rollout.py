@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infra.engines.requests import Completion, Engine
+from infra.errors import LogError
 from infra.log import Log
 from pipeline.config import Config, ConfigError, override
 from pipeline.drawing import request_of
@@ -16,6 +17,7 @@ from pipeline.explain.records import Run, missing, read_run
 from pipeline.past import Past
 from pipeline.replay.redrawn import Redrawn, compare
 from pipeline.replay.score_cases import drawn, read_prompts
+from pipeline.scan import deleted
 from pipeline.weights import fetch
 from topics.prompts import Prompt
 from topics.rollouts import Rollout
@@ -39,8 +41,8 @@ class Wish:
 def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Iterator[Redrawn]:
     """Draw what is wished for, version by version, and compare sample by sample as they end.
 
-    Raises `ConfigError` for a wish that makes no sense, `ValueError` for a step, group or version that is not recorded, `LogError` for
-    records that are gone, `EngineError`.
+    Raises `ConfigError` for a wish that makes no sense and for a step, group or version that is not recorded, `LogError` for records
+    that are gone, `EngineError`.
     """
     recorded = read_run(log, run)
     if recorded.record is None:
@@ -49,13 +51,17 @@ def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Ite
     wanted = groups_of(past, wish)
     asked = prompts_of(log, recorded, wanted)
     samples = samples_of(log, recorded, set(asked))
+    if (lost := "; ".join(deleted(log, f"{run}.rollouts"))) and samples:
+        say(f"samples that are gone are not drawn again: {lost}")
+    if lost and not samples:
+        raise LogError(f"no sample of what is asked for is kept: {lost}")
     if not samples:
         raise ValueError(f"group {min(asked)} has no sample yet" if len(asked) == 1 else f"no sample of groups {sorted(asked)} is recorded")
     stop_ids = json.loads(recorded.record.info)["digests"]["stop_ids"]
     by_version = begun_under(samples, version=wish.version)
     for version in by_version:
         if version not in past.story.manifests:
-            raise ValueError(f"version {version} is not among the run's: 0 to {past.story.newest_version}")
+            raise ConfigError(f"version {version} is not among the run's: 0 to {past.story.newest_version}")
     say(f"{sum(map(len, by_version.values()))} samples of {len(asked)} groups under {len(by_version)} versions: loading the engine")
     engine = make_engine(config)
     try:
@@ -78,14 +84,14 @@ def changed(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def groups_of(past: Past, wish: Wish) -> list[int]:
-    """The numbers of the wished groups. Raises `ConfigError`, `ValueError`."""
+    """The numbers of the wished groups. Raises `ConfigError`."""
     if (wish.step is None) == (wish.group is None):
         raise ConfigError("give either --step or --group")
     if wish.group is not None:
         return [wish.group]
     steps = past.steps
     if wish.step is None or wish.step not in range(len(steps)):
-        raise ValueError(f"step {wish.step} is not committed; the ledger has " + (f"0 to {len(steps) - 1}" if steps else "none"))
+        raise ConfigError(f"step {wish.step} is not committed; the ledger has " + (f"0 to {len(steps) - 1}" if steps else "none"))
     return [planned.group for planned in steps[wish.step].plan]
 
 
@@ -111,7 +117,7 @@ def draw(
 
 
 def prompts_of(log: Log, recorded: Run, wanted: Sequence[int]) -> dict[int, Prompt]:
-    """The prompts of these groups. Raises `ValueError` for one that was never admitted, `LogError` for one that is gone."""
+    """The prompts of these groups. Raises `ConfigError` for one that was never admitted, `LogError` for one that is gone."""
     asked = read_prompts(log, recorded)
     if absent := [number for number in wanted if number not in asked]:
         raise missing(log, recorded.run, absent[0])

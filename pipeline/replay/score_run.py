@@ -18,6 +18,7 @@ from pipeline.replay.score import changed, rescore
 from pipeline.replay.score_cases import cases
 from pipeline.replay.score_report import Comparison
 from pipeline.replay.score_write import NewRun
+from pipeline.scan import deleted
 
 PROGRESS_S = 3.0
 
@@ -49,6 +50,7 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
     check(config)
     comparison, told = Comparison(wish.threshold), time.monotonic()
     origin = {"run": run, "reward": described["after"], "was": described["before"]}
+    gone = [line for topic in ("prompts", "rollouts", "groups") for line in deleted(log, f"{run}.{topic}")]
     begun = NewRun.begin(log, source, wish.write, config, origin=origin) if wish.write else nullcontext()
     with begun as new:
         say(f"judging the groups of {run}")
@@ -62,7 +64,7 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
                 say(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
         if new is not None:
             new.finish(say=say)
-    return {"run": run, "reward": described, **comparison.table(), "written": wish.write}
+    return {"run": run, "reward": described, **comparison.table(), "gone": gone, "written": wish.write}
 
 
 def check(config: Config) -> None:

@@ -37,6 +37,7 @@ def as_page(found: Plain) -> str:
     lines += _list("prompts whose rewards changed most", [_prompt(one) for one in _by_change(found["prompts"])])
     lines += _list("broken rewards", [f"group {one['group']} ({one['before']}): {one['reason']}" for one in found["broken"]])
     lines += _list("not judged", [f"group {one['group']} ({one['before'] or 'no outcome'}): {one['why']}" for one in found["left_out"]])
+    lines += _list("gone", found["gone"])
     if found["written"]:
         lines += ["", f"written as run {found['written']}: `penstock replay train {found['written']}` trains from it"]
     return "\n".join(lines)

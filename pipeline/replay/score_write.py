@@ -112,12 +112,11 @@ class NewRun:
                 )
         self._producer.flush(WAIT_S)
         self._producer.check()
+        created_ns = time.time_ns()
         info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": self.origin}
         self._tell_story(info)
-        now = time.time_ns()
-        done = RunRecord(
-            run=self.run, status="finished", config=to_json(self.config), info=json.dumps(info), created_ns=now, updated_ns=now
-        )
+        told, now = json.dumps(info), time.time_ns()
+        done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=told, created_ns=created_ns, updated_ns=now)
         write(self.log, done)
         self._done = True
         return done

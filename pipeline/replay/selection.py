@@ -13,7 +13,7 @@ from pipeline.config import Config
 from pipeline.plan import Candidate, Selector
 from pipeline.replay.planned import PlannedGroups
 from pipeline.replay.recording import POLL_S, Recording
-from pipeline.scan import scan
+from pipeline.scan import deleted, scan
 from topics import groups
 from topics.errors import Unusable
 from topics.ledger import Planned
@@ -38,7 +38,9 @@ class Selection:
         self._selector = Selector(replace(self.config.rules, max_lag=FOR_EVER))
 
     def plans(self) -> Iterator[tuple[Planned, ...]]:
-        """Plan after plan; what does not fill a step at the end is not trained."""
+        """Plan after plan; what does not fill a step at the end is not trained. Raises `PenstockError` where groups are deleted."""
+        if lost := deleted(self.recording.log, f"{self.recording.run}.groups"):
+            raise PenstockError(f"plans are made anew of all groups, and some are gone: {'; '.join(lost)}")
         count, plan = self.config.schedule.prompts_per_step, list[Planned]()
         records = self._follow() if self.follow else self._all()
         for planned in self._taken(records):

@@ -61,7 +61,7 @@ def table(found: Alternative) -> str:
         for name in ("loss", "grad_norm"):
             cells += [_cell(here.get(name), 12), _cell(then.get(name), 12)]
         lines.append("".join([*cells, _cell(here.get("ess"), 8, ".3f"), _cell(here.get("kl_behaviour_k3"), 10)]))
-    lines.append(f"weights {(found.digest or 'none')[:16]}…, recorded {(found.recorded_digest or 'none')[:16]}…")
+    lines.append(f"weights {_digest(found.digest)}, recorded {_digest(found.recorded_digest)}")
     if found.exported:
         lines.append(f"model in {found.exported}")
     return "\n".join(lines)
@@ -72,6 +72,10 @@ def _drift(found: Replayed) -> Iterator[str]:
     stride = max(1, -(-len(found.drift) // SHOWN))
     for row in found.drift[::stride]:
         yield f"  after step {row['step']:.0f} the weights are {row['relative']:.3g} of their norm away, {row['max_abs']:.3g} at most"
+
+
+def _digest(digest: str | None) -> str:
+    return "none" if digest is None else f"{digest[:16]}…"
 
 
 def _cell(value: float | None, width: int, form: str = ".4g") -> str:

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pipeline import cli
-from pipeline.cli import app, brokers
+from pipeline.cli import app, brokers, querying
 from pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,10 @@ def test_every_command_explains_itself_and_knows_json(command: str, capsys: pyte
     assert "--json" in shown or command == "worker"  # a worker prints its own log and has no result
 
 
+def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() -> None:
+    assert json.dumps([querying.plain(Decimal(value)) for value in ("14180", "0.5")]) == "[14180, 0.5]"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -82,6 +87,8 @@ def test_every_command_explains_itself_and_knows_json(command: str, capsys: pyte
         (["topics", "show", "r", "prompts", "x", "0"], "integer"),
         (["topics"], "penstock topics --help"),
         (["run", "no-such.toml"], "no-such.toml"),
+        (["sql", "r", "select 1", "--csv", "--json"], "either --csv or --json"),
+        (["report", "r", "--html", "/dev/null"], "that is no file"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

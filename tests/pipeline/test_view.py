@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.control import Story
 from pipeline.view import RunView
-from tests.pipeline.a_run import RUN, Teller, as_records
+from tests.pipeline.a_run import CREATED_S, RUN, Teller, as_records
 from tests.topics.strategies import a_manifest
 from topics import weights
 from topics.errors import Unusable
@@ -91,6 +91,13 @@ def test_records_of_other_runs_in_the_register_are_nobodys_business() -> None:
     assert RunView(run=RUN).fold(as_records([other])[0]) is None
     with pytest.raises(Unusable):
         RunView(run=RUN).fold(replace(as_records([other])[0], key=RUN.encode()))
+
+
+def test_an_id_is_free_again_once_the_run_that_had_it_is_deleted() -> None:
+    first, again = Teller().record("finished"), Teller(created_s=CREATED_S + 60).record()
+    told = as_records([first, replace(first, headers=(), value=b""), again])
+    assert folded(told[:2]).record is None
+    assert folded(told).status == "created"
 
 
 def test_a_restarted_worker_keeps_its_totals_and_is_not_ended() -> None:

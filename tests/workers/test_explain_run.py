@@ -226,7 +226,7 @@ def test_a_group_that_was_never_admitted_is_one_line(
     recorded: RecordedRun, fates: dict[int, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert cli.main(["explain", recorded.run, "100000", "--bootstrap", recorded.bootstrap]) == 1
+    assert cli.main(["explain", recorded.run, "100000", "--bootstrap", recorded.bootstrap]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert (
@@ -241,7 +241,7 @@ def test_a_question_that_makes_no_sense_is_status_2(recorded: RecordedRun, words
 
 
 def test_a_dead_letter_that_is_not_there_names_those_that_are(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", recorded.run, "--dead-letter", "99999", "--bootstrap", recorded.bootstrap]) == 1
+    assert cli.main(["explain", recorded.run, "--dead-letter", "99999", "--bootstrap", recorded.bootstrap]) == 2
     assert "there are: 0 (prompts/" in capsys.readouterr().err.splitlines()[-1]
 
 

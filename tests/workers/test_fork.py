@@ -107,7 +107,8 @@ def test_a_fork_may_change_what_follows_and_says_where_it_begins(broker: str, lo
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
-        (["--from-step", "5"], 1, "has 4 committed steps"),
+        (["--from-step", "2", "--run-id", "No Run"], 2, "--run-id: run id 'No Run'"),
+        (["--from-step", "5"], 2, "has 4 committed steps"),
         (["--from-step", "4"], 2, "no steps left after step 4; --set run.steps=N"),
         (["--from-step", "2", "--set", "trainer.dtype=bfloat16"], 2, "was written under another trainer.dtype"),
         (["--from-step", "2", "--set", "model.path=/m"], 2, "a fork sets model.path itself"),
@@ -119,3 +120,22 @@ def test_what_a_fork_cannot_do_is_refused_before_anything_is_trained(
 ) -> None:
     assert main(["fork", "parent", "--bootstrap", broker, *words]) == status
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_deepspeed_run_goes_on_with_its_optimizer(
+    broker: str, run_id: str, log: KafkaLog, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = {"backend": "deepspeed", "zero_stage": 2, "lr_schedule": "linear"}
+    config = config_of(tiny_model, tmp_path, run={"steps": STEPS, "seed": 7}, rollout={"workers": 1}, trainer=trainer)
+    complete(broker, run_id, config)
+    kid = f"{run_id}-kid"
+    assert main(["fork", run_id, "--bootstrap", broker, "--from-step", str(AT), "--run-id", kid]) == 0
+    with Crew(broker, kid) as crew:
+        for role in ROLES[:4]:
+            crew.start(role)
+        crew.wait()
+    assert [entry.digest for entry in read_past(log, kid).steps] == [entry.digest for entry in read_past(log, run_id).steps[AT:]]
+    capsys.readouterr()
+    assert main(["replay", "train", kid, "--bootstrap", broker, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["matching_steps"] == STEPS - AT

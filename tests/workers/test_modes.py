@@ -1,10 +1,14 @@
 """Whole runs of other kinds: real prompts for one epoch, a lagging schedule on DeepSpeed, too many drops, a broken reward."""
 
+import json
 from pathlib import Path
 
 import pytest
 from crew import Crew, complete, config_of
 
+from infra.kafka.log import KafkaLog
+from pipeline.explain.life import explain
+from pipeline.explain.records import read_run
 from pipeline.runs import create
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -52,6 +56,16 @@ def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_e
     assert report["eval"][0]["version"] == 0
     groups = report["groups"]
     assert groups["admitted"] == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
+    log = KafkaLog(broker, client_id="tests")
+    run = read_run(log, run_id)
+    lives = [explain(log, run_id, number, say=lambda _: None) for number in sorted(set(range(groups["admitted"])) - set(run.past.trained))]
+    log.close()
+    unused = [life for life in lives if life["fate"] == "unused"]
+    assert len(unused) == groups["unused"] > 0
+    closed = json.loads(run.past.story.closed.details)
+    assert "evaluations since the best" in closed["reason"]
+    assert all(life["why"].startswith(f"the run ended first ({closed['reason']}); it waited for ") for life in unused)
+    assert all(life["step"] is None and life["version"] is None for life in unused)
 
 
 def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(broker, run_id, tiny_model, tmp_path: Path):

@@ -50,7 +50,7 @@ def test_a_change_that_has_no_part_in_drawing_is_refused(recorded: RecordedRun, 
 def test_what_is_not_recorded_is_said_in_one_line(
     recorded: RecordedRun, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
-    assert main(["replay", "rollout", recorded.run, "--bootstrap", recorded.bootstrap, *words]) == 1
+    assert main(["replay", "rollout", recorded.run, "--bootstrap", recorded.bootstrap, *words]) == 2
     told = capsys.readouterr().err.splitlines()
     assert line in told[-1]
 

@@ -179,6 +179,11 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         assert first == pytest.approx(sum(taken) / len(taken))
         assert cli.main(["replay", "score", recorded.run, "--bootstrap", recorded.bootstrap, "--write", run_id]) == 2
         assert "exists already" in capsys.readouterr().err.splitlines()[-1]
+        assert cli.main(["audit", run_id, "--bootstrap", recorded.bootstrap]) == 0
+        assert f"`penstock audit {recorded.run}` judges how they were admitted and drawn" in capsys.readouterr().out
+        unused = str(_scored_first(log, run_id, 1)[0])
+        assert cli.main(["explain", run_id, unused, "--bootstrap", recorded.bootstrap]) == 0
+        assert f"a re-scoring of {recorded.run}, without a trainer" in capsys.readouterr().out
     finally:
         log.delete_topics(log.topics(f"{run_id}."))
 
@@ -209,6 +214,7 @@ def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_
     [
         (["--reward", "exact_mach"], 2, "did you mean 'exact_match'?"),
         (["--reward", "nowhere.py:f"], 2, "there is no file"),
+        (["--write", ""], 2, "give the id of the new run"),
         (["--weights", "1,x"], 2, "expected numbers separated by commas"),
         (["--weights", "1"], 2, "1 weights for 2 reward.functions"),
         (["--set", "trainer.lr=1"], 2, "has no part in a reward"),

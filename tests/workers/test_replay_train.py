@@ -229,6 +229,22 @@ def test_what_a_replay_cannot_change_is_refused_with_the_reason(recorded: Record
     assert "a replay cannot change rollout.workers: samples are recorded, nothing is drawn" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--mlflow"], "--mlflow is for a what-if"),
+        (["--export", "made"], "--export is for a what-if"),
+        (["--set", "algorithm.loss=gspo", "--keep-going"], "--keep-going is for an exact replay"),
+        (["--set", "algorithm.loss=gspo", "--export", f"{__file__}/made"], "nothing can be written to"),
+    ],
+)
+def test_options_that_would_do_nothing_or_fail_in_the_end_are_refused_at_once(
+    recorded: RecordedRun, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(asked(recorded, *words)) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ("algorithm.filter_zero_variance=false", "schedule.order=arrival", "schedule.prompts_per_step=6")
     words = [word for change in changes for word in ("--set", change)]
@@ -241,7 +257,7 @@ def test_another_filter_and_order_make_plans_anew(recorded: RecordedRun, capsys:
 
 
 def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(asked(recorded, "--to-step", "8")) == 1
+    assert main(asked(recorded, "--to-step", "8")) == 2
     assert "has committed steps 0 to 7" in capsys.readouterr().err
 
 
@@ -299,3 +315,8 @@ def test_a_replay_whose_records_are_deleted_names_their_offsets(
     assert f"steps 0-1 of {run_id} cannot be replayed" in said
     assert f"{run_id}.groups/1 offsets 0-1 (kept from 2 on)" in said
     assert main(["replay", "train", run_id, "--bootstrap", broker, "--from-step", "2"]) == 0  # from the checkpoint behind them
+    capsys.readouterr()
+    assert main(["fork", run_id, "--bootstrap", broker, "--from-step", "1"]) == 1
+    assert f"{run_id}.groups/1 offsets 0 (kept" in capsys.readouterr().err
+    assert main(["replay", "train", run_id, "--bootstrap", broker, "--set", "schedule.order=arrival"]) == 1
+    assert f"some are gone: {run_id}.groups/1: the records at offsets 0 to 1 were deleted" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 // Curves over optimizer steps. The rule: every point is drawn where it was measured; of very many, the extremes of each stretch.
 
-const MOST_POINTS = 700, WIDE = 350, HIGH = 136, EDGE = { left: 44, right: 8, top: 8, bottom: 18 };
+const MOST_POINTS = 700, WIDE = 350, HIGH = 136, EDGE = { left: 50, right: 8, top: 8, bottom: 18 };
 
 function buildCurves() {
   const box = $("charts");
@@ -91,7 +91,7 @@ function niceRange(low, high) {
     if (at >= high - step / 1e6) break;
   }
   const digits = Math.max(0, -Math.floor(Math.log10(step)) + (step / 10 ** Math.floor(Math.log10(step)) === 2.5 ? 1 : 0));
-  const write = (tick) => (digits > 5 || step >= 1e5 ? number(tick, 2) : fixed(tick, digits));
+  const write = (tick) => (digits > 5 || step >= 1e5 ? number(tick, 2).replace(".0e", "e") : fixed(tick, digits));
   return { low: from, high: ticks[ticks.length - 1], ticks, write };
 }
 
