@@ -8,6 +8,7 @@ alike; ratios are taken within a round, figures are medians over the rounds.
 """
 
 import argparse
+import atexit
 import itertools
 import os
 import shutil
@@ -76,8 +77,7 @@ def open_bare(directory: str, *, concurrency: int, longest: int, engine_process:
     llm, scratch = start_vllm(
         arguments | {"disable_log_stats": True}, threads=1, engine_process=engine_process, on_cpu=check_installed("auto")
     )
-    if not engine_process:
-        shutil.rmtree(scratch, ignore_errors=True)
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
     return llm
 
 

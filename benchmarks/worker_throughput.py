@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def publishing(bootstrap: str, *, every_s: float) -> Iterator[Callable[[bool], N
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdout.readline()  # version 0 is out
+        if not process.stdout.readline():
+            raise SystemExit("the publisher ended before version 0 was out")
 
         def swap(on: bool) -> None:
             assert process.stdin is not None
@@ -150,7 +152,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
         scale = np.float32(1.0 + 0.01 * (number % 2))
         return [TensorBytes(name=name, dtype="float32", shape=value.shape, data=(value * scale).tobytes()) for name, value in held.items()]
 
-    chronicle.publish(Weights(version_of(0)), version=0, step=0)
+    chronicle.publish(Weights(partial(version_of, 0)), version=0, step=0)
     print("ready", flush=True)
     on, version = threading.Event(), 0
 
@@ -163,7 +165,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     while True:
         on.wait()
         version, began = version + 1, time.monotonic()
-        chronicle.publish(Weights(version_of(version)), version=version, step=version)
+        chronicle.publish(Weights(partial(version_of, version)), version=version, step=version)
         time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 

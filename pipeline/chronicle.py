@@ -95,11 +95,11 @@ class Chronicle:
         elif manifest != self.story.manifests[manifest.version]:
             self.session.duplicate(f"manifest of version {manifest.version} at {record.topic}/{record.partition}/{record.offset}")
 
-    def close(self, *, steps: int, digest: str | None, status: str, reason: str, unused: int) -> None:
+    def close(self, *, steps: int, digest: str | None, status: str, reason: str) -> None:
         """End the story."""
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self.weight_partitions + 1)])
         self._put_foreign_aside([p for _, p in ends], list(ends.values()))
-        self.write("run-closed", step=steps, digest=digest, details=json.dumps({"status": status, "reason": reason, "unused": unused}))
+        self.write("run-closed", step=steps, digest=digest, details=json.dumps({"status": status, "reason": reason}))
 
     def _put_foreign_aside(self, partitions: Sequence[int], offsets: Sequence[int]) -> None:
         """Dead-letter what lies between our own chunks and is no chunk; what is too much for once waits for the next version."""

@@ -3,6 +3,8 @@
 The rule: pure functions of a `RunView` and of the time; nothing here reads or prints.
 """
 
+import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -84,12 +86,16 @@ def elapsed_s(view: RunView, *, now_s: float) -> float | None:
 
 
 def to_go_s(view: RunView) -> float | None:
-    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace."""
+    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace.
+
+    The longest of three or more times between steps does not count: a run that was stopped and resumed has one that was no step.
+    """
     recent = [view.steps[number] for number in sorted(view.steps)[-SPEED_STEPS - 1 :]]
     if view.steps_planned is None or len(recent) < 2 or view.ended:
         return None
-    pace = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
-    return max(0.0, pace * (view.steps_planned - len(view.steps)))
+    times = sorted(later.time_s - earlier.time_s for earlier, later in itertools.pairwise(recent))
+    counted = times[:-1] if len(times) > 2 else times
+    return max(0.0, statistics.fmean(counted) * (view.steps_planned - len(view.steps)))
 
 
 _SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))

@@ -4,16 +4,14 @@ The rule: the ledger decides; every counter of the schedule follows from it and 
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infra.checkpoints import Recorded
 from infra.errors import Unrecoverable
 from infra.log import Log
-from pipeline import schedule as rules
 from pipeline.control import Story
-from pipeline.scan import scan
-from topics import groups, prompts
+from topics import groups
 from topics.errors import Unusable
 from topics.groups import Group
 from topics.ledger import Entry, Planned
@@ -115,14 +113,3 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
             raise Unrecoverable(f"{what} stands at {place}, the ledger says group {planned.group} ({planned.sha256[:16]}…)")
         found.append(group)
     return found
-
-
-def unused_groups(log: Log, run: str, *, ended: Collection[int]) -> int:
-    """How many groups were admitted and neither trained nor dropped."""
-    admitted = set[int]()
-    for record in scan(log, f"{run}.prompts"):
-        try:
-            admitted.add(prompts.check(record, run=run).group or 0)
-        except Unusable:
-            continue
-    return len(set(rules.admitted_groups(admitted)) - set(ended))

@@ -135,11 +135,15 @@ def _schedule(view: RunView) -> dict[str, Any]:
 
 
 def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
-    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps."""
+    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps.
+
+    Where none is so new, as all of a short run may be older under a lag, the last mean is that of the newest version with any.
+    """
     window = tenth(steps)
     first = together(tally for version, tally in view.rewards.items() if version * per_version < window)
-    last = together(tally for version, tally in view.rewards.items() if (version + 1) * per_version > steps - window)
     versions = sorted(view.rewards)
+    late = [version for version in versions if (version + 1) * per_version > steps - window] or versions[-1:]
+    last = together(view.rewards[version] for version in late)
     width = max(1, math.ceil(len(versions) / CURVE_POINTS))
     curve = [together(view.rewards[version] for version in versions[low : low + width]).mean for low in range(0, len(versions), width)]
     return {"first": first.mean, "last": last.mean if steps else None, "curve": curve}

@@ -182,7 +182,7 @@ class RunView:
 
     @property
     def details(self) -> dict[str, Any]:
-        """What the ledger says about the run's end: status, reason, unused."""
+        """What the ledger says about the run's end: status and reason."""
         return _object(self.closed.details if self.closed else None)
 
     @property

@@ -15,7 +15,7 @@ from pipeline.arrivals import Arrivals
 from pipeline.chronicle import Chronicle
 from pipeline.lag import lag_summary
 from pipeline.learner import StepOutcome
-from pipeline.past import Past, read_past, unused_groups
+from pipeline.past import Past, read_past
 from pipeline.recovery import recover
 from pipeline.runs import mark
 from pipeline.session import Session
@@ -128,11 +128,8 @@ class Trainer:
         self._close(status="finished", reason=self.asked_to_end or "all steps done")
 
     def _close(self, *, status: Status, reason: str) -> None:
-        selector = self.arrivals.selector
-        ended = selector.settled | {group for group, outcome in selector.outcomes.items() if outcome in rules.DROPPED}
-        unused = unused_groups(self.session.log, self.session.run, ended=ended)
         training = self.training
-        training.chronicle.close(steps=training.steps_done, digest=training.digest, status=status, reason=reason, unused=unused)
+        training.chronicle.close(steps=training.steps_done, digest=training.digest, status=status, reason=reason)
         mark(self.session.log, self.session.record, status=status)
 
     def _round_is_ready(self) -> bool:

@@ -33,9 +33,7 @@ def swap(llm: Any, version: int, tensors: Sequence[TensorBytes], *, clear_cache:
             undo.callback(vllm_transfer.taken_back, number)
         core = llm.engine_core.call_utility if own_process else _here(llm)
         core("pause_scheduler", "keep", clear_cache)
-        llm.collective_rpc("start_weight_update")
-        llm.collective_rpc("update_weights", kwargs={"update_info": info})
-        llm.collective_rpc("finish_weight_update")
+        llm.collective_rpc("load_version", args=(info,))
         llm.set_weight_version(str(version))
         core("resume_scheduler")
 

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from infra.engines import vllm_draws
 from infra.engines.vllm_arguments import BACKEND
 from infra.engines.vllm_repack import Repacking
 from infra.engines.vllm_watch import end_with_owner
@@ -30,7 +31,13 @@ _handed: dict[int, Sequence[TensorBytes]] = {}
 
 
 class Extension:
-    """Named to vLLM as its worker's extension, so that this module is imported where the model is."""
+    """Part of vLLM's worker, by whose name this module is imported where the model is."""
+
+    def load_version(self: Any, update_info: dict[str, Any]) -> None:
+        """Load a version in one call: between processes each one is a round trip in which nothing is drawn."""
+        self.start_weight_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()
 
 
 @dataclass
@@ -173,4 +180,6 @@ def _in_file(path: str, table: Sequence[tuple[str, str, Sequence[int], int]]) ->
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Transfer)
+if current_platform.is_cpu():
+    vllm_draws.install()
 end_with_owner()

@@ -131,7 +131,7 @@ class NewRun:
             self._producer, tensors, run=self.run, version=0, step=0, partitions=chunks, max_bytes=size, digest=story.manifests[0].digest
         )
         told = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
-        end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained", "unused": self._written}
+        end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
         now = time.time_ns()
         entries = (
             Entry(seq=0, kind="run-opened", time_ns=now, details=json.dumps(told)),

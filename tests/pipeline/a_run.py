@@ -58,7 +58,7 @@ class Teller:
 
     def closed(self, status: str = "finished", *, steps: int | None = None, reason: str = "") -> Outgoing:
         done = self.steps if steps is None else steps
-        details = json.dumps({"status": status, "reason": reason, "unused": 1})
+        details = json.dumps({"status": status, "reason": reason})
         return self.entry("run-closed", step=done, digest=f"{done:064x}", details=details)
 
     def measured_by(

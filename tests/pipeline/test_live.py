@@ -87,6 +87,10 @@ def test_a_broker_that_does_not_answer_is_said() -> None:
 def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
     _, told = begun(steps=3, planned=10)
     assert to_go_s(view_of(told)) == pytest.approx(7.0)
+    teller, told = begun(steps=3, planned=10)
+    teller.now_s += 1000.0  # stopped, and resumed much later
+    told += teller.round(3)
+    assert to_go_s(view_of(told)) == pytest.approx(6.0)
     _, told = begun(steps=1)
     assert to_go_s(view_of(told)) is None
 

@@ -40,6 +40,16 @@ def test_the_reward_is_a_mean_over_all_scored_samples_before_the_filter(report: 
     assert report["reward_trained"] == {"first": pytest.approx(0.0), "last": pytest.approx(1.0)}
 
 
+def test_the_last_reward_of_a_short_run_whose_samples_are_all_older_is_that_of_its_newest_version() -> None:
+    teller = Teller(steps=10)
+    told = [teller.record(), teller.opened(), teller.version(0)]
+    for step in range(10):
+        number = teller.next_group
+        told += teller.group([step / 10] * 4, version=min(step, 6))
+        told.append(teller.step(step, [number], begun_s=teller.now_s))
+    assert report_of([*told, teller.closed()])["reward"]["last"] == pytest.approx(0.75)
+
+
 def test_what_restarted_workers_did_is_added_up_once_and_their_restarts_are_counted() -> None:
     teller = Teller(steps=2)
     told = list(teller.whole())
