@@ -20,8 +20,8 @@ from pipeline.runs import find
 from topics.catalogue import RUNS_TOPIC, TOPICS
 
 SAY_EVERY_S = 3.0
-AHEAD = 3
-"""Tables between the reader and the writer."""
+AHEAD = 32
+"""Tables between the reader and the writer: the reader goes on while a row group is written, which takes as long as reading as many."""
 
 
 @dataclass(slots=True, kw_only=True)
