@@ -29,6 +29,7 @@ from infra.tensors import TensorBytes
 
 WAIT_S = 0.1
 """How long a step waits for an engine in another process; then its owner may look after other things."""
+EXIT_S = 1.0
 
 
 class VllmEngine:
@@ -64,6 +65,7 @@ class VllmEngine:
         self._counts = Counts(concurrency)
         self._dead = threading.Event()
         self._broken: str | None = None
+        self._processes: list[Any] = []
         try:
             config = self._llm.vllm_config
             # vLLM's loggers off, its scheduler's figures on.
@@ -74,6 +76,7 @@ class VllmEngine:
             self._own_process = engine_process
             self._shared = engine_process or config.parallel_config.world_size > 1
             if engine_process:
+                self._processes = list(self._llm.engine_core.resources.engine_manager.processes)  # vLLM forgets those that have died
                 tell_of_death(self._llm.engine_core, self._dead)
             else:
                 shutil.rmtree(self._scratch, ignore_errors=True)  # nothing is looked up in it any more
@@ -268,13 +271,11 @@ class VllmEngine:
             return error
         cause = one_line(error)
         if self._own_process:
-            codes = [process.exitcode for process in _processes(self._llm)]
+            if self._dead.is_set():  # seen by its closed pipe, a moment before its exit code can be had
+                for process in self._processes:
+                    process.join(EXIT_S)
+            codes = [process.exitcode for process in self._processes]
             if self._dead.is_set() or any(code is not None for code in codes):
                 cause = f"its process ended with exit code {next((code for code in codes if code is not None), 'unknown')}"
         self._broken = f"vLLM failed {when} ({cause}): the worker has to start again; what vLLM said before stands in its log"
         return EngineError(self._broken)
-
-
-def _processes(llm: Any) -> list[Any]:
-    manager = llm.engine_core.resources.engine_manager
-    return list(manager.processes) if manager is not None else []
