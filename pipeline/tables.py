@@ -170,25 +170,19 @@ def _group_row(prompt: Prompt, outcome: Group | None, fate: str) -> dict[str, An
 
 
 def _groups(log: Log, run: str) -> Iterator[Group]:
-    """The first whole outcome of each group; parts of one outcome share its digest."""
-    parts: dict[tuple[int, str], dict[int, Record]] = {}
-    seen: set[int] = set()
+    """The first whole outcome of each group."""
+    parts, seen = groups_topic.Parts(), set[int]()
     for record in scan(log, f"{run}.groups"):
         try:
             facts = groups_topic.check(record, run=run)
         except Unusable:
             continue
-        assert facts.group is not None and facts.sha256 is not None and facts.part is not None and facts.parts is not None
-        if facts.group in seen:
+        if facts.group in seen or (records := parts.add(record, facts)) is None:
             continue
-        mine = parts.setdefault((facts.group, facts.sha256), {})
-        mine.setdefault(facts.part, record)
-        if len(mine) == facts.parts:
-            del parts[facts.group, facts.sha256]
-            whole = _read(groups_topic.read, [mine[part] for part in sorted(mine)], run)
-            if whole is not None:
-                seen.add(whole.group)
-                yield whole
+        whole = _read(groups_topic.read, records, run)
+        if whole is not None:
+            seen.add(whole.group)
+            yield whole
 
 
 def _read(reader: Callable[..., tuple[Any, Read]], records: Record | Sequence[Record], run: str) -> Read | None:

@@ -231,6 +231,23 @@ def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Grou
     return found[0], group
 
 
+class Parts:
+    """Records of outcomes as a topic gives them, kept until no part of one is missing; parts of one outcome share its digest."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int | None, str | None], dict[int | None, Record]] = {}
+
+    def add(self, record: Record, said: Headers) -> list[Record] | None:
+        """With the last missing part, all of them in their order; `said` is what `check` gives. Of a repeated part the first counts."""
+        outcome = said.group, said.sha256
+        held = self._held.setdefault(outcome, {})
+        held.setdefault(said.part, record)
+        if len(held) != said.parts:
+            return None
+        del self._held[outcome]
+        return [held[part] for part in range(said.parts)]
+
+
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
     """Where each part begins and ends in the samples; sizes are upper bounds, as texts may take four bytes a character."""
     fixed = _FIXED_BYTES + 4 * (len(group.prompt) + len(group.columns) + len(group.reason or "") + sum(map(len, group.reward_names)))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from topics.codec import Codec
 from topics.columns import Number, Writer
-from topics.samples import Finish, Rollout, flaw, no_trajectory, write_samples
+from topics.samples import Finish, Rollout, flaw, no_trajectory, write_samples, zeros
 
 _KNOWN = 4096
 """Combinations of lengths kept; a run has one for each completion length and way to finish."""
@@ -29,22 +29,7 @@ class Shape:
         ids, marks, numbers = _room(4 * tokens), _room((tokens + 7) // 8), _room(4 * spans)
         texts = f"ii{_room(self._finish_size)}ddqqqii{_room(worker_size)}"
         self._body = struct.Struct(f"<qqii{ids}ii{ids}ii{marks}ii{numbers}ii{numbers}{texts}")
-        sample = Rollout(
-            group=0,
-            sample=0,
-            token_ids=np.zeros(tokens, np.int32),
-            behaviour_logprobs=np.zeros(tokens, np.float32),
-            loss_mask=np.zeros(tokens, np.bool_),
-            span_versions=np.zeros(spans, np.int32),
-            span_starts=np.zeros(spans, np.int32),
-            finish=finish,
-            temperature=0.0,
-            top_p=0.0,
-            top_k=0,
-            started_ns=0,
-            ended_ns=0,
-            worker=" " * worker_size,
-        )
+        sample = zeros(tokens=tokens, spans=spans, finish=finish, worker_size=worker_size)
         payload = encode(codec, sample)
         trajectory = no_trajectory(1).body
         end = payload.rindex(trajectory)

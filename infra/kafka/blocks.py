@@ -8,25 +8,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from kafka.record.util import decode_varint, encode_varint
+from kafka.record.util import decode_varint
 from numpy.typing import NDArray
 
 from infra.errors import LogError
-from topics.record import Record
+from infra.kafka.wire import read_headers
+from topics.record import RawHeaders, Record
 
 Ints = NDArray[np.int64]
 _LONGEST_VARINT = 10
-
-
-def varint(number: int) -> bytes:
-    """How a length is written in a record.
-
-    Example:
-        varint(100)  # -> b"\xc8\x01"
-    """
-    out = bytearray()
-    encode_varint(number, out.append)
-    return bytes(out)
 
 
 class Batch(NamedTuple):
@@ -85,24 +75,19 @@ class Block:
             offset=int(self.offsets[row]),
             timestamp_ms=int(self.times_ms[row]),
             key=key,
-            headers=tuple(self._headers(*self.headers[:, row].tolist())),
+            headers=self._headers(*self.headers[:, row].tolist()),
             value=value or b"",
         )
 
-    def _headers(self, position: int, end: int) -> Iterable[tuple[str, bytes]]:
-        data = bytes(self.data[position:end])
+    def _headers(self, begin: int, end: int) -> RawHeaders:
+        data = bytes(self.data[begin:end])
         try:
-            count, position = decode_varint(data, 0)
-            for _ in range(count):
-                size, position = decode_varint(data, position)
-                name, position = data[position : position + size].decode(errors="backslashreplace"), position + size
-                size, position = decode_varint(data, position)
-                yield name, data[position : position + size] if size >= 0 else None  # type: ignore[misc]  # a stranger's header
-                position += max(size, 0)
+            found, position = read_headers(data, 0, missing=None)
         except (ValueError, IndexError) as error:
             raise self._damaged() from error
         if position != len(data):
             raise self._damaged()
+        return found
 
     def _bytes(self, begin: int, end: int) -> bytes | None:
         return bytes(self.data[begin:end]) if end >= begin else None

@@ -16,15 +16,20 @@ from kafka.record.util import decode_varint, encode_varint
 from topics.record import RawHeaders, Record
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """How a length is written in a record.
+
+    Example:
+        varint(100)  # -> b"\xc8\x01"
+    """
     out = bytearray()
     encode_varint(value, out.append)
     return bytes(out)
 
 
-_SMALL = tuple(_varint(value) for value in range(1 << 13))
+_SMALL = tuple(varint(value) for value in range(1 << 13))
 """Zigzag varints of the lengths, offsets and time differences nearly every record has."""
-_NONE = _varint(-1)
+_NONE = varint(-1)
 _KNOWN_NAMES = 1000
 """Header names kept encoded and decoded; there are a dozen, and foreign records must not fill the memory."""
 
@@ -33,7 +38,7 @@ _decoded_names: dict[bytes, str] = {}
 
 
 def _length(value: int) -> bytes:
-    return _SMALL[value] if 0 <= value < 1 << 13 else _varint(value)
+    return _SMALL[value] if 0 <= value < 1 << 13 else varint(value)
 
 
 def _encode_name(name: str) -> bytes:
@@ -84,6 +89,31 @@ def record_body(
     )
 
 
+def read_headers(raw: bytes, position: int, *, missing: Any = b"") -> tuple[RawHeaders, int]:
+    """The headers whose count begins at `position`, and where they end; `missing` stands for a value that is none.
+
+    Raises ValueError or IndexError where they contradict themselves.
+    """
+    fields, position = decode_varint(raw, position)
+    headers = []
+    for _ in range(fields):
+        size = raw[position] >> 1
+        if raw[position] > 0x7F or raw[position] & 1:
+            size, position = decode_varint(raw, position)
+        else:
+            position += 1
+        name = raw[position : position + size]
+        position += size
+        size = raw[position] >> 1
+        if raw[position] > 0x7F or raw[position] & 1:
+            size, position = decode_varint(raw, position)
+        else:
+            position += 1
+        headers.append((_decoded_names.get(name) or _decode_name(name), raw[position : position + size] if size >= 0 else missing))
+        position += max(size, 0)
+    return tuple(headers), position
+
+
 def read_batch(
     raw: bytes, start: int, count: int, *, topic: str, partition: int, base_offset: int, base_time_ms: int, time_ms: int | None = None
 ) -> Iterator[Record]:
@@ -92,41 +122,23 @@ def read_batch(
     `time_ms` is the broker's time of a topic that keeps that one instead of the producer's.
     """
     position = start
-    varint = decode_varint
-    names = _decoded_names
     try:
         for _ in range(count):
-            length, position = varint(raw, position)
+            length, position = decode_varint(raw, position)
             end = position + length
-            time_delta, position = varint(raw, position + 1)
-            offset_delta, position = varint(raw, position)
-            size, position = varint(raw, position)
+            time_delta, position = decode_varint(raw, position + 1)
+            offset_delta, position = decode_varint(raw, position)
+            size, position = decode_varint(raw, position)
             key = None
             if size >= 0:
                 key = raw[position : position + size]
                 position += size
-            size, position = varint(raw, position)
+            size, position = decode_varint(raw, position)
             value = b""
             if size >= 0:
                 value = raw[position : position + size]
                 position += size
-            fields, position = varint(raw, position)
-            headers = []
-            for _ in range(fields):
-                size = raw[position] >> 1
-                if raw[position] > 0x7F or raw[position] & 1:
-                    size, position = varint(raw, position)
-                else:
-                    position += 1
-                name = raw[position : position + size]
-                position += size
-                size = raw[position] >> 1
-                if raw[position] > 0x7F or raw[position] & 1:
-                    size, position = varint(raw, position)
-                else:
-                    position += 1
-                headers.append((names.get(name) or _decode_name(name), raw[position : position + size] if size >= 0 else b""))
-                position += max(size, 0)
+            headers, position = read_headers(raw, position)
             if position != end:
                 raise errors.CorruptRecordError(f"a record of {length} bytes ends {position - end} bytes off")
             yield Record(
@@ -135,7 +147,7 @@ def read_batch(
                 offset=base_offset + offset_delta,
                 timestamp_ms=base_time_ms + time_delta if time_ms is None else time_ms,
                 key=key,
-                headers=tuple(headers),
+                headers=headers,
                 value=value,
             )
     except (ValueError, IndexError) as error:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from infra.kafka.blocks import Block, varint
+from infra.kafka.blocks import Block
+from infra.kafka.wire import varint
 from pipeline.archive.arrays import Flags
 from topics import rollouts
 

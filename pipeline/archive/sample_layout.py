@@ -14,8 +14,8 @@ from infra.kafka.blocks import Block
 from pipeline.archive.arrays import Flags, Ints
 from topics import rollouts
 from topics.headers import MAX_HEADER_BYTES
-from topics.rollouts import FINISHES, Rollout
-from topics.samples import no_trajectory
+from topics.rollouts import FINISHES
+from topics.samples import no_trajectory, zeros
 
 Words = NDArray[np.uint64]
 Lengths = tuple[int, int, int, int]
@@ -116,24 +116,7 @@ class Layout:
 def payload(lengths: Lengths) -> bytes:
     """Of some sample of these lengths."""
     tokens, spans, finish, worker = lengths
-    return rollouts.encode(
-        Rollout(
-            group=0,
-            sample=0,
-            token_ids=np.zeros(tokens, np.int32),
-            behaviour_logprobs=np.zeros(tokens, np.float32),
-            loss_mask=np.zeros(tokens, np.bool_),
-            span_versions=np.zeros(spans, np.int32),
-            span_starts=np.zeros(spans, np.int32),
-            finish=BY_SIZE[finish],
-            temperature=0.0,
-            top_p=0.0,
-            top_k=0,
-            started_ns=0,
-            ended_ns=0,
-            worker=" " * worker,
-        )
-    )
+    return rollouts.encode(zeros(tokens=tokens, spans=spans, finish=BY_SIZE[finish], worker_size=worker))
 
 
 def _around() -> tuple[int, bytes]:

@@ -181,8 +181,8 @@ def _take_sample(mine: GroupRecords, record: Record, found: Run) -> None:
 
 
 def _outcomes(log: Log, found: Run, mine: GroupRecords) -> Iterator[Outcome]:
-    """Each whole outcome; the parts of one share its digest."""
-    parts: dict[str, dict[int, Record]] = {}
+    """Each whole outcome."""
+    parts = groups.Parts()
     for record in scan(log, f"{found.run}.groups", partitions=[mine.partition]):
         if not claims(record, mine.group):
             continue
@@ -193,16 +193,14 @@ def _outcomes(log: Log, found: Run, mine: GroupRecords) -> Iterator[Outcome]:
             continue
         if headers.group != mine.group:
             continue
-        known = parts.setdefault(headers.sha256 or "", {})
-        known[headers.part or 0] = record
-        if len(known) < (headers.parts or 1):
+        if (whole := parts.add(record, headers)) is None:
             continue
-        whole = tuple(known[part] for part in sorted(parts.pop(headers.sha256 or "")))
         try:
-            yield Outcome(records=whole, headers=headers, group=_decoded(groups.read, whole, found))
+            group = _decoded(groups.read, whole, found)
         except Unusable as error:
             mine.unusable.append((whole[-1], error))
-            yield Outcome(records=whole, headers=headers, group=None)
+            group = None
+        yield Outcome(records=tuple(whole), headers=headers, group=group)
 
 
 def _decoded(reader: Callable[..., tuple[Any, Any]], records: Any, found: Run) -> Any:

@@ -201,22 +201,16 @@ def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wan
 
 
 def whole_groups(log: Log, run: str, *, wanted: frozenset[int], alive: Alive) -> Iterator[tuple[Headers, Group]]:
-    """The first whole outcome of each wanted group; parts of one outcome share its digest."""
-    parts: dict[tuple[int, str], dict[int, Record]] = {}
-    seen: set[int] = set()
+    """The first whole outcome of each wanted group."""
+    parts, seen = groups.Parts(), set[int]()
     for record in watched(scan(log, f"{run}.groups"), alive):
         try:
             facts = groups.check(record, run=run)
-            assert facts.group is not None and facts.part is not None and facts.parts is not None
-            if facts.group not in wanted or facts.group in seen:
+            if facts.group not in wanted or facts.group in seen or (records := parts.add(record, facts)) is None:
                 continue
-            mine = parts.setdefault((facts.group, facts.sha256 or ""), {})
-            mine.setdefault(facts.part, record)
-            if len(mine) == facts.parts:
-                del parts[facts.group, facts.sha256 or ""]
-                found = groups.read([mine[part] for part in sorted(mine)], run=run)
-                seen.add(facts.group)
-                yield found
+            found = groups.read(records, run=run)
+            seen.add(found[1].group)
+            yield found
         except Unusable:
             continue
 

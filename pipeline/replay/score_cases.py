@@ -102,19 +102,12 @@ def read_prompts(log: Log, found: Run) -> dict[int, Asked]:
 
 
 def outcomes(log: Log, found: Run) -> Iterator[tuple[int, Group]]:
-    """Partition and group of every whole outcome that can be read; the parts of one share its digest."""
-    killers = found.killers
-    parts: dict[tuple[int | None, str | None], dict[int, Record]] = {}
+    """Partition and group of every whole outcome that can be read."""
+    killers, parts = found.killers, groups.Parts()
     for record in scan(log, f"{found.run}.groups"):
         try:
-            headers = groups.check(record, run=found.run)
-            known = parts.setdefault((headers.group, headers.sha256), {})
-            known.setdefault(headers.part or 0, record)
-            if len(known) < (headers.parts or 1):
-                continue
-            del parts[headers.group, headers.sha256]
-            whole = [known[part] for part in sorted(known)]
-            if killers.isdisjoint(map(_place, whole)):
+            whole = parts.add(record, groups.check(record, run=found.run))
+            if whole is not None and killers.isdisjoint(map(_place, whole)):
                 yield record.partition, groups.read(whole, run=found.run)[1]
         except Unusable:
             continue
