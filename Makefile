@@ -93,6 +93,6 @@ $(STAMP)/installed: $(STAMP)/environment requirements.lock pyproject.toml
 	@$(UV) pip install --quiet --no-deps -e .
 	@touch $@
 
-$(MODEL)/config.json: $(wildcard pipeline/tiny/*.py) | $(STAMP)/installed
+$(MODEL)/config.json: $(wildcard pipeline/envs/tiny/*.py) | $(STAMP)/installed
 	@$(BIN)/penstock model tiny $(MODEL)
 	@touch $@

@@ -27,9 +27,9 @@ from typing import Any
 import chaos_figures
 from command import PENSTOCK, launched
 
-from infra.broker import embedded, probe
-from infra.kafka.log import KafkaLog
-from pipeline.control import Control
+from penstock.infra.broker import embedded, probe
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.runtime.ledger_follower import Control
 
 ROLES = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker", "broker")
 LONGEST_STOP_S = 20.0

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from infra.log import Log, Partition
-from infra.log import Start as StartAt
-from pipeline.copies import Copies, count, read_drawn
-from topics import groups, ledger, metrics, prompts, rollouts
-from topics.errors import Unusable
-from topics.record import Record
+from benchmarks.duplicate_samples import Copies, count, read_drawn
+from penstock.infra.log import Log, Partition
+from penstock.infra.log import Start as StartAt
+from penstock.topics import groups, ledger, metrics, prompts, rollouts
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
 
 WIDTHS = (12, 7, 10, 8, 7, 7, 8, 7)
 BEFORE_S = 10.0

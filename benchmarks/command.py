@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-PENSTOCK = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))"]
+PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import main; sys.exit(main(sys.argv[1:]))"]
 
 
 @contextmanager

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from infra.engines.requests import GroupRequest, Sampling
-from infra.engines.vllm_arguments import check_installed, engine_arguments
-from infra.engines.vllm_engine import VllmEngine
-from infra.engines.vllm_model import read_geometry
-from infra.engines.vllm_start import start_vllm
-from infra.tensors import TensorBytes
+from penstock.infra.engines.base import GroupRequest, Sampling
+from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments
+from penstock.infra.engines.vllm.engine import VllmEngine
+from penstock.infra.engines.vllm.model_info import read_geometry
+from penstock.infra.engines.vllm.start import start_vllm
+from penstock.infra.tensors.stream import TensorBytes
 
 ROWS = 8
 VARIANTS = ["bare", "alone", "keep", "recompute"]

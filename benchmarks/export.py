@@ -28,17 +28,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from confluent_kafka import Producer
 
-from infra.broker import embedded
-from infra.broker.embedded import BrokerInfo
-from infra.kafka.log import KafkaLog
-from pipeline.archive.export import export
-from pipeline.archive.files import Archive, PartitionFile
-from pipeline.archive.tables import KINDS
-from pipeline.runs import write
-from topics import rollouts
-from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from topics.rollouts import Rollout
-from topics.runs import RunRecord
+from penstock.infra.broker import embedded
+from penstock.infra.broker.embedded import BrokerInfo
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive.export import export
+from penstock.pipeline.archive.files import Archive, PartitionFile
+from penstock.pipeline.archive.layout import KINDS
+from penstock.pipeline.runtime.run_registry import write
+from penstock.topics import rollouts
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.rollouts import Rollout
+from penstock.topics.runs import RunRecord
 
 LIMIT = 0.5
 PARTITIONS = 4
@@ -88,7 +88,7 @@ def fill(bootstrap: str, run: str, count: int) -> int:
         {
             "bootstrap.servers": bootstrap,
             "enable.idempotence": True,
-            "linger.ms": 10,  # as `infra.kafka.settings.producer` and `KafkaLog.producer` have it, without compression as well
+            "linger.ms": 10,  # as `penstock.infra.kafka.settings.producer` and `KafkaLog.producer` have it, without compression as well
             "batch.size": 1_000_000,
             "compression.type": "none",
             "queue.buffering.max.kbytes": 64 << 10,

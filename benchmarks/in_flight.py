@@ -22,7 +22,7 @@ from typing import Any
 from command import launched
 from scipy.stats import t as student
 
-from infra.broker.state import run_directory
+from penstock.infra.paths import run_directory
 
 ROLLOUT_CORE, TRAINER_CORE = 0, 1
 SYNCHRONOUS, IN_FLIGHT, BOTH_CORES = "synchronous", "in_flight", "synchronous, both cores"

@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 from command import PENSTOCK, launched
 
-from infra.broker import embedded
-from infra.kafka.log import KafkaLog
-from infra.log import Start
+from penstock.infra.broker import embedded
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Start
 
 GROWTH_LIMIT_MB, BACK_LIMIT_S, START_LIMIT_S = 200.0, 10.0, 300.0
 HEARD_BEFORE_S = 2.0

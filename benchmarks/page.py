@@ -21,17 +21,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from infra.memory_log import MemoryLog
-from pipeline.page.build import Limits, build, write
-from topics import groups, ledger, metrics, prompts, rollouts, runs
-from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from topics.groups import Group, ScoredSample
-from topics.ledger import Entry, Planned
-from topics.metrics import Measurement
-from topics.prompts import Prompt
-from topics.record import Outgoing
-from topics.rollouts import Rollout
-from topics.runs import RunRecord
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.html.build import Limits, build, write
+from penstock.topics import groups, ledger, metrics, prompts, rollouts, runs
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.ledger import Entry, Planned
+from penstock.topics.metrics import Measurement
+from penstock.topics.prompts import Prompt
+from penstock.topics.rollouts import Rollout
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.record import Outgoing
 
 RUN = "synthetic"
 SAMPLES_PER_PROMPT, GROUPS_PER_STEP, PARTITIONS = 8, 16, 8

@@ -22,13 +22,13 @@ from typing import Any
 
 from command import PENSTOCK
 
-from infra.broker import embedded
-from infra.kafka.log import KafkaLog
-from infra.log import Start
-from pipeline import copies
-from pipeline.control import Control
-from topics import metrics
-from topics.errors import Unusable
+from benchmarks import duplicate_samples
+from penstock.infra.broker import embedded
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Start
+from penstock.pipeline.runtime.ledger_follower import Control
+from penstock.topics import metrics
+from penstock.topics.wire.errors import Unusable
 
 LEAST_RATIO = 1.8
 LONGEST_S = 10.0
@@ -162,7 +162,7 @@ def measure(home: Path, settings: Sequence[str], *, window_s: float) -> dict[str
         watch.poll(window_s)
         again = watch.rate(began, time.time())
         control.catch_up()
-        drawn = copies.count(copies.read_drawn(log, run))
+        drawn = duplicate_samples.count(duplicate_samples.read_drawn(log, run))
         return {
             "before": before,
             "after": after,

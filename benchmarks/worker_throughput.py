@@ -26,20 +26,20 @@ import numpy as np
 from command import PENSTOCK
 from engine_swaps import make_model, open_bare
 
-from infra.broker import embedded
-from infra.kafka.log import KafkaLog
-from infra.tensors import TensorBytes
-from pipeline.chronicle import Chronicle
-from pipeline.config import Config, from_table
-from pipeline.course import Weights
-from pipeline.existing import ExistingSamples
-from pipeline.past import read_past
-from pipeline.prompt_queue import PromptQueue
-from pipeline.runs import create
-from pipeline.session import Session, join
-from pipeline.tiny.model import tiny_tokenizer
-from pipeline.weights_ahead import WeightsAhead
-from workers.rollout import Rollouts, join_others
+from penstock.infra.broker import embedded
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.config.load import Config, from_table
+from penstock.pipeline.envs.tiny.model import tiny_tokenizer
+from penstock.pipeline.learner.chronicle import Chronicle
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.runtime.session import Session, join
+from penstock.workers.rollout.group_tasks import PromptQueue
+from penstock.workers.rollout.published_samples import ExistingSamples
+from penstock.workers.rollout.weight_prefetch import WeightsAhead
+from penstock.workers.rollout.worker import Rollouts, join_others
 
 RUN = "throughput"
 LIMITS = {"worker": 0.95, "keep": 0.88, "stall_ms": 100.0}
@@ -199,7 +199,7 @@ def windows(
     session: Session, chosen: argparse.Namespace, model: Path, swap: Callable[[bool], None]
 ) -> tuple[dict[str, list[float]], list[float]]:
     """Let the ways alternate."""
-    from pipeline.engines import make_engine
+    from penstock.pipeline.runtime.factories import make_engine
 
     engine: Any = make_engine(session.config)
     longest = chosen.tokens + 32

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.losses import batch_loss
+from penstock.pipeline.algorithms.losses import batch_loss
 
 
 def forgiving(logprobs: Any, batch: Any, **settings: Any) -> tuple[Any, dict[str, float]]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infra import faults
-from infra.errors import BackendError, CheckpointError
+from penstock.infra import faults
+from penstock.infra.errors import BackendError, CheckpointError
 
 BACKEND = "backend"
 """The folder that a backend fills."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from topics.catalogue import TopicSpec
-from topics.record import Outgoing, Record
+from penstock.topics.catalogue import TopicSpec
+from penstock.topics.wire.record import Outgoing, Record
 
 GIVE_UP_S = 600.0
 """For how long a broker that is away is waited for, unless the run says otherwise (kafka.give_up_s)."""

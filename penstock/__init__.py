@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.opened import Run
-    from pipeline.config import Config
+    from penstock.pipeline.config.load import Config
 
 __all__ = ["launch", "open"]
 

@@ -6,12 +6,12 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from infra.log import Log
-from pipeline import tables
-from pipeline.launcher import connect
-from pipeline.report import collect
-from pipeline.runs import resolve
-from pipeline.sections import KafkaSection
+from penstock.infra.log import Log
+from penstock.pipeline.config.schema import KafkaSection
+from penstock.pipeline.launch.launcher import connect
+from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.observe.tables import samples_groups_steps
+from penstock.pipeline.runtime.run_registry import resolve
 
 
 class Run:
@@ -36,15 +36,15 @@ class Run:
 
     def samples(self) -> pa.Table:
         """One row a finished sample, by group and sample: tokens, logprobs, versions; completion and reward once it is scored."""
-        return tables.samples(self._log, self.id)
+        return samples_groups_steps.samples(self._log, self.id)
 
     def groups(self) -> pa.Table:
         """One row an admitted prompt group, by number: prompt, data columns, its fate, mean reward and policy versions."""
-        return tables.groups(self._log, self.id)
+        return samples_groups_steps.groups(self._log, self.id)
 
     def steps(self) -> pa.Table:
         """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""
-        return tables.steps(self._log, self.id)
+        return samples_groups_steps.steps(self._log, self.id)
 
     def close(self) -> None:
         """Let go of the broker."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from infra.broker import embedded
+from penstock.infra.broker import embedded
 
 # Examples are the same in every run, and a machine that is busy makes no example wrong.
 settings.register_profile("penstock", deadline=None, derandomize=True)
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _GUARD = """
 import sys
 from pathlib import Path
-from infra.broker.embedded import stop
+from penstock.infra.broker.embedded import stop
 for home in sys.stdin.read().splitlines():
     stop(Path(home))
 """

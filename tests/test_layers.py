@@ -10,25 +10,37 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("topics", "infra", "pipeline", "workers")
-"""From the bottom up: each may import itself and those before it."""
+"""From the bottom up: each may import itself and those before it. They are imported as `penstock.<layer>`."""
 FACADE = "penstock"
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "mlflow", "datasets", "peft")
-TOPICS_MAY_IMPORT = sys.stdlib_module_names | {"topics", "numpy", "pyarrow"}
+TOPICS_MAY_IMPORT = sys.stdlib_module_names | {"penstock", "numpy", "pyarrow"}
 
 MODULES = sorted(path.relative_to(ROOT) for layer in (*LAYERS, FACADE) for path in (ROOT / layer).rglob("*.py"))
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, int]]:
     """Every module that a file names in an import statement, wherever in the file, with its line."""
-    package = path.with_suffix("").parts[:-1]
+    package = path.parts[:-1] if path.parts[0] == FACADE else (FACADE, *path.parts[:-1])
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
-            # `from workers import rollout` names workers.rollout.
+            # `from workers import rollout` names penstock.workers.rollout.worker.
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def layer_of(module: str) -> str | None:
+    """The layer, or the facade, that a dotted name belongs to; None for a stranger.
+
+    Example:
+        layer_of("penstock.topics.rollouts")  # -> "topics"
+        layer_of("penstock.opened")  # -> "penstock"
+    """
+    top, _, rest = module.partition(".")
+    inner = rest.partition(".")[0]
+    return None if top != FACADE else inner if inner in LAYERS else FACADE
 
 
 def breaches(path: Path) -> list[str]:
@@ -37,15 +49,15 @@ def breaches(path: Path) -> list[str]:
     allowed = {*LAYERS, FACADE} if layer == FACADE else set(LAYERS[: LAYERS.index(layer) + 1])
     found = []
     for module, line in imports_of(path):
-        top = module.partition(".")[0]
-        if top in {*LAYERS, FACADE} and top not in allowed:
+        top, named = module.partition(".")[0], layer_of(module)
+        if top in LAYERS:
+            found.append(f"{path}:{line}: {module} is imported as penstock.{module}")
+        if named is not None and named not in allowed:
             found.append(f"{path}:{line}: {layer} imports {module}, which is above it")
         if layer == "topics" and top not in TOPICS_MAY_IMPORT:
             found.append(f"{path}:{line}: topics imports {module}")
-        if layer == "workers" and top == "workers":
-            role, other = path.with_suffix("").parts[1], module.split(".")[1]
-            if other != role:
-                found.append(f"{path}:{line}: worker {role} imports worker {other}")
+        if layer == named == "workers" and len(path.parts) > 2 and module.split(".")[2] != path.parts[1]:
+            found.append(f"{path}:{line}: worker {path.parts[1]} imports worker {module.split('.')[2]}")
     return found
 
 
@@ -57,20 +69,19 @@ def test_a_module_imports_only_its_own_layer_and_those_below(path: Path) -> None
 def test_an_import_that_points_up_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     for name, text in {
-        "topics/a.py": "def f():\n    import pipeline.plan\n",
+        "topics/a.py": "def f():\n    import penstock.pipeline.scheduling\n",
         "topics/b.py": "import torch\n",
-        "workers/c.py": "from workers import d\n",
-        "infra/e/f.py": "from topics import record\nfrom . import g\n",
+        "workers/c/worker.py": "from penstock.workers.d import worker\n",
+        "infra/e/f.py": "from penstock.topics import rollouts\nfrom . import g\n",
+        "infra/h.py": "from topics import rollouts\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert breaches(Path("topics/a.py")) == [
-        "topics/a.py:2: topics imports pipeline.plan, which is above it",
-        "topics/a.py:2: topics imports pipeline.plan",
-    ]
+    assert breaches(Path("topics/a.py")) == ["topics/a.py:2: topics imports penstock.pipeline.scheduling, which is above it"]
     assert breaches(Path("topics/b.py")) == ["topics/b.py:1: topics imports torch"]
-    assert breaches(Path("workers/c.py")) == ["workers/c.py:1: worker c imports worker d"]
+    assert breaches(Path("workers/c/worker.py")) == ["workers/c/worker.py:1: worker c imports worker d"]
     assert breaches(Path("infra/e/f.py")) == []
+    assert breaches(Path("infra/h.py")) == ["infra/h.py:1: topics.rollouts is imported as penstock.topics.rollouts"]
 
 
 def test_every_package_of_the_four_layers_is_looked_at() -> None:
@@ -78,23 +89,23 @@ def test_every_package_of_the_four_layers_is_looked_at() -> None:
 
 
 LIGHT = (
-    "topics",
-    "infra",
-    "pipeline",
-    "workers",
+    "penstock.topics",
+    "penstock.infra",
+    "penstock.pipeline",
+    "penstock.workers",
     "penstock",
-    "pipeline.cli",
-    "pipeline.entry",
-    "pipeline.launcher",
-    "pipeline.runs",
-    "pipeline.report",
-    "pipeline.inspect",
-    "pipeline.doctor",
-    "infra.kafka.log",
-    "infra.broker.embedded",
-    "workers.feeder",
-    "workers.scorer",
-    "workers.tracker",
+    "penstock.pipeline.cli",
+    "penstock.pipeline.runtime.main",
+    "penstock.pipeline.launch.launcher",
+    "penstock.pipeline.runtime.run_registry",
+    "penstock.pipeline.observe.report.summary",
+    "penstock.pipeline.observe.records.browse",
+    "penstock.pipeline.launch.doctor",
+    "penstock.infra.kafka.log",
+    "penstock.infra.broker.embedded",
+    "penstock.workers.feeder.worker",
+    "penstock.workers.scorer.worker",
+    "penstock.workers.tracker.worker",
 )
 """What a machine without torch imports: every package itself, and what feeder, scorer, tracker and the command line begin with."""
 

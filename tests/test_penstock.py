@@ -12,13 +12,13 @@ import pyarrow as pa
 import pytest
 
 import penstock
-from infra.kafka.log import KafkaLog
+from penstock.infra.kafka.log import KafkaLog
 from penstock.opened import Run
-from pipeline import tables
-from tests.pipeline.a_run import Teller
-from topics import groups, rollouts
-from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from topics.record import Outgoing
+from penstock.pipeline.observe.tables import samples_groups_steps
+from penstock.topics import groups, rollouts
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import Teller
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 3
@@ -66,7 +66,7 @@ def test_the_report_is_that_of_the_command_line(run: Run) -> None:
 
 def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Run) -> None:
     table = run.samples()
-    assert table.schema == tables.SAMPLES
+    assert table.schema == samples_groups_steps.SAMPLES
     assert table.num_rows == 4 * GROUPS
     assert table["group"].to_pylist() == [group for group in range(GROUPS) for _ in range(4)]
     assert table["sample"].to_pylist() == [0, 1, 2, 3] * GROUPS
@@ -79,7 +79,7 @@ def test_samples_are_one_row_each_with_tokens_as_lists_and_their_rewards(run: Ru
 
 def test_groups_are_one_row_each_with_their_fate(run: Run) -> None:
     table = run.groups()
-    assert table.schema == tables.GROUPS
+    assert table.schema == samples_groups_steps.GROUPS
     assert table["fate"].to_pylist() == ["filtered", *["trained"] * (2 * STEPS), "unused"]
     assert table["reason"].to_pylist()[:2] == ["because", None]
     assert table["reward_mean"].to_pylist() == [0.0, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.0]
@@ -98,9 +98,9 @@ def test_steps_are_one_row_each_with_a_column_for_each_metric(run: Run) -> None:
 def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id: str) -> None:
     write(broker, run_id, [Teller(run_id).record()])
     with penstock.open(run_id, bootstrap=broker) as run:
-        assert run.samples() == tables.SAMPLES.empty_table()
-        assert run.groups() == tables.GROUPS.empty_table()
-        assert run.steps() == tables.STEPS.empty_table()
+        assert run.samples() == samples_groups_steps.SAMPLES.empty_table()
+        assert run.groups() == samples_groups_steps.GROUPS.empty_table()
+        assert run.steps() == samples_groups_steps.STEPS.empty_table()
 
 
 def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broker: str, run_id: str) -> None:
@@ -148,7 +148,7 @@ def test_an_unknown_run_is_one_line(broker: str, run_id: str) -> None:
 
 
 def test_overrides_go_with_a_configuration_object_too() -> None:
-    from pipeline.config import ConfigError, load, override
+    from penstock.pipeline.config.load import ConfigError, load, override
 
     config = load(ROOT / "examples" / "demo.toml")
     assert override(config, ["schedule.prompts_per_step=3"]).schedule.prompts_per_step == 3
@@ -159,7 +159,7 @@ def test_overrides_go_with_a_configuration_object_too() -> None:
 
 @pytest.mark.slow
 def test_a_launched_run_returns_its_report_and_can_be_read(broker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from pipeline.tiny.model import make_tiny_model
+    from penstock.pipeline.envs.tiny.model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", steps=1)
     overrides = ["run.steps=2", "schedule.samples_per_prompt=4", "algorithm.filter_zero_variance=false", "eval.limit=4"]

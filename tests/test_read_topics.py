@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from infra.kafka.log import KafkaLog
-from tests.pipeline.a_run import Teller
-from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
-from topics.catalogue import topics_of
-from topics.record import Outgoing
-from topics.samples import SAMPLE_FIELDS
+from penstock.infra.kafka.log import KafkaLog
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.catalogue import topics_of
+from penstock.topics.samples import SAMPLE_FIELDS
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import Teller
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "read_topics.py"
@@ -72,7 +72,7 @@ def test_the_documented_columns_are_those_of_the_codec(schema: str) -> None:
 
 
 def test_every_header_is_documented() -> None:
-    from topics.headers import CHECKSUM, Headers
+    from penstock.topics.wire.headers import CHECKSUM, Headers
 
     names = {name.replace("_", "-") for name in Headers.__dataclass_fields__} | {CHECKSUM}
     assert {name for name in names if f"`{name}`" in DOCUMENT} == names

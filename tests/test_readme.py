@@ -1,6 +1,6 @@
 """What README and docs say is there is there: the tree, the commands, the files and the configuration's keys.
 
-`python tests/test_readme.py` rewrites the tree in README.md from the first sentence of each module's docstring.
+`python tests/test_readme.py` rewrites the tree in README.md from the first sentence of each folder's docstring.
 """
 
 import ast
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("topics", "infra", "pipeline", "workers", "penstock")
 BEGIN, END = "<!-- tree -->\n```\n", "```\n<!-- /tree -->"
-WIDTH = 26
+WIDTH = 16
 SHOWN = 104
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 UNNAMED = {"__pycache__", "build", "dist"}
@@ -37,23 +37,14 @@ def gist(path: Path) -> str:
     return short if SHOWN // 3 < len(short) <= SHOWN else first[:SHOWN].rsplit(" ", 1)[0].rstrip(",:") + " …"
 
 
-def lines_of(folder: Path, *, indent: int) -> Iterator[str]:
-    """A package's files, then its folders, each with its gist."""
-    for path in sorted(folder.glob("*.py")):
-        if path.name != "__init__.py":
-            yield f"{' ' * indent + path.name:<{WIDTH}} {gist(path)}"
-    for inner in sorted(path for path in folder.iterdir() if (path / "__init__.py").exists()):
-        yield f"{' ' * indent + inner.name + '/':<{WIDTH}} {gist(inner / '__init__.py')}"
-        yield from lines_of(inner, indent=indent + 2)
-
-
 def tree() -> str:
-    """The four packages as README.md draws them."""
+    """The packages and the folders in them as README.md draws them: a folder, and the first clause of its docstring."""
     lines: list[str] = []
     for name in PACKAGES:
-        if (ROOT / name / "__init__.py").exists():
-            lines += [f"{name + '/':<{WIDTH}} {gist(ROOT / name / '__init__.py')}", *lines_of(ROOT / name, indent=2)]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+        lines.append(f"{name + '/':<{WIDTH}} {gist(ROOT / name / '__init__.py')}")
+        for folder in sorted(path.parent for path in (ROOT / name).glob("*/__init__.py") if not path.parent.is_symlink()):
+            lines.append(f"{'  ' + folder.name + '/':<{WIDTH}} {gist(folder / '__init__.py')}")
+    return "\n".join(lines) + "\n"
 
 
 def drawn(text: str) -> str:
@@ -85,7 +76,7 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_command_that_is_named_exists(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from pipeline.cli import main
+    from penstock.pipeline.cli import main
 
     for words, options in set(commands(path.read_text(encoding="utf-8"))):
         assert main([*words, "--help"]) == 0, f"{path.name}: penstock {' '.join(words)}"
@@ -124,7 +115,7 @@ def documented() -> dict[str, str]:
 def test_every_key_of_the_configuration_is_documented_with_its_default() -> None:
     from pydantic_core import PydanticUndefined
 
-    from pipeline.config import Config
+    from penstock.pipeline.config.load import Config
 
     expected = {}
     for section, field in Config.model_fields.items():

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from topics.codec import Codec
-from topics.columns import Payload, Reader, Writer
-from topics.fields import column, list_of
-from topics.headers import Headers, match, read_headers
-from topics.record import RawHeaders, Record
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Payload, Reader, Writer
+from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.headers import Headers, match, read_headers
+from penstock.topics.wire.record import RawHeaders, Record
 
 SCHEMA = "dead-letters/1"
 _HEADER = pa.struct([column("name", pa.string()), column("value", pa.binary(), nullable=True)])

@@ -11,14 +11,14 @@ from typing import Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from topics.codec import Codec
-from topics.columns import Int32s, Payload, Reader, Writer, rows
-from topics.equality import ByValue
-from topics.errors import Unusable, require
-from topics.fields import column, list_of
-from topics.headers import Headers, match, one_of, read_headers
-from topics.record import Record
-from topics.samples import SAMPLE_FIELDS, Rollout, read_samples, write_samples
+from penstock.topics.samples import SAMPLE_FIELDS, Rollout, read_samples, write_samples
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Int32s, Payload, Reader, Writer, rows
+from penstock.topics.wire.equality import ByValue
+from penstock.topics.wire.errors import Unusable, require
+from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.record import Record
 
 SCHEMA = "groups/1"
 MAX_PART_BYTES = 8 << 20

@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from topics.codec import Codec
-from topics.columns import Payload, Reader, Writer, rows
-from topics.errors import Unusable, require
-from topics.fields import column, list_of, map_of
-from topics.headers import Headers, match, one_of, read_headers
-from topics.record import Record
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Payload, Reader, Writer, rows
+from penstock.topics.wire.errors import Unusable, require
+from penstock.topics.wire.fields import column, list_of, map_of
+from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.record import Record
 
 SCHEMA = "ledger/1"
 EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "run-closed"]

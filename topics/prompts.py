@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from topics.codec import Codec
-from topics.columns import Int32s, Payload, Reader, Writer, rows
-from topics.equality import ByValue
-from topics.fields import column, list_of
-from topics.headers import Headers, match, read_headers
-from topics.record import Record
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Int32s, Payload, Reader, Writer, rows
+from penstock.topics.wire.equality import ByValue
+from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.headers import Headers, match, read_headers
+from penstock.topics.wire.record import Record
 
 SCHEMA = "prompts/1"
 CODEC = Codec(

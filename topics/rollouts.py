@@ -5,14 +5,14 @@ The oldest policy version of a sample is the one that counts; it stands in the h
 import numpy as np
 import pyarrow as pa
 
-from topics import shapes
-from topics.codec import Codec
-from topics.columns import Payload, Reader
-from topics.fields import column
-from topics.headers import Headers, match, one_of, read_headers
-from topics.record import Record
-from topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, flaw, read_samples
-from topics.shapes import Shapes
+from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, flaw, read_samples
+from penstock.topics.wire import shapes
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Payload, Reader
+from penstock.topics.wire.fields import column
+from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.record import Record
+from penstock.topics.wire.shapes import Shapes
 
 __all__ = ["CODEC", "FINISHES", "SCHEMA", "Finish", "Rollout", "check", "decode", "encode", "headers", "read"]
 

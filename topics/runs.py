@@ -7,12 +7,12 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from topics.codec import Codec
-from topics.columns import Payload, Reader, Writer
-from topics.errors import require
-from topics.fields import column
-from topics.headers import Headers, match, one_of, read_headers
-from topics.record import Record
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Payload, Reader, Writer
+from penstock.topics.wire.errors import require
+from penstock.topics.wire.fields import column
+from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.record import Record
 
 SCHEMA = "runs/1"
 Status = Literal["created", "running", "finished", "stopped", "failed"]

@@ -10,11 +10,11 @@ from typing import Literal, get_args
 import numpy as np
 import pyarrow as pa
 
-from topics.codec import null_block
-from topics.columns import Block, Bools, Float32s, Int32s, Reader, Writer, rows
-from topics.equality import ByValue
-from topics.errors import Unusable
-from topics.fields import column, list_of
+from penstock.topics.wire.codec import null_block
+from penstock.topics.wire.columns import Block, Bools, Float32s, Int32s, Reader, Writer, rows
+from penstock.topics.wire.equality import ByValue
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.fields import column, list_of
 
 Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)
@@ -123,6 +123,26 @@ def flaw(rollout: Rollout, *, gaps: bool = True) -> str | None:
     if rollout.finish not in FINISHES:
         return f"finish is {rollout.finish[:60]!r}, expected one of {', '.join(FINISHES)}"
     return None
+
+
+def zeros(*, tokens: int, spans: int, finish: Finish, worker_size: int) -> Rollout:
+    """A sample of these lengths in which everything else is zero; it has the byte layout of every sample of these lengths."""
+    return Rollout(
+        group=0,
+        sample=0,
+        token_ids=np.zeros(tokens, np.int32),
+        behaviour_logprobs=np.zeros(tokens, np.float32),
+        loss_mask=np.zeros(tokens, np.bool_),
+        span_versions=np.zeros(spans, np.int32),
+        span_starts=np.zeros(spans, np.int32),
+        finish=finish,
+        temperature=0.0,
+        top_p=0.0,
+        top_k=0,
+        started_ns=0,
+        ended_ns=0,
+        worker=" " * worker_size,
+    )
 
 
 def write_samples(writer: Writer, rollouts: Sequence[Rollout]) -> None:

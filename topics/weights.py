@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from topics.codec import Codec
-from topics.columns import Payload, Reader, Writer, rows
-from topics.errors import require
-from topics.fields import column, list_of
-from topics.headers import Headers, match, read_headers
-from topics.record import Record
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Payload, Reader, Writer, rows
+from penstock.topics.wire.errors import require
+from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.headers import Headers, match, read_headers
+from penstock.topics.wire.record import Record
 
 SCHEMA = "weights/1"
 CHUNK_SCHEMA = "weights-chunk/1"

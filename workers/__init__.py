@@ -1,1 +1,1 @@
-"""Who acts: one file per role. Workers never import each other; what they agree on is in `pipeline`."""
+"""Who acts: one folder per role. Workers never import each other; what they agree on is in `pipeline`."""

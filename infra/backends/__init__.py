@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from infra.backends.batch import TokenBatch
-from infra.backends.settings import BackendSettings
-from infra.tensors import TensorBytes
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.settings import BackendSettings
+from penstock.infra.tensors.stream import TensorBytes
 
 BACKENDS = ("torch", "deepspeed")
 
@@ -94,11 +94,11 @@ class Backend(Protocol):
 def open_backend(name: str, **settings: Any) -> Backend:
     """The backend called `name` with `BackendSettings`' fields (and `zero_stage` for deepspeed); imports torch."""
     if name == "torch":
-        from infra.backends.torch_backend import TorchBackend
+        from penstock.infra.backends.torch_backend import TorchBackend
 
         return TorchBackend(**settings)
     if name == "deepspeed":
-        from infra.backends.deepspeed_backend import DeepSpeedBackend
+        from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
 
         return DeepSpeedBackend(**settings)
     raise ValueError(f"unknown trainer backend {name!r}: choose one of {', '.join(BACKENDS)}")

@@ -18,12 +18,12 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from infra.backends.batch import TokenBatch
-from infra.backends.forward import batch_logprobs
-from infra.backends.settings import BackendSettings
-from infra.errors import BackendError
-from infra.tensors import TensorBytes
-from infra.torch_tensors import copy_into, from_bytes
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.forward import batch_logprobs
+from penstock.infra.backends.settings import BackendSettings
+from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import copy_into, from_bytes
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from infra.backends import LossFunction, StepResult
-from infra.backends.batch import TokenBatch
-from infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving
-from infra.backends.process_group import import_deepspeed, join_process_group
-from infra.errors import BackendError
-from infra.tensors import TensorBytes
-from infra.torch_tensors import fitting, from_bytes, tensor_bytes
+from penstock.infra.backends import LossFunction, StepResult
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving
+from penstock.infra.backends.process_group import import_deepspeed, join_process_group
+from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
 
 TAG = "deepspeed"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infra.backends.batch import TokenBatch
+from penstock.infra.backends.batch import TokenBatch
 
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 logits in work at a time: large enough to be fast, small beside any model
 

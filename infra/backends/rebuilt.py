@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from infra.backends.common import TOKENIZER_FILES
-from infra.errors import BackendError
-from infra.tensors import TensorBytes
-from infra.torch_tensors import copy_into
+from penstock.infra.backends.common import TOKENIZER_FILES
+from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import copy_into
 
 
 def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], directory: Path) -> None:

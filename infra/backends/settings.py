@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.backends.schedule import learning_rate
+from penstock.infra.backends.schedule import learning_rate
 
 DTYPES = ("float32", "bfloat16")
 

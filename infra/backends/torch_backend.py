@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from infra.backends import LossFunction, StepResult
-from infra.backends.batch import TokenBatch
-from infra.backends.common import LocalModel, checked_denominator, checked_norm, saving
-from infra.errors import BackendError
-from infra.tensors import TensorBytes
-from infra.torch_tensors import copy_into, to_bytes
+from penstock.infra.backends import LossFunction, StepResult
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving
+from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import copy_into, to_bytes
 
 STATE_FILE = "trainer.pt"
 

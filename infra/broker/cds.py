@@ -11,7 +11,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from infra.broker.java import Java
+from penstock.infra.broker.java import Java
 
 _QUIET = ("-Xshare:auto", "-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xlog:class+path=off")
 _USE, WRITE = "-XX:SharedArchiveFile=", "-XX:ArchiveClassesAtExit="

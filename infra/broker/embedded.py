@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.broker import cds, fencing, jars, ports, probe, process, settings
-from infra.broker.java import find_java
-from infra.broker.state import state_directory, writable
-from infra.errors import BrokerError
+from penstock.infra.broker import cds, fencing, jars, ports, probe, process, settings
+from penstock.infra.broker.java import find_java
+from penstock.infra.errors import BrokerError
+from penstock.infra.paths import state_directory, writable
 
 # A broker is ready within 5 s on an idle machine, within 8 s after kill -9; recovery of a large log after a power cut takes longer.
 READY_TIMEOUT_S = 120.0

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.broker import process, settings
-from infra.broker.ports import Ports
+from penstock.infra.broker import process, settings
+from penstock.infra.broker.ports import Ports
 
 LIMIT_S = 30.0
 """A controller that has not got so far by then is ended all the same."""

@@ -1,7 +1,7 @@
 """Kafka's class path: exactly the jars pinned in `jars.sha256`, and none is used before its SHA-256 was compared.
 
 Each line of the list is `<sha256>  <path in a Maven repository>`, so `sha256sum -c` reads it too. Jars live in the user's
-Maven cache ($M2_REPO, else ~/.m2/repository). `python -m infra.broker.jars --pin` resolves the set anew and rewrites the list.
+Maven cache ($M2_REPO, else ~/.m2/repository). `python -m penstock.infra.broker.jars --pin` resolves the set anew and rewrites the list.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from infra.errors import BrokerError
+from penstock.infra.errors import BrokerError
 
 KAFKA = "org.apache.kafka:kafka_2.13:4.3.1"
 # Without a binding for slf4j 1.7 Kafka logs nothing at all; the version is that of the log4j-core which Kafka brings.
@@ -104,7 +104,7 @@ def pin(pins: Path = PINS) -> int:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """Check the jars in the cache against the list, or rewrite the list."""
-    parser = argparse.ArgumentParser(prog="python -m infra.broker.jars", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m penstock.infra.broker.jars", description=main.__doc__)
     parser.add_argument("--pin", action="store_true", help="resolve the jars anew and rewrite jars.sha256")
     if parser.parse_args(None if arguments is None else list(arguments)).pin:
         print(f"pinned {pin()} jars in {PINS}")

@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.errors import BrokerError
+from penstock.infra.errors import BrokerError
 
 # Kafka 4.3 brokers need 17; 25 is the newest release they are tested with.
 OLDEST, NEWEST = 17, 25

@@ -8,8 +8,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.broker.settings import HOST
-from infra.errors import BrokerError
+from penstock.infra.broker.settings import HOST
+from penstock.infra.errors import BrokerError
 
 # Below the ports that systems hand out to outgoing connections (32768 and up), where a remembered one would be taken by chance.
 _RANGE = range(20000, 30000)

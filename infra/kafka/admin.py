@@ -12,13 +12,14 @@ from kafka import KafkaAdminClient, TopicPartition, errors
 from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
 from kafka.protocol.consumer import IsolationLevel
 
-from infra.errors import LogError
-from infra.kafka import edge, settings
-from infra.kafka.contact import Contact, Wait
-from infra.kafka.costs import Costs
-from infra.kafka.settings import Connection
-from infra.log import Partition
-from topics.catalogue import TopicSpec
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka import settings
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.outage import Contact, Wait
+from penstock.infra.kafka.settings import Connection
+from penstock.infra.log import Partition
+from penstock.topics.catalogue import TopicSpec
 
 T = TypeVar("T")
 

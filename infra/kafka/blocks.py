@@ -11,9 +11,9 @@ import numpy as np
 from kafka.record.util import decode_varint
 from numpy.typing import NDArray
 
-from infra.errors import LogError
-from infra.kafka.wire import read_headers
-from topics.record import RawHeaders, Record
+from penstock.infra.errors import LogError
+from penstock.infra.kafka.client_repairs.record_format import read_headers
+from penstock.topics.wire.record import RawHeaders, Record
 
 Ints = NDArray[np.int64]
 _LONGEST_VARINT = 10

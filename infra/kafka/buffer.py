@@ -7,9 +7,9 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 
-from infra.errors import LogError
-from infra.log import Assigned, Commits, Event, Membership, Partition, Records, Revoked
-from topics.record import Record
+from penstock.infra.errors import LogError
+from penstock.infra.log import Assigned, Commits, Event, Membership, Partition, Records, Revoked
+from penstock.topics.wire.record import Record
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from kafka import KafkaConsumer, errors
 from kafka.record.default_records import DefaultRecordBatch
 
-from infra.errors import LogError, LogUnreachable
-from infra.kafka import edge, internals, settings
-from infra.kafka.blocks import Batch, Block, parse
-from infra.kafka.settings import Connection
+from penstock.infra.errors import LogError, LogUnreachable
+from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka import settings
+from penstock.infra.kafka.blocks import Batch, Block, parse
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.settings import Connection
 
 ANSWER_BYTES = 8 << 20
 """Of records in an answer, unless one batch alone is larger."""
@@ -106,7 +108,7 @@ class BlockReader:
     def _call(self, topic: str, partition: int) -> None:
         if self._client is None:
             self._client = edge.make(KafkaConsumer, self._connection, settings.consumer(self._connection, group=None, committed=True))
-        self._socket = internals.leader_socket(self._client, topic, partition, ANSWER_S)
+        self._socket = private_api.leader_socket(self._client, topic, partition, ANSWER_S)
 
     def _ask(self, topic: str, partition: int, offset: int) -> None:
         name, client_id = topic.encode(), self._connection.client_id.encode()
@@ -200,7 +202,7 @@ def _uncompressed(buffer: bytearray, batches: list[Batch], place: str) -> tuple[
     for batch in batches:
         start, whole = len(data), bytes(memoryview(buffer)[batch.start - _BATCH.size : batch.end])
         try:
-            data += internals.uncompressed(whole)
+            data += private_api.uncompressed(whole)
         except errors.KafkaError as error:
             raise edge.translate(error, f"{place} cannot be read at offset {batch.base_offset}") from error
         found.append(batch._replace(start=start, end=len(data), compressed=False))

@@ -10,20 +10,21 @@ from typing import Any
 
 from kafka import TopicPartition
 
-from infra.errors import LogError
-from infra.kafka import internals, reading
-from infra.kafka.admin import Admin
-from infra.kafka.contact import Contact, Outage
-from infra.kafka.costs import Costs
-from infra.kafka.fetch import BlockReader
-from infra.kafka.member import KafkaMember
-from infra.kafka.producer import KafkaProducerOfRecords
-from infra.kafka.settings import Connection
-from infra.kafka.tail import KafkaTail
-from infra.kafka.transactions import KafkaTransactions
-from infra.log import GIVE_UP_S, TRANSACTION_S, Partition, Start, StartAt
-from topics.catalogue import TopicSpec
-from topics.record import Record
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import consumer
+from penstock.infra.kafka.admin import Admin
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.fetch import BlockReader
+from penstock.infra.kafka.member import KafkaMember
+from penstock.infra.kafka.outage import Contact, Outage
+from penstock.infra.kafka.producer import KafkaProducerOfRecords
+from penstock.infra.kafka.settings import Connection
+from penstock.infra.kafka.tail import KafkaTail
+from penstock.infra.kafka.transactions import KafkaTransactions
+from penstock.infra.log import GIVE_UP_S, TRANSACTION_S, Partition, Start, StartAt
+from penstock.topics.catalogue import TopicSpec
+from penstock.topics.wire.record import Record
 
 _RUN_GAP = 64
 """Offsets further apart than this are fetched by a seek of their own instead of reading what lies between."""
@@ -190,7 +191,9 @@ class KafkaLog:
         with self._reader_lock:
             began = time.thread_time()
             if self._reader is None:
-                self._reader = self._contact.reach(lambda: reading.make_consumer(self._connection, self._costs, group=None, committed=True))
+                self._reader = self._contact.reach(
+                    lambda: consumer.make_consumer(self._connection, self._costs, group=None, committed=True)
+                )
                 self._reader_outage = Outage(self._contact)
                 began = time.thread_time()
             for run in _runs([offset for offset in offsets if offset >= 0 and offset not in found]):
@@ -203,7 +206,7 @@ class KafkaLog:
         patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
         self._reader.assign([tp])
         self._reader.seek(tp, run[0])
-        while (internals.position(self._reader, tp) or 0) <= run[-1]:
+        while (private_api.position(self._reader, tp) or 0) <= run[-1]:
             now = time.monotonic()
             if now >= patient_until:
                 return
@@ -211,7 +214,7 @@ class KafkaLog:
             if now >= deadline:
                 place = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {place} took too long; is the broker running, or a transaction open?")
-            polled = reading.poll(self._reader, min(1.0, left), 500)
+            polled = consumer.poll(self._reader, min(1.0, left), 500)
             for records in polled.values():
                 found.update((record.offset, record) for record in records if record.offset in wanted)
             if polled:
@@ -228,7 +231,7 @@ class KafkaLog:
         with self._reader_lock:
             reader, self._reader = self._reader, None
         if reader is not None:
-            reading.close_consumer(reader, 2.0)
+            consumer.close_consumer(reader, 2.0)
         self._admin.close()
         self._contact.close()
 

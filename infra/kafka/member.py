@@ -11,14 +11,16 @@ from typing import Any
 
 from kafka import ConsumerRebalanceListener, TopicPartition, errors
 
-from infra.errors import LogError
-from infra.kafka import edge, internals, reading
-from infra.kafka.admin import Admin
-from infra.kafka.buffer import Buffer
-from infra.kafka.contact import Contact, Outage
-from infra.kafka.costs import Costs
-from infra.kafka.settings import Connection
-from infra.log import Assigned, Commits, Event, Membership, StartAt
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import consumer as reading
+from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka.admin import Admin
+from penstock.infra.kafka.buffer import Buffer
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.outage import Contact, Outage
+from penstock.infra.kafka.settings import Connection
+from penstock.infra.log import Assigned, Commits, Event, Membership, StartAt
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class KafkaMember:
 
     def _join(self) -> Any:
         consumer = reading.make_consumer(self._connection, self._costs, group=self._group, committed=True, member=True)
-        internals.subscribe(consumer, self._topics, _Listener(self, consumer))
+        private_api.subscribe(consumer, self._topics, _Listener(self, consumer))
         return consumer
 
     def _run(self) -> None:
@@ -154,7 +156,7 @@ class KafkaMember:
         assert incoming is not None
         partitions, membership = incoming
         try:
-            found = internals.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
+            found = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
         except errors.RetriableError:
             return  # the broker is away: at the next turn
         committed = {reading.partition_of(tp): reading.to_committed(found.get(tp)) for tp in sorted(partitions)}
@@ -175,13 +177,13 @@ class KafkaMember:
     def _send_commits(self, offsets: dict[Any, Any]) -> None:
         if offsets:
             sent = {reading.partition_of(tp): (value.offset, value.metadata) for tp, value in offsets.items()}
-            future = internals.commit_soon(self._consumer, offsets)
+            future = private_api.commit_soon(self._consumer, offsets)
             future.add_callback(lambda _: self._buffer.committed(sent))
             future.add_errback(lambda error: self._buffer.uncommitted(sent, error))
 
     def _watch(self) -> None:
         """Make the consumer anew when a join does not come to an end although a broker is connected."""
-        now, joined = time.monotonic(), internals.has_joined(self._consumer)
+        now, joined = time.monotonic(), private_api.has_joined(self._consumer)
         outage_s = self._outage.look(self._consumer, due=joined)
         if outage_s > 0 or joined:
             self._joined_at = now

@@ -9,13 +9,15 @@ from typing import Any
 
 from kafka import KafkaProducer, errors
 
-from infra.errors import LogError, OutcomeUnknown, SendFailed
-from infra.kafka import edge, internals, settings
-from infra.kafka.admin import Admin
-from infra.kafka.contact import Contact, Wait
-from infra.kafka.costs import Costs
-from infra.kafka.settings import Connection
-from topics.record import Outgoing
+from penstock.infra.errors import LogError, OutcomeUnknown, SendFailed
+from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka import settings
+from penstock.infra.kafka.admin import Admin
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.outage import Contact, Wait
+from penstock.infra.kafka.settings import Connection
+from penstock.topics.wire.record import Outgoing
 
 _RECORD_OVERHEAD = 512
 """[bytes] a small record holds in memory beyond its value: futures, headers, batch bookkeeping."""
@@ -75,7 +77,7 @@ class KafkaProducerOfRecords:
         configs = settings.producer(connection, give_up_s=give_up_s, linger_ms=linger_ms)
         self._kafka = contact.reach(lambda: edge.make(KafkaProducer, connection, configs))
         self._meter = costs.meter("send_s")
-        costs.watch(internals.io_thread(self._kafka), "io_s")
+        costs.watch(private_api.io_thread(self._kafka), "io_s")
         self._room = threading.Condition()
         self._held = 0
         self._waiting = 0
@@ -113,7 +115,7 @@ class KafkaProducerOfRecords:
         deadline = time.monotonic() + self._give_up_s
         while True:
             try:
-                return internals.append(self._kafka, outgoing)
+                return private_api.append(self._kafka, outgoing)
             except errors.KafkaTimeoutError as error:
                 if time.monotonic() > deadline:
                     raise SendFailed(f"no broker told about {outgoing.topic} for {self._give_up_s:.0f} s") from error
@@ -154,6 +156,6 @@ class KafkaProducerOfRecords:
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Write what is on its way, for `timeout_s` at most, and stop."""
-        self._costs.unwatch(internals.io_thread(self._kafka))
+        self._costs.unwatch(private_api.io_thread(self._kafka))
         self._costs.retire(self._meter)
-        internals.close_producer(self._kafka, timeout_s)
+        private_api.close_producer(self._kafka, timeout_s)

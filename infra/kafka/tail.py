@@ -6,14 +6,15 @@ from typing import Any
 
 from kafka import TopicPartition
 
-from infra.errors import LogError
-from infra.kafka import edge, internals, reading
-from infra.kafka.admin import Admin
-from infra.kafka.contact import Contact, Outage
-from infra.kafka.costs import Costs
-from infra.kafka.settings import Connection
-from infra.log import Commits, Committed, Partition, Start
-from topics.record import Record
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import consumer, errors
+from penstock.infra.kafka.admin import Admin
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.outage import Contact, Outage
+from penstock.infra.kafka.settings import Connection
+from penstock.infra.log import Commits, Committed, Partition, Start
+from penstock.topics.wire.record import Record
 
 
 class KafkaTail:
@@ -35,7 +36,7 @@ class KafkaTail:
         offsets = self._resolve(starts)
         self._meter = costs.meter("poll_s")
         self._few_until = 0.0
-        self._consumer = contact.reach(lambda: reading.make_consumer(connection, costs, group=group, committed=committed))
+        self._consumer = contact.reach(lambda: consumer.make_consumer(connection, costs, group=group, committed=committed))
         self._outage = Outage(contact)
         self._assign(offsets)
 
@@ -76,21 +77,21 @@ class KafkaTail:
         if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
             time.sleep(min(pause, timeout_s))
         left = timeout_s
-        while not (polled := reading.poll(self._consumer, left, max_records)):
+        while not (polled := consumer.poll(self._consumer, left, max_records)):
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
         if polled:
             self._outage.over()
         records = [record for part in polled.values() for record in part]
-        self._few_until = time.monotonic() + reading.GATHER_S if 0 < len(records) < reading.GATHER_BELOW else 0.0
+        self._few_until = time.monotonic() + consumer.GATHER_S if 0 < len(records) < consumer.GATHER_BELOW else 0.0
         self._meter.seconds += time.thread_time() - began
         return records
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
         """Everything up to the ends as they are now; raises LogError when that takes longer than `timeout_s`, outages apart."""
         deadline = time.monotonic() + timeout_s
-        held = [reading.partition_of(tp) for tp in self._consumer.assignment()]
+        held = [consumer.partition_of(tp) for tp in self._consumer.assignment()]
         ends = self._admin.offsets(held, end=True, committed=self._committed)
         begins = self._admin.offsets(held, end=False, committed=self._committed)
         behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
@@ -107,7 +108,7 @@ class KafkaTail:
 
     def position(self, partition: Partition) -> int:
         """The offset of the next record this tail delivers."""
-        offset = internals.position(self._consumer, TopicPartition(*partition))
+        offset = private_api.position(self._consumer, TopicPartition(*partition))
         if offset is None:
             raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
         return offset
@@ -120,19 +121,19 @@ class KafkaTail:
         """Note offsets for the group; raises LogError when that fails or there is no group."""
         if self._group is None:
             raise LogError("a tail without a group cannot commit")
-        with edge.translated(f"cannot commit offsets of group {self._group}"):
-            self._consumer.commit(reading.to_kafka(offsets), timeout_ms=int(timeout_s * 1000))
+        with errors.translated(f"cannot commit offsets of group {self._group}"):
+            self._consumer.commit(consumer.to_kafka(offsets), timeout_ms=int(timeout_s * 1000))
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
         """What the group has noted for the partitions of this tail."""
         if self._group is None:
             raise LogError("a tail without a group has no committed offsets")
         held: Sequence[Any] = list(self._consumer.assignment())
-        with edge.translated(f"cannot read committed offsets of group {self._group}"):
-            found = internals.fetch_committed(self._consumer, held, timeout_s)
-        return {reading.partition_of(tp): reading.to_committed(found.get(tp)) for tp in held}
+        with errors.translated(f"cannot read committed offsets of group {self._group}"):
+            found = private_api.fetch_committed(self._consumer, held, timeout_s)
+        return {consumer.partition_of(tp): consumer.to_committed(found.get(tp)) for tp in held}
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop reading; takes `timeout_s` at most."""
         self._costs.retire(self._meter)
-        reading.close_consumer(self._consumer, timeout_s)
+        consumer.close_consumer(self._consumer, timeout_s)

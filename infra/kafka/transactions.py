@@ -12,15 +12,17 @@ from typing import Any
 
 from kafka import ConsumerGroupMetadata, KafkaProducer, errors
 
-from infra import faults
-from infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
-from infra.kafka import edge, internals, reading, settings
-from infra.kafka.admin import Admin
-from infra.kafka.contact import Contact, Wait
-from infra.kafka.costs import Costs
-from infra.kafka.settings import Connection
-from infra.log import Commits, Membership
-from topics.record import Outgoing
+from penstock.infra import faults
+from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
+from penstock.infra.kafka import consumer, settings
+from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka.admin import Admin
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.outage import Contact, Wait
+from penstock.infra.kafka.settings import Connection
+from penstock.infra.log import Commits, Membership
+from penstock.topics.wire.record import Outgoing
 
 Visible = Callable[[str, int, int], bool]
 """Whether a committed record stands at (topic, partition, offset); raises LogError when that cannot be read."""
@@ -101,20 +103,20 @@ class KafkaTransactions:
         end = time.monotonic() + self._timeout_s
         try:
             kafka.begin_transaction()
-            futures = [internals.append(kafka, record) for record in records]
+            futures = [private_api.append(kafka, record) for record in records]
             if offsets and member is not None:
                 group = ConsumerGroupMetadata(member.group, member.generation, member.member_id, None)
-                internals.send_offsets(kafka, reading.to_kafka(offsets), group, self._timeout_s)
+                private_api.send_offsets(kafka, consumer.to_kafka(offsets), group, self._timeout_s)
             written = [future.get(max(0.01, end - time.monotonic())).offset for future in futures]
         except (errors.KafkaError, ValueError, TypeError) as error:
-            cause = internals.first_error(kafka) or error  # what later calls say is only that something failed before
+            cause = private_api.first_error(kafka) or error  # what later calls say is only that something failed before
             self._drop()
             raise self._unwritten(cause) from cause
         faults.reach("transaction.sent")
         try:
-            internals.commit_transaction(kafka, self._timeout_s)
+            private_api.commit_transaction(kafka, self._timeout_s)
         except errors.KafkaError as error:
-            cause = internals.first_error(kafka) or error
+            cause = private_api.first_error(kafka) or error
             self._drop()
             self._settle(records, written, cause, deadline)
         return written
@@ -143,9 +145,9 @@ class KafkaTransactions:
 
     def _drop(self) -> None:
         kafka, self._kafka = self._kafka, None
-        self._identity = internals.producer_identity(kafka)
-        self._costs.unwatch(internals.io_thread(kafka))
-        internals.close_producer(kafka, 0)
+        self._identity = private_api.producer_identity(kafka)
+        self._costs.unwatch(private_api.io_thread(kafka))
+        private_api.close_producer(kafka, 0)
 
     def _open(self, deadline: float) -> None:
         """Make the producer unless there is one; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
@@ -156,23 +158,23 @@ class KafkaTransactions:
             kafka: Any = None
             try:
                 kafka = edge.make(KafkaProducer, self._connection, self._configs)
-                internals.init_transactions(kafka, self._identity, self._timeout_s)
+                private_api.init_transactions(kafka, self._identity, self._timeout_s)
             except LogUnreachable:
                 if time.monotonic() > deadline:
                     raise
             except errors.ProducerFencedError as error:
-                internals.close_producer(kafka, 0)
+                private_api.close_producer(kafka, 0)
                 self._fenced = not self._took_it_ourselves()
                 if self._fenced:
                     raise fenced from error
             except errors.KafkaError as error:
-                internals.close_producer(kafka, 0)
+                private_api.close_producer(kafka, 0)
                 if time.monotonic() > deadline or isinstance(error, _FINAL):
                     raise edge.translate(error, f"cannot write as {self._id}") from error
                 time.sleep(0.05)
             else:
                 self._kafka = kafka
-                self._costs.watch(internals.io_thread(kafka), "io_s")
+                self._costs.watch(private_api.io_thread(kafka), "io_s")
 
     def _took_it_ourselves(self) -> bool:
         """Whether the broker refuses our identity because it raised our epoch itself; then it is ours again.
@@ -193,5 +195,5 @@ class KafkaTransactions:
         self._costs.retire(self._meter)
         if self._kafka is not None:
             kafka, self._kafka = self._kafka, None
-            self._costs.unwatch(internals.io_thread(kafka))
-            internals.close_producer(kafka, timeout_s)
+            self._costs.unwatch(private_api.io_thread(kafka))
+            private_api.close_producer(kafka, timeout_s)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from infra.kafka.log import KafkaLog
-from pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
-from pipeline.archive.source import TopicRows
-from pipeline.archive.tables import KINDS, Kind, kind_of
-from pipeline.config import ConfigError
-from pipeline.runs import find
-from topics.catalogue import RUNS_TOPIC, TOPICS
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
+from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
+from penstock.pipeline.archive.source import TopicRows
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.runtime.run_registry import find
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 
 SAY_EVERY_S = 3.0
 AHEAD = 32

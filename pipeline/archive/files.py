@@ -16,8 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from infra.checkpoints import sync
-from pipeline.archive.tables import KINDS, Kind, kind_of
+from penstock.infra.checkpoints import sync
+from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 
 FORMAT = 1
 NOTE = "export.json"

@@ -6,11 +6,11 @@ The rule: a checksum that held holds afterwards, one that did not is left as it 
 import zlib
 from dataclasses import dataclass, replace
 
-from pipeline.archive.tables import Kind
-from topics import dead_letters, runs
-from topics.errors import Unusable
-from topics.headers import CHECKSUM, Headers
-from topics.record import RawHeaders, Record
+from penstock.pipeline.archive.layout import Kind
+from penstock.topics import dead_letters, runs
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import CHECKSUM, Headers
+from penstock.topics.wire.record import RawHeaders, Record
 
 _COVERED = frozenset(name.replace("_", "-") for name in Headers.__dataclass_fields__)
 

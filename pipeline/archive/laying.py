@@ -7,7 +7,7 @@ aborted after as many fillers as it has offsets, less its mark; what lies before
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from topics.record import Record
+from penstock.topics.wire.record import Record
 
 PIECE_RECORDS = 500
 PIECE_BYTES = 8 << 20

@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.archive.identity import signed
-from pipeline.archive.tables import Kind
-from topics import groups
-from topics.errors import Unusable
-from topics.record import RawHeaders, Record
+from penstock.pipeline.archive.identity import signed
+from penstock.pipeline.archive.layout import Kind
+from penstock.topics import groups
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import RawHeaders, Record
 
 _BESIDE = ("partition", "offset", "key", "worker", "headers", "raw", "problem")
 

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from infra.kafka.blocks import Block
-from pipeline.archive.arrays import Flags, Ints, any_of, array, fixed, lists, places, runs, texts
-from pipeline.archive.rows import to_table
-from pipeline.archive.sample_headers import SampleHeaders
-from pipeline.archive.sample_layout import BY_SIZE, FRONT, TAIL, Layout, Lengths, Words, of_block, payload
-from pipeline.archive.tables import KINDS
+from penstock.infra.kafka.blocks import Block
+from penstock.pipeline.archive.arrays import Flags, Ints, any_of, array, fixed, lists, places, runs, texts
+from penstock.pipeline.archive.layout import KINDS
+from penstock.pipeline.archive.rows import to_table
+from penstock.pipeline.archive.sample_headers import SampleHeaders
+from penstock.pipeline.archive.sample_layout import BY_SIZE, FRONT, TAIL, Layout, Lengths, Words, of_block, payload
 
 KIND = KINDS["rollouts"]
 SCHEMA = KIND.schema

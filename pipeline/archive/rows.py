@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.archive.arrays import array
-from pipeline.archive.tables import Kind
-from topics.errors import Unusable
-from topics.headers import Headers
-from topics.record import RawHeaders, Record
+from penstock.pipeline.archive.arrays import array
+from penstock.pipeline.archive.layout import Kind
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import RawHeaders, Record
 
 
 def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:

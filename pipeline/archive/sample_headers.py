@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from infra.kafka.blocks import Block
-from infra.kafka.wire import varint
-from pipeline.archive.arrays import Flags
-from topics import rollouts
+from penstock.infra.kafka.blocks import Block
+from penstock.infra.kafka.client_repairs.record_format import varint
+from penstock.pipeline.archive.arrays import Flags
+from penstock.topics import rollouts
 
 _NAMES = ("group", "sample", "policy-version-min", "policy-version-max", "outcome", "worker", "tokens")
 """Between `schema` and `crc32`, in their order."""

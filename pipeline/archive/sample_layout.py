@@ -1,6 +1,7 @@
 """Where the values stand in the payload of a sample without gaps: its lengths decide, and all else is the same in every such payload.
 
-The rule: what is said here of thousands of samples at once is what `topics.rollouts.encode` writes for each, which a test compares.
+The rule: what is said here of thousands of samples at once is what `penstock.topics.rollouts.encode` writes for each,
+which a test compares.
 """
 
 from collections.abc import Iterator
@@ -10,12 +11,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from infra.kafka.blocks import Block
-from pipeline.archive.arrays import Flags, Ints
-from topics import rollouts
-from topics.headers import MAX_HEADER_BYTES
-from topics.rollouts import FINISHES
-from topics.samples import no_trajectory, zeros
+from penstock.infra.kafka.blocks import Block
+from penstock.pipeline.archive.arrays import Flags, Ints
+from penstock.topics import rollouts
+from penstock.topics.rollouts import FINISHES
+from penstock.topics.samples import no_trajectory, zeros
+from penstock.topics.wire.headers import MAX_HEADER_BYTES
 
 Words = NDArray[np.uint64]
 Lengths = tuple[int, int, int, int]

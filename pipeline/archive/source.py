@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from infra.kafka.blocks import Block
-from infra.kafka.log import KafkaLog
-from pipeline.archive.rollouts_rows import RolloutRows
-from pipeline.archive.rows import to_table
-from pipeline.archive.tables import Kind
+from penstock.infra.kafka.blocks import Block
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive.layout import Kind
+from penstock.pipeline.archive.rollouts_rows import RolloutRows
+from penstock.pipeline.archive.rows import to_table
 
 
 class TopicRows:

@@ -10,10 +10,10 @@ from typing import Any
 from confluent_kafka import IsolationLevel, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from infra.errors import LogError
-from pipeline.archive.laying import Step
-from pipeline.audit.kafka_source import client_settings
-from topics.record import Record
+from penstock.infra.errors import LogError
+from penstock.pipeline.archive.laying import Step
+from penstock.pipeline.audit.kafka_reader import client_settings
+from penstock.topics.wire.record import Record
 
 ANSWER_S = 60.0
 FILLER = b""

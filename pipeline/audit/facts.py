@@ -6,9 +6,9 @@ The rule: facts, never payloads: a run of 100,000 samples is judged in a few hun
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipeline.audit.terms import DROPS, Terms
-from topics.ledger import Entry
-from topics.weights import Manifest
+from penstock.pipeline.audit.rules import DROPS, Terms
+from penstock.topics.ledger import Entry
+from penstock.topics.weights import Manifest
 
 INCOMPLETE = "incomplete"
 """Kind of a record that is a part of a group whose other parts are missing."""

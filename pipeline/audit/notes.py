@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipeline.audit.check_letters import accounted, unaccounted
-from pipeline.audit.check_prompts import one_clock
-from pipeline.audit.facts import Facts, SampleFact
+from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
+from penstock.pipeline.audit.checks.prompts import one_clock
+from penstock.pipeline.audit.facts import Facts, SampleFact
 
 
 class Redrawn(NamedTuple):

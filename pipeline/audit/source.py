@@ -6,8 +6,8 @@ The rule: within a partition records come in order and whole transactions only; 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from topics.catalogue import RUNS_TOPIC
-from topics.record import Record
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.wire.record import Record
 
 
 class Unreadable(ValueError):

@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import auditing, brokers, explaining, forking, looking, machine, querying, replaying, running, topics
+from penstock.pipeline.cli import audit, broker, fork, machine, replay, run, sql, topics
+from penstock.pipeline.cli import explain as explaining
+from penstock.pipeline.cli import status as looking
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -22,20 +24,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(rich_help_panel="Train")(running.run)
-app.command(rich_help_panel="Train")(running.create)
-app.command(rich_help_panel="Train")(running.worker)
+app.command(rich_help_panel="Train")(run.run)
+app.command(rich_help_panel="Train")(run.create)
+app.command(rich_help_panel="Train")(run.worker)
 app.command(rich_help_panel="Look")(looking.runs)
 app.command(rich_help_panel="Look")(looking.status)
 app.command(rich_help_panel="Look")(looking.report)
-app.command(rich_help_panel="Look")(auditing.audit)
+app.command(rich_help_panel="Look")(audit.audit)
 app.command(rich_help_panel="Look")(explaining.explain)
-app.command(rich_help_panel="Look")(querying.sql)
+app.command(rich_help_panel="Look")(sql.sql)
 app.add_typer(topics.app, name="topics", rich_help_panel="Look")
 app.command(rich_help_panel="Look")(looking.graph)
-app.command(rich_help_panel="Replay")(forking.fork)
-app.add_typer(replaying.app, name="replay", rich_help_panel="Replay")
-app.add_typer(brokers.app, name="broker", rich_help_panel="This machine")
+app.command(rich_help_panel="Replay")(fork.fork)
+app.add_typer(replay.app, name="replay", rich_help_panel="Replay")
+app.add_typer(broker.app, name="broker", rich_help_panel="This machine")
 app.add_typer(machine.model_app, name="model", rich_help_panel="This machine")
 app.command(rich_help_panel="This machine")(machine.doctor)
 
@@ -94,7 +96,7 @@ def explain(error: Exception) -> tuple[str, int]:
     Example:
         explain(ValueError("no run 'x' on this broker; see `penstock runs`"))  # -> ("no run 'x' on this broker; see `penstock runs`", 1)
     """
-    from infra.errors import PenstockError
+    from penstock.infra.errors import PenstockError
 
     if isinstance(error, typer.Abort):
         return "aborted", FAILED
@@ -102,7 +104,7 @@ def explain(error: Exception) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "penstock"
         return f"{_line(error.format_message())} (see `{where} --help`)" if error.format_message() else "", error.exit_code
-    from pipeline.config import ConfigError
+    from penstock.pipeline.config.load import ConfigError
 
     if isinstance(error, ConfigError):
         return _line(error), USAGE

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.common import Bootstrap, Json, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, emit, say
 
 model_app = typer.Typer(help="Models to begin with.")
 
@@ -23,7 +23,7 @@ def tiny(
     json: Json = False,
 ) -> None:
     """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
-    from pipeline.tiny.model import make_tiny_model
+    from penstock.pipeline.envs.tiny.model import make_tiny_model
 
     def progress(step: int, steps: int, loss: float) -> None:
         if step % 50 == 0 or step == steps:
@@ -43,8 +43,8 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
-    from pipeline.config import load
-    from pipeline.doctor import as_text, examine
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.launch.doctor import as_text, examine
 
     findings = examine(bootstrap=bootstrap, config=None if config is None else load(config))
     if json:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.common import Bootstrap, Json, Run, Security, at, emit, say, security_settings
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say, security_settings
 
 app = typer.Typer(help="Look at what flows: list, tail, show; export, import, delete.")
 
@@ -20,8 +20,8 @@ def list_topics(run: Run, *, bootstrap: Bootstrap = "embedded", security: Securi
     """A run's topics with their partitions and records."""
     from dataclasses import asdict
 
-    from pipeline.inspect import list_topics as rows_of
-    from pipeline.runs import resolve
+    from penstock.pipeline.observe.records.browse import list_topics as rows_of
+    from penstock.pipeline.runtime.run_registry import resolve
 
     with at(bootstrap, security) as log:
         rows = rows_of(log, resolve(log, run))
@@ -45,13 +45,13 @@ def tail(
     json: Json = False,
 ) -> None:
     """The newest records of a topic, one line each; with --json one object a line."""
-    from pipeline import inspect, readable
-    from pipeline.runs import resolve
+    from penstock.pipeline.observe.records import browse, format
+    from penstock.pipeline.runtime.run_registry import resolve
 
-    line = readable.as_json_line if json else readable.as_line
+    line = format.as_json_line if json else format.as_line
     with at(bootstrap, security) as log:
         found = resolve(log, run)
-        for record in inspect.tail(log, found, topic, count=count, follow=follow):
+        for record in browse.tail(log, found, topic, count=count, follow=follow):
             print(line(record, run=found), flush=follow)
 
 
@@ -67,17 +67,17 @@ def show(
     json: Json = False,
 ) -> None:
     """One record: its headers and its decoded payload."""
-    from pipeline import inspect, readable
-    from pipeline.runs import resolve
+    from penstock.pipeline.observe.records import browse, format
+    from penstock.pipeline.runtime.run_registry import resolve
 
     with at(bootstrap, security) as log:
         found = resolve(log, run)
-        record = inspect.record_at(log, found, topic, partition=partition, offset=offset)
-    view = inspect.view(record, run=found)
+        record = browse.record_at(log, found, topic, partition=partition, offset=offset)
+    view = browse.view(record, run=found)
     if json:
         emit(view)
     else:
-        print(readable.as_page(view))
+        print(format.as_page(view))
 
 
 @app.command("export")
@@ -95,8 +95,8 @@ def export_topics(
     """Write a run's topics as Parquet, byte for byte restorable; again, and it adds what is new."""
     from dataclasses import asdict
 
-    from pipeline.archive.export import export
-    from pipeline.runs import resolve
+    from penstock.pipeline.archive.export import export
+    from penstock.pipeline.runtime.run_registry import resolve
 
     chosen = [name.strip() for given in topics or () for name in given.split(",") if name.strip()]
     with at(bootstrap, security) as log:
@@ -122,7 +122,7 @@ def import_topics(
     """Bring an exported run to a broker, every record at the offset it had."""
     from dataclasses import asdict
 
-    from pipeline.archive.importing import find_archive, import_run
+    from penstock.pipeline.archive.import_run import find_archive, import_run
 
     archive = find_archive(directory)
     with at(bootstrap, security) as log:
@@ -146,8 +146,8 @@ def delete_topics(
     """Delete a run's topics and its record, for ever."""
     from dataclasses import asdict
 
-    from pipeline.archive.deletion import delete, doomed
-    from pipeline.runs import resolve
+    from penstock.pipeline.archive.delete import delete, doomed
+    from penstock.pipeline.runtime.run_registry import resolve
 
     with at(bootstrap, security) as log:
         # A deletion or an import that was interrupted leaves topics without a record: those are named by the whole id.

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from infra.errors import PenstockError
-from infra.log import Log, Tail
-from pipeline.config import Config, from_json
-from pipeline.control import Story
-from pipeline.past import READ_LIMIT_S, Past
-from pipeline.runs import find
-from topics.errors import Unusable
-from topics.ledger import Entry
-from topics.record import Record
-from topics.runs import RunRecord
+from penstock.infra.errors import PenstockError
+from penstock.infra.log import Log, Tail
+from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, Past
+from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.run_registry import find
+from penstock.topics.ledger import Entry
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
 
 POLL_S = 0.5
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infra.checkpoints import MANIFEST, STATE, CheckpointStore, Recorded, State, objection, to_keep
-from infra.errors import CheckpointError, LogError
+from penstock.infra.checkpoints import MANIFEST, STATE, CheckpointStore, Recorded, State, objection, to_keep
+from penstock.infra.errors import CheckpointError, LogError
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = st.integers(0, 60)
 SOME = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -245,8 +245,8 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 FULL_DISK = """
 import sys
 from pathlib import Path
-from infra.checkpoints import CheckpointStore, State
-from infra.errors import CheckpointError
+from penstock.infra.checkpoints import CheckpointStore, State
+from penstock.infra.errors import CheckpointError
 store = CheckpointStore(Path(sys.argv[1]) / "r1")
 def write(steps, size, about):
     state = State(run="r1", steps=steps, version=0, digest="d", seq=0)
@@ -279,7 +279,7 @@ def test_on_a_full_disk_the_checkpoint_before_stays_and_the_next_one_that_fits_i
 
 @pytest.mark.parametrize(("name", "own"), [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in (0, 1, 2, 3))])
 def test_a_backend_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, tiny_backend: Callable[..., object], name: str, own: dict) -> None:
-    from infra.tensors import digest
+    from penstock.infra.tensors.stream import digest
 
     backend, train = tiny_backend(name, **own)
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -326,9 +326,8 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def tiny_backend(tiny_path: str) -> Iterator[Callable[..., object]]:
     """Opens a backend on a tiny model, with the function that trains it."""
-    from test_backends import train
-
-    from infra.backends import open_backend
+    from penstock.infra.backends import open_backend
+    from tests.infra.backends.test_backends import train
 
     opened = []
 

@@ -4,19 +4,17 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from infra.faults import POINTS, VARIABLE, Fault, parse
-
-ROOT = Path(__file__).resolve().parents[2]
+from penstock.infra.faults import POINTS, VARIABLE, Fault, parse
+from tests.support.paths import ROOT
 
 
 def passings(fault: str | None) -> subprocess.CompletedProcess[str]:
     """A process that passes a point three times and another one once, and says how far it came."""
     code = """
-from infra.faults import reach
+from penstock.infra.faults import reach
 for i in range(3):
     reach("ledger.step.before")
     print(i)

@@ -2,17 +2,8 @@
 
 import pytest
 
-from topics import groups
-from topics.catalogue import (
-    MAX_RECORD_BYTES,
-    RUNS_SPEC,
-    RUNS_TOPIC,
-    TOPICS,
-    check_run_id,
-    partition_count,
-    topic_name,
-    topics_of,
-)
+from penstock.topics import groups
+from penstock.topics.catalogue import MAX_RECORD_BYTES, RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, partition_count, topic_name, topics_of
 
 
 def test_a_run_owns_seven_topics_in_a_fixed_order_under_its_own_prefix():

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.topics.strategies import EXAMPLES, a_group, a_prompt, a_rollout, group_records
-from topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
-from topics.errors import Unusable
-from topics.headers import Headers
-from topics.record import Record, key_of
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Record, key_of
+from tests.support.strategies import EXAMPLES, a_group, a_prompt, a_rollout, group_records
 
 MODULES = {
     "prompts": prompts,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Config
-from tests.workers.crew import complete, config_of
+from penstock.pipeline.config.load import Config
+from tests.support.crew import complete, config_of
 
 JUDGE = """
 def digits(prompts, completions, **columns):

@@ -9,19 +9,32 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from crew import Crew, config_of
-from planting import Told
-from processes import Processes
-from test_foreign_records import OWNED, bad_records, repeat
-from violations import FOREIGN, MS, PLANTED, RUN, STEPS, K, S, U, admission_before_its_version, first_in, stale_although_fresh, two_outcomes
 
-from pipeline import cli
-from pipeline.audit.findings import Audit, as_table, as_text, audit, audit_kafka, summary
-from pipeline.audit.kafka_source import ORDER, KafkaSource
-from pipeline.audit.source import Listed
-from pipeline.runs import create
-from topics import dead_letters
-from topics.record import Record
+from penstock.pipeline import cli
+from penstock.pipeline.audit.kafka_reader import ORDER, KafkaSource
+from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, audit_kafka, summary
+from penstock.pipeline.audit.source import Listed
+from penstock.pipeline.runtime.run_registry import create
+from penstock.topics import dead_letters
+from penstock.topics.wire.record import Record
+from tests.support.crew import Crew, config_of
+from tests.support.planting import Told
+from tests.support.processes import Processes
+from tests.support.violations import (
+    FOREIGN,
+    MS,
+    PLANTED,
+    RUN,
+    STEPS,
+    K,
+    S,
+    U,
+    admission_before_its_version,
+    first_in,
+    stale_although_fresh,
+    two_outcomes,
+)
+from tests.workers.test_foreign_records import OWNED, bad_records, repeat
 
 ROLES = (("trainer", 0), ("rollout", 0), ("scorer", 0), ("feeder", 0), ("tracker", 0))
 

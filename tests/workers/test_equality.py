@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from crew import complete, config_of
+
+from tests.support.crew import complete, config_of
 
 
 @pytest.mark.parametrize("steps_per_version", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infra.kafka.log import KafkaLog
-from pipeline import cli, tables
-from pipeline.batches import pack
-from pipeline.explain import life, records, text
-from pipeline.learner import Objective
-from pipeline.past import read_past, read_planned
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline import cli
+from penstock.pipeline.learner.ledger_history import read_past, read_planned
+from penstock.pipeline.learner.micro_batches import pack
+from penstock.pipeline.learner.train_step import Objective
+from penstock.pipeline.observe.explain import as_json, group_records, text
+from penstock.pipeline.observe.tables import samples_groups_steps
 from tests.workers.conftest import RecordedRun
 
 Ask = Callable[[int], dict[str, Any]]
@@ -31,18 +32,18 @@ def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
 @pytest.fixture(scope="module")
 def fates(recorded: RecordedRun, log: KafkaLog) -> dict[int, str]:
     """Group -> fate, as the tables have it."""
-    found = tables.groups(log, recorded.run)
+    found = samples_groups_steps.groups(log, recorded.run)
     return dict(zip(found["group"].to_pylist(), found["fate"].to_pylist(), strict=True))
 
 
 @pytest.fixture(scope="module")
 def ask(recorded: RecordedRun, log: KafkaLog) -> Ask:
     """The life of a group, as `penstock explain --json` prints it; read once."""
-    run = records.read_run(log, recorded.run)
+    run = group_records.read_run(log, recorded.run)
 
     @cache
     def life_of(group: int) -> dict[str, Any]:
-        told = life.tell(log, run, records.read_group(log, run, group, say=lambda _: None), say=lambda _: None)
+        told = as_json.tell(log, run, group_records.read_group(log, run, group, say=lambda _: None), say=lambda _: None)
         return dict(json.loads(json.dumps(told)))
 
     return life_of
@@ -136,7 +137,7 @@ def test_samples_are_those_of_the_tables_with_rewards_by_component(
 ) -> None:
     group = one_of(fates, "trained")
     found = ask(group)
-    rows = [row for row in tables.samples(log, recorded.run).to_pylist() if row["group"] == group]
+    rows = [row for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["group"] == group]
     assert [one["completion"] for one in found["samples"]] == [row["completion"] for row in rows]
     assert [one["reward"] for one in found["samples"]] == [row["reward"] for row in rows]
     assert [list(one["components"].values()) for one in found["samples"]] == [row["components"] for row in rows]
@@ -185,9 +186,9 @@ def test_a_filtered_groups_rewards_are_in_the_mean_that_mlflow_holds_and_a_faile
     for found in (filtered, failed):
         drawn = {span["version"] for sample in found["samples"] for span in sample["versions"]}
         version = min(drawn)
-        rows = tables.groups(log, recorded.run).to_pylist()
+        rows = samples_groups_steps.groups(log, recorded.run).to_pylist()
         others = {row["group"] for row in rows if row["policy_version_min"] == version and row["group"] != found["group"]}
-        rewards = [row["reward"] for row in tables.samples(log, recorded.run).to_pylist() if row["group"] in others]
+        rewards = [row["reward"] for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["group"] in others]
         rewards += [sample["reward"] for sample in found["samples"] if sample["reward"] is not None]
         assert held["reward_samples", version] == len(rewards)
         assert held["reward", version] == pytest.approx(math.fsum(rewards) / len(rewards))
@@ -255,11 +256,11 @@ def test_groups_that_came_too_late_say_how_late(
     report, samples, ended = run_of(broker, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
     assert report["groups"][fate]
     log = KafkaLog(broker, client_id="test")
-    fate_of = {row["group"]: row["fate"] for row in tables.groups(log, run_id).to_pylist()}
-    run = records.read_run(log, run_id)
+    fate_of = {row["group"]: row["fate"] for row in samples_groups_steps.groups(log, run_id).to_pylist()}
+    run = group_records.read_run(log, run_id)
     found = {}
     for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):
-        found[fate_of[number]] = life.tell(log, run, records.read_group(log, run, number, say=lambda _: None), say=lambda _: None)
+        found[fate_of[number]] = as_json.tell(log, run, group_records.read_group(log, run, number, say=lambda _: None), say=lambda _: None)
     log.close()
     late, trained = found[fate], found["trained"]
     versions = [sample["versions"] for sample in late["samples"]]

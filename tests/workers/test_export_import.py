@@ -7,17 +7,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra.errors import Unrecoverable
-from infra.kafka.log import KafkaLog
-from pipeline.archive.export import Exported, export
-from pipeline.archive.importing import find_archive, import_run
-from pipeline.archive.query import ArchivedTables, LiveTables, Tables, ask
-from pipeline.archive.tables import KINDS
-from pipeline.audit.findings import audit_kafka
-from pipeline.past import read_past, read_planned
-from pipeline.report import collect
-from pipeline.timeline import timeline
-from pipeline.weights import fetch
+from penstock.infra.errors import Unrecoverable
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive.export import Exported, export
+from penstock.pipeline.archive.import_run import find_archive, import_run
+from penstock.pipeline.archive.layout import KINDS
+from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, Tables, ask
+from penstock.pipeline.audit.report import audit_kafka
+from penstock.pipeline.learner.ledger_history import read_past, read_planned
+from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.observe.tables.timeline import timeline
+from penstock.pipeline.runtime.weight_sync import fetch
 from tests.workers.conftest import RecordedRun
 
 

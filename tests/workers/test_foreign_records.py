@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from confluent_kafka import Producer
-from crew import Crew, complete, config_of
 
-from pipeline.runs import create
-from topics import dead_letters
-from topics.catalogue import RUNS_TOPIC
-from topics.errors import Unusable
-from topics.record import Record
+from penstock.pipeline.runtime.run_registry import create
+from penstock.topics import dead_letters
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+from tests.support.crew import Crew, complete, config_of
 
 SCHEMAS = {"prompts": "prompts", "rollouts": "rollouts", "groups": "groups", "weights": "weights", "ledger": "ledger", "metrics": "metrics"}
 OWNED = [("prompts", 1), ("rollouts", 2), ("groups", 3), ("weights", 0), ("weights", 1), ("ledger", 0), ("metrics", 0)]

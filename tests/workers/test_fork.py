@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Crew, complete, config_of
 
-from infra.broker.state import run_directory
-from infra.kafka.log import KafkaLog
-from pipeline.cli import main
-from pipeline.config import from_json
-from pipeline.past import read_past
-from pipeline.runs import find
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.paths import run_directory
+from penstock.pipeline.cli import main
+from penstock.pipeline.config.load import from_json
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.runtime.run_registry import find
+from tests.support.crew import Crew, complete, config_of
 
 STEPS, AT = 4, 2
 ROLES = ("trainer", "rollout", "scorer", "feeder", "tracker")

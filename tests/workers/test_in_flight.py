@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crew import Crew, config_of
 
-from pipeline.audit.findings import as_text, audit_kafka
-from pipeline.config import Config
-from pipeline.runs import create
-from topics import groups, rollouts
-from topics.groups import Group
-from topics.record import Record
-from topics.samples import Rollout
+from penstock.pipeline.audit.report import as_text, audit_kafka
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.runtime.run_registry import create
+from penstock.topics import groups, rollouts
+from penstock.topics.groups import Group
+from penstock.topics.samples import Rollout
+from penstock.topics.wire.record import Record
+from tests.support.crew import Crew, config_of
 
 TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.03}
 

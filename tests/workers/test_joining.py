@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from crew import Crew, complete, config_of
 
-from pipeline import copies
-from pipeline.runs import create
+from benchmarks import duplicate_samples
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.crew import Crew, complete, config_of
 
 SOME = ("join 1", "leave 0", "join 2", "leave 1")
 MANY = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
@@ -36,7 +36,7 @@ def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_a
             crew.start("rollout", int(slot)) if what == "join" else crew.stop(f"rollout-{slot}")
         crew.wait()
         odd = crew.report()
-        drawn = copies.count(copies.read_drawn(crew.log, crew.run))
+        drawn = duplicate_samples.count(duplicate_samples.read_drawn(crew.log, crew.run))
     assert odd["weights"]["digest"] == plain["weights"]["digest"]
     for name in ("groups", "reward", "steps", "versions", "tokens", "dead_letters"):
         assert odd[name] == plain[name], name

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from crew import Crew, complete, config_of
-from processes import Processes
 
-from infra.kafka import internals
-from pipeline import copies
-from pipeline.runs import create
-from pipeline.supervision import HOPELESS
+from benchmarks import duplicate_samples
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.pipeline.launch.restart_policy import HOPELESS
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.crew import Crew, complete, config_of
+from tests.support.processes import Processes
 
 WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
 STOP_S = 7.5
@@ -89,7 +89,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
             assert "another process writes as" in workers.text("scorer-0")
             assert "Traceback" not in workers.text("scorer-0")
         killed = crew.report()
-        drawn = copies.count(copies.read_drawn(crew.log, run), stops=waves.stops)
+        drawn = duplicate_samples.count(duplicate_samples.read_drawn(crew.log, run), stops=waves.stops)
     assert killed["weights"]["digest"] == plain["weights"]["digest"]
     assert killed["groups"] == plain["groups"]
     assert drawn.needless == 0, drawn
@@ -97,7 +97,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
 
 def stop_in_the_third_transaction() -> None:
     """Let this process stop itself between the last record of its third transaction and its commit."""
-    commit, left = internals.commit_transaction, [3]
+    commit, left = private_api.commit_transaction, [3]
 
     def stopping(*arguments: object) -> None:
         left[0] -= 1
@@ -105,7 +105,7 @@ def stop_in_the_third_transaction() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         commit(*arguments)
 
-    internals.commit_transaction = stopping
+    private_api.commit_transaction = stopping
 
 
 @pytest.mark.slow

@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from crew import Crew, complete, config_of
 
-from infra.broker import embedded
-from infra.errors import PenstockError
-from infra.kafka.log import KafkaLog
-from pipeline import launcher
-from pipeline.config import Config, to_json
-from pipeline.crew import Crew as WorkersOfARun
-from pipeline.runs import create, find
-from pipeline.worker_process import Worker
+from penstock.infra.broker import embedded
+from penstock.infra.errors import PenstockError
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.config.load import Config, to_json
+from penstock.pipeline.launch import launcher
+from penstock.pipeline.launch.supervisor import Crew as WorkersOfARun
+from penstock.pipeline.launch.worker_process import Worker
+from penstock.pipeline.runtime.run_registry import create, find
+from tests.support.crew import Crew, complete, config_of
+from tests.support.paths import ROOT
 
 LIMIT_S = 150.0
 
@@ -38,7 +39,7 @@ def toml_of(config: Config, directory: Path) -> Path:
 @contextmanager
 def launched(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """`penstock run ...` as a process of its own; it is ended with the block."""
-    command = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))", "run", *arguments]
+    command = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import main; sys.exit(main(sys.argv[1:]))", "run", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             yield process
@@ -177,9 +178,16 @@ def run_exists(crew: Crew, run: str) -> bool:
 @pytest.mark.slow
 def test_the_demo_learns(broker, run_id, tmp_path: Path):
     """The shipped demo, from the tiny model on: reward up by 0.3 at least, to 0.7 at least."""
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT
     model = tmp_path / "tiny"
-    make = [sys.executable, "-c", "import sys; from pipeline.cli import main; sys.exit(main(sys.argv[1:]))", "model", "tiny", str(model)]
+    make = [
+        sys.executable,
+        "-c",
+        "import sys; from penstock.pipeline.cli import main; sys.exit(main(sys.argv[1:]))",
+        "model",
+        "tiny",
+        str(model),
+    ]
     subprocess.run(make, check=True, cwd=root)
     settings = ["--set", f"model.path={model}", "--set", f"kafka.bootstrap={broker}", "--run-id", run_id, "--json"]
     with launched(str(root / "examples" / "demo.toml"), *settings) as process:

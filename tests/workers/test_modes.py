@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from crew import Crew, complete, config_of
 
-from infra.kafka.log import KafkaLog
-from pipeline.explain.life import explain
-from pipeline.explain.records import read_run
-from pipeline.runs import create
-
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.observe.explain.as_json import explain
+from penstock.pipeline.observe.explain.group_records import read_run
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.crew import Crew, complete, config_of
+from tests.support.paths import GSM8K
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K questions are not beside the checkout")

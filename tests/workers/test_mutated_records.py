@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from crew import Crew, complete, config_of
-from processes import Processes
-from test_foreign_records import letters
 
-from infra.kafka.log import KafkaLog
-from pipeline.report import load
-from pipeline.runs import create
-from tests.topics.mutations import DAMAGE, HARMLESS
-from topics.catalogue import RUNS_TOPIC
-from topics.record import Record
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.observe.report.summary import load
+from penstock.pipeline.runtime.run_registry import create
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.wire.record import Record
+from tests.support.crew import Crew, complete, config_of
+from tests.support.mutations import DAMAGE, HARMLESS
+from tests.support.processes import Processes
+from tests.workers.test_foreign_records import letters
 
 MUTATIONS = DAMAGE | HARMLESS
 TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")

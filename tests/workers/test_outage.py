@@ -6,12 +6,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from crew import Crew, complete, config_of
-from processes import Processes
 
-from infra.broker import embedded
-from pipeline.runs import create
-from tests.infra.own_broker import OwnBroker
+from penstock.infra.broker import embedded
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.crew import Crew, complete, config_of
+from tests.support.own_broker import OwnBroker
+from tests.support.processes import Processes
 
 AWAY_S = 6.0
 """Longer than a group member may be silent, and long enough to be said."""

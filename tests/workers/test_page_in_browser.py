@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from infra.broker.state import run_directory
-from infra.kafka.log import KafkaLog
-from pipeline import tables
-from pipeline.cli.app import main
-from pipeline.page.build import build, write
-from tests.pipeline.a_run import RUN, Teller
-from tests.pipeline.test_page import EVIL, rewritten, told_to_a_log
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.paths import run_directory
+from penstock.pipeline.cli.app import main
+from penstock.pipeline.observe.html.build import build, write
+from penstock.pipeline.observe.tables import samples_groups_steps
+from tests.pipeline.observe.test_html import EVIL, rewritten, told_to_a_log
+from tests.support.a_run import RUN, Teller
+from tests.support.paths import ROOT
 from tests.workers.conftest import RecordedRun
 
-ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
@@ -200,7 +200,7 @@ def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log:
     any_worker, *drawers = page.locator("#f-worker option").all_text_contents()
     assert any_worker == "any" and drawers and set(drawers) <= {"rollout-0", "rollout-1"}
     for worker in drawers:
-        drawn = {row["group"] for row in tables.samples(log, recorded.run).to_pylist() if row["worker"] == worker}
+        drawn = {row["group"] for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["worker"] == worker}
         page.select_option("#f-worker", label=worker)
         wait_for_shown(page, len(drawn))
 
@@ -208,7 +208,7 @@ def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log:
 def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_side(
     page: Any, log: KafkaLog, recorded: RecordedRun
 ) -> None:
-    table = tables.samples(log, recorded.run).to_pylist()
+    table = samples_groups_steps.samples(log, recorded.run).to_pylist()
     trained = next(row for row in table if row["reward"] is not None and len(row["completion"]) >= 6)
     wanted = trained["completion"][1:6]
     groups = {row["group"] for row in table if row["completion"] and wanted.lower() in row["completion"].lower()}
@@ -235,7 +235,7 @@ def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page:
     number = page.evaluate("data.g_number[Array.from(data.g_fate).indexOf(0)]")
     page.evaluate("number => openGroup(data.byNumber.get(number))", number)
     page.wait_for_selector(".card .text span")
-    row = next(row for row in tables.samples(log, recorded.run).to_pylist() if row["group"] == number and row["sample"] == 0)
+    row = next(row for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["group"] == number and row["sample"] == 0)
 
     def colours() -> list[str]:
         return page.evaluate("[...document.querySelectorAll('.card .text span')].map((one) => one.style.background)")

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crew import Crew, complete, config_of
-from processes import Processes
 
-from infra.kafka.log import KafkaLog
-from pipeline.runs import create
-from tests.infra import power
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.runtime.run_registry import create
+from tests.support import power
+from tests.support.crew import Crew, complete, config_of
+from tests.support.processes import Processes
 
 pytestmark = [
     pytest.mark.slow,

@@ -4,15 +4,14 @@ import hashlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 import penstock
+from tests.support.paths import ROOT
 from tests.workers.conftest import RecordedRun
 
-ROOT = Path(__file__).resolve().parents[2]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 

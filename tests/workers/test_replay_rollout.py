@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from infra.kafka.log import KafkaLog
-from pipeline.cli import main
-from pipeline.past import read_past
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.cli import main
+from penstock.pipeline.learner.ledger_history import read_past
 from tests.workers.conftest import RecordedRun
 
 

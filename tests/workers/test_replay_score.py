@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 import penstock
-from infra.kafka.log import KafkaLog
-from pipeline import cli, tables
-from pipeline.past import read_past
-from pipeline.replay.score_run import Wish, score_run
-from pipeline.report import collect
-from pipeline.runs import find
-from pipeline.weights import fetch
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline import cli
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.observe.tables import samples_groups_steps
+from penstock.pipeline.replay.rescore.run import Wish, score_run
+from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.weight_sync import fetch
 from tests.workers.conftest import JUDGE, RecordedRun
 
 STRICT = """
@@ -52,12 +53,12 @@ def log(recorded: RecordedRun) -> Iterator[KafkaLog]:
 
 @pytest.fixture(scope="module")
 def samples(recorded: RecordedRun, log: KafkaLog) -> list[dict[str, Any]]:
-    return list(tables.samples(log, recorded.run).to_pylist())
+    return list(samples_groups_steps.samples(log, recorded.run).to_pylist())
 
 
 @pytest.fixture(scope="module")
 def groups(recorded: RecordedRun, log: KafkaLog) -> dict[int, dict[str, Any]]:
-    return {row["group"]: row for row in tables.groups(log, recorded.run).to_pylist()}
+    return {row["group"]: row for row in samples_groups_steps.groups(log, recorded.run).to_pylist()}
 
 
 def scored(recorded: RecordedRun, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
 
 def _scored_first(log: KafkaLog, run: str, count: int) -> list[int]:
     """The lowest numbers of a run's scored groups."""
-    return [row["group"] for row in tables.groups(log, run).to_pylist() if row["fate"] == "unused"][:count]
+    return [row["group"] for row in samples_groups_steps.groups(log, run).to_pylist() if row["fate"] == "unused"][:count]
 
 
 def test_a_reward_that_breaks_or_hangs_is_listed_with_its_reason_and_is_never_a_zero(

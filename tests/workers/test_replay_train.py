@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead import config_for, group_of, outcome_of, write_groups, written
-from conftest import RecordedRun
-from crew import Crew
 
-from infra.kafka.log import KafkaLog
-from infra.memory_log import MemoryLog
-from pipeline.cli import main
-from pipeline.past import read_past
-from pipeline.replay.recording import Recording
-from pipeline.scan import scan
-from topics import groups
-from topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
-from topics.record import Outgoing, Record
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.cli import main
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics import groups
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.wire.record import Outgoing, Record
+from tests.support.ahead import config_for, group_of, outcome_of, write_groups, written
+from tests.support.crew import Crew
+from tests.workers.conftest import RecordedRun
 
 ALTERED_STEP = 5
 
@@ -101,7 +101,7 @@ def _with_another_token(record: Record, run: str) -> Outgoing:
 
 
 def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
-    from pipeline.replay.exact import Asked, Replayed, replay
+    from penstock.pipeline.replay.train.verify import Asked, Replayed, replay
 
     recording, result = Recording.open(log, run), Replayed(run)
     replay(recording, Asked(**wanted), result=result, say=lambda _: None)
@@ -165,7 +165,7 @@ def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: Kafka
 
 
 def test_another_arithmetic_is_said_before_anything_is_computed(recorded: RecordedRun, log: KafkaLog) -> None:
-    from pipeline.replay.exact import Asked, Replayed, replay
+    from penstock.pipeline.replay.train.verify import Asked, Replayed, replay
 
     recording, said = Recording.open(log, recorded.run), list[str]()
     opened = recording.entries[0]
@@ -182,8 +182,8 @@ def test_another_arithmetic_is_said_before_anything_is_computed(recorded: Record
 def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedRun, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from pipeline.config import override
-    from pipeline.training import arithmetic_of
+    from penstock.pipeline.config.load import override
+    from penstock.pipeline.learner.run_writer import arithmetic_of
 
     backend: Any = SimpleNamespace(fingerprint=lambda: {"torch": "2"})
     loss = tmp_path / "own.py"
@@ -264,9 +264,9 @@ def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytes
 def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_first_as_it_is(
     broker: str, run_id: str, log: KafkaLog, tiny_model: Path, tmp_path: Path
 ) -> None:
-    from pipeline.replay.alternative import Alternative, train
-    from pipeline.replay.changes import what_if
-    from pipeline.replay.exact import Asked
+    from penstock.pipeline.replay.train.overrides import what_if
+    from penstock.pipeline.replay.train.verify import Asked
+    from penstock.pipeline.replay.train.what_if import Alternative, train
 
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0})
     found = [group_of(number, version=number // 2) for number in range(12)]

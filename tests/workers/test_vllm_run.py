@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from crew import Crew, config_of
-from processes import Processes
 
-from pipeline.audit.findings import as_text, audit_kafka
-from pipeline.runs import create
+from penstock.pipeline.audit.report import as_text, audit_kafka
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.crew import Crew, config_of
+from tests.support.processes import Processes
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from crew import Crew, config_of
-from processes import Processes
 from rich.console import Console
 
-from pipeline.live import LiveView
-from pipeline.runs import create
-from pipeline.watchdog import Watchdog
+from penstock.pipeline.launch.stall_watchdog import Watchdog
+from penstock.pipeline.observe.live.view import LiveView
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.crew import Crew, config_of
+from tests.support.processes import Processes
 
 
 class Listener:

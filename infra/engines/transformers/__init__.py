@@ -1,0 +1,1 @@
+"""Generation with transformers: any causal model, bit for bit repeatable."""

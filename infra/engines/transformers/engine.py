@@ -1,0 +1,233 @@
+"""Draws from any Hugging Face causal LM directory, one group at a time as a batch of constant shape.
+
+The rule: sample s sits in row s of `rows` rows over one prompt, without padding; rows nobody wants, or ended ones, go on as dummies,
+so nothing but the request and the weights can touch a bit.
+"""
+
+import heapq
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
+from penstock.infra.engines.transformers.decoder import Decoder, open_decoder
+from penstock.infra.engines.transformers.sampler import choose
+from penstock.infra.errors import EngineError
+from penstock.infra.tensors.stream import TensorBytes
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class TransformersEngine:
+    """The light engine: a group in work, others waiting, lowest number first.
+
+    `threads` is the process's torch thread count: logits differ in their last bits between counts, so it is set and not found.
+    """
+
+    swaps_in_flight = False
+
+    def __init__(self, directory: str | Path, *, dtype: DType = "auto", device: str = "cpu", threads: int = 1) -> None:
+        """Load the model. Raises `EngineError` when the directory holds none."""
+        torch.set_num_threads(threads)
+        self._model = load_model(directory, dtype=dtype, device=device)
+        self._parameters = dict(self._model.named_parameters())
+        self._positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._decoder: Decoder = open_decoder(self._model)
+        self.version = DIRECTORY_VERSION
+        self._waiting: list[tuple[int, int, GroupRequest]] = []
+        self._submitted = 0
+        self._work: _Work | None = None
+        self._stats = dict.fromkeys(("groups", "tokens", "decode_steps", "prefill_s", "decode_s", "loads", "load_s"), 0.0)
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + (self._work is not None)
+
+    @property
+    def idle(self) -> bool:
+        return not self.pending
+
+    @property
+    def has_room(self) -> bool:
+        return not self.pending
+
+    def submit(self, request: GroupRequest) -> None:
+        ids, longest = request.prompt_ids, len(request.prompt_ids) + request.sampling.max_new_tokens
+        if self._positions is not None and longest > self._positions:
+            raise EngineError(
+                f"group {request.group}: {len(ids)} prompt tokens and {request.sampling.max_new_tokens} new ones exceed the model's "
+                f"{self._positions} positions: lower sampling.max_new_tokens or leave out longer prompts"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary:
+            raise EngineError(f"group {request.group}: the prompt has ids outside the model's {self._vocabulary} tokens")
+        self._submitted += 1
+        heapq.heappush(self._waiting, (request.group, self._submitted, request))
+
+    def step(self) -> list[Completion]:
+        if self.idle:
+            return []
+        began = time.perf_counter()
+        with torch.inference_mode():
+            if self._work is None:
+                work = self._work = self._work_of(heapq.heappop(self._waiting)[2])
+                logits = self._decoder.begin(work.prompt, rows=work.request.rows, room=work.request.sampling.max_new_tokens)
+                self._stats["prefill_s"] += time.perf_counter() - began
+            else:
+                work = self._work
+                logits = self._decoder.next(work.newest)
+                self._stats["decode_steps"] += 1
+                self._stats["decode_s"] += time.perf_counter() - began
+            work.newest, logprobs = choose(logits, work.uniforms[work.steps], work.request.sampling)
+            ended = work.take(work.newest.cpu().numpy(), logprobs.cpu().numpy(), version=self.version)
+        self._stats["tokens"] += sum(len(completion.token_ids) for completion in ended)
+        if not work.left:
+            self._work = None
+            self._stats["groups"] += 1
+        return ended
+
+    def abort(self, group: int) -> list[Completion]:
+        found = [entry[2] for entry in self._waiting if entry[0] == group]
+        self._waiting = [entry for entry in self._waiting if entry[0] != group]
+        heapq.heapify(self._waiting)
+        aborted = [completion for request in found for completion in self._work_of(request).aborted(version=self.version)]
+        if self._work is not None and self._work.request.group == group:
+            aborted += self._work.aborted(version=self.version)
+            self._work = None
+        return aborted
+
+    def in_hand(self) -> list[InHand]:
+        found = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+        if self._work is not None:
+            tokens = self._work.steps * len(self._work.left) + self._work.ended_tokens
+            found.append(InHand(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
+        return sorted(found, key=lambda one: one.group)
+
+    def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
+        if not self.idle:
+            raise EngineError(f"version {version} came while {self.pending} groups are in hand: load weights between groups")
+        began = time.perf_counter()
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        held = [(self._parameters[tensor.name], _tensor(tensor)) for tensor in check_tensors(tensors, shapes, version=version)]
+        with torch.no_grad():
+            for parameter, value in held:
+                parameter.copy_(value)
+        self.version = version
+        self._stats["loads"] += 1
+        self._stats["load_s"] += time.perf_counter() - began
+
+    def _work_of(self, request: GroupRequest) -> "_Work":
+        return _Work.of(request, device=self._model.device)
+
+    def stats(self) -> dict[str, float]:
+        return self._stats | {"traced": float(self._decoder.traced)}
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._work = None
+        del self._decoder, self._parameters, self._model
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Work:
+    """The group being drawn: what its rows hold so far and which wanted samples are left."""
+
+    request: GroupRequest
+    prompt: torch.Tensor
+    uniforms: torch.Tensor
+    newest: torch.Tensor
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    stops: npt.NDArray[np.int64]
+    left: set[int]
+    ended_tokens: int
+    steps: int
+    started_ns: int
+
+    @classmethod
+    def of(cls, request: GroupRequest, *, device: torch.device) -> "_Work":
+        rows, longest = request.rows, request.sampling.max_new_tokens
+        drawn = [uniforms(seed=request.seed, group=request.drawn_as, sample=sample, count=longest) for sample in range(rows)]
+        return cls(
+            request=request,
+            prompt=torch.as_tensor(np.asarray(request.prompt_ids, dtype=np.int64), device=device),
+            uniforms=torch.as_tensor(np.stack(drawn, axis=1), device=device),  # [longest, rows]
+            newest=torch.empty(0, dtype=torch.int64),
+            ids=np.zeros((rows, longest), dtype=np.int32),
+            logprobs=np.zeros((rows, longest), dtype=np.float32),
+            stops=np.array(request.sampling.stop_ids, dtype=np.int64),
+            left=set(request.samples),
+            ended_tokens=0,
+            steps=0,
+            started_ns=time.time_ns(),
+        )
+
+    def take(self, ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], *, version: int) -> list[Completion]:
+        """Append a token a row and give out the wanted samples that end with it."""
+        if not np.isfinite(logprobs).all():
+            raise EngineError(f"group {self.request.group}: weights version {version} gives logits that are not numbers")
+        self.ids[:, self.steps], self.logprobs[:, self.steps] = ids, logprobs
+        self.steps += 1
+        stopped = (ids[:, None] == self.stops).any(1)
+        full = self.steps == self.request.sampling.max_new_tokens
+        ended = [row for row in np.flatnonzero(stopped | full).tolist() if row in self.left]
+        self.left.difference_update(ended)
+        self.ended_tokens += self.steps * len(ended)
+        return [self._completion(row, "stop" if stopped[row] else "length", version=version) for row in ended]
+
+    def aborted(self, *, version: int) -> list[Completion]:
+        """What is drawn of the wanted samples that have not ended."""
+        return [self._completion(row, "abort", version=version) for row in sorted(self.left)]
+
+    def _completion(self, row: int, finish: Finish, *, version: int) -> Completion:
+        return Completion(
+            group=self.request.group,
+            sample=row,
+            token_ids=self.ids[row, : self.steps].copy(),
+            logprobs=self.logprobs[row, : self.steps].copy(),
+            finish=finish,
+            spans=(Span(version, 0),),
+            started_ns=self.started_ns,
+            ended_ns=time.time_ns(),
+        )
+
+
+def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "cpu") -> Any:
+    """A causal LM in evaluation mode from a local directory, nothing downloaded. Raises `EngineError`."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    path = Path(directory)
+    advice = "set model.path to a Hugging Face causal LM directory, or make one with `penstock model tiny DIR`"
+    if not (path / "config.json").is_file():
+        raise EngineError(f"there is no model in {path} ({'no config.json in it' if path.is_dir() else 'no such directory'}): {advice}")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
+        raise EngineError(f"cannot load the model in {path} ({_one_line(error)}): {advice}") from error
+    if found["missing_keys"]:
+        raise EngineError(
+            f"the weights in {path} lack {len(found['missing_keys'])} parameters, first {min(found['missing_keys'])}: {advice}"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _tensor(tensor: TensorBytes) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the bytes are read-only, and are only read
+        flat = torch.frombuffer(tensor.data, dtype=getattr(torch, tensor.dtype)) if tensor.nbytes else torch.empty(0)
+    return flat.reshape(tensor.shape)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

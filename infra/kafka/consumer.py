@@ -1,0 +1,84 @@
+"""What tails and members share: making, polling and closing a consumer.
+
+The rule: a broker that is away is waited for, quietly and without spinning; only a refusal is an error.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
+
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka import settings
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cpu_meter import Costs
+from penstock.infra.kafka.settings import Connection
+from penstock.infra.log import Commits, Committed, Partition, check_commits
+from penstock.topics.wire.record import Record
+
+GATHER_S = 0.02
+"""After a poll that brought only a few records the next one waits this long: a round trip costs as much as 50 small records."""
+GATHER_BELOW = 64
+"""Polls that brought more than this are followed by the next at once."""
+
+_SPIN_S, _AWAY_S = 0.02, 0.2
+"""A poll that waited less than this and brought nothing is followed by a pause, a longer one while no broker is connected."""
+
+
+def make_consumer(connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False) -> Any:
+    """A consumer; raises LogUnreachable when no broker answers in time."""
+    configs = settings.consumer(connection, group=group, committed=committed)
+    began = time.thread_time()
+    consumer = edge.make(KafkaConsumer, connection, configs | settings.membership() if member else configs)
+    costs.spend("io_s", time.thread_time() - began)
+    return consumer
+
+
+def close_consumer(consumer: Any, timeout_s: float) -> None:
+    """Leave the group and close, in `timeout_s` at most: a dead broker must not hold anybody up."""
+
+    def close() -> None:
+        try:
+            consumer.close(autocommit=False, timeout_ms=int(timeout_s * 1000))
+        except (errors.KafkaError, RuntimeError):
+            consumer._client.close()
+
+    closer = threading.Thread(target=close, daemon=True, name="log-close")
+    closer.start()
+    closer.join(timeout_s)
+
+
+def poll(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list[Record]]:
+    """Records by partition; nothing when none came (perhaps before `timeout_s`) or the broker is away. Raises LogError when it refuses."""
+    began = time.monotonic()
+    polled: Mapping[Any, list[Record]] = {}
+    try:
+        polled = private_api.poll_once(consumer, timeout_s, max_records)
+    except edge.REFUSED as error:
+        raise edge.translate(error, "the broker refuses to be read") from error
+    except errors.CorruptRecordError as error:
+        raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
+    except (errors.RetriableError, *edge.AWAY):
+        pass
+    if not polled and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
+        private_api.nap(consumer, min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
+    return polled
+
+
+def to_kafka(offsets: Commits) -> dict[Any, Any]:
+    """Commits as the client library wants them; raises ValueError for metadata that is too long."""
+    check_commits(offsets)
+    return {TopicPartition(*partition): OffsetAndMetadata(offset, metadata, -1) for partition, (offset, metadata) in offsets.items()}
+
+
+def partition_of(topic_partition: Any) -> Partition:
+    """A partition of the client library as ours."""
+    return topic_partition.topic, topic_partition.partition
+
+
+def to_committed(noted: Any) -> Committed:
+    """What a group has noted, None for nothing, as ours."""
+    return Committed(offset=None) if noted is None else Committed(offset=noted.offset, metadata=noted.metadata or "")

@@ -1,0 +1,142 @@
+"""Where the client library's objects and errors end: clients are made here, and its errors become ours.
+
+The rule: a client that cannot be made leaves nothing running behind.
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kafka import errors
+from kafka.net.compat import KafkaNetClient
+
+from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
+from penstock.infra.kafka.client_repairs import faults
+from penstock.infra.kafka.client_repairs.event_loop import CallersLoop
+from penstock.infra.kafka.settings import Connection, connecting
+
+# Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
+logging.getLogger("kafka").addHandler(logging.NullHandler())
+
+NEVER_WRITTEN = (
+    errors.MessageSizeTooLargeError,
+    errors.RecordListTooLargeError,
+    errors.InvalidRecordError,
+    errors.TopicAuthorizationFailedError,
+    errors.ClusterAuthorizationFailedError,
+    errors.TransactionalIdAuthorizationFailedError,
+    errors.InvalidTopicError,
+    errors.PolicyViolationError,
+)
+AWAY = (
+    errors.KafkaConnectionError,
+    errors.NodeNotReadyError,
+    errors.RequestTimedOutError,
+    errors.KafkaTimeoutError,
+    errors.MetadataEmptyBrokerList,
+    errors.Cancelled,
+    errors.UnknownBrokerIdError,  # a broker that has just come back does not lead its partitions yet
+)
+"""What a client says while no broker answers."""
+OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
+_FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
+REFUSED = (
+    errors.TopicAuthorizationFailedError,
+    errors.GroupAuthorizationFailedError,
+    errors.ClusterAuthorizationFailedError,
+    errors.TransactionalIdAuthorizationFailedError,
+    errors.SaslAuthenticationFailedError,
+)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def translate(error: BaseException, what: str) -> LogError:
+    """The client library's `error` as one of ours; `what` names the attempt and its object."""
+    if isinstance(error, LogError):
+        return error
+    text = f"{what}: {one_line(error)}"
+    if isinstance(error, _FENCED):
+        return Fenced(f"{what}: another process writes under this transactional id now")
+    if isinstance(error, OVER):
+        return LostPartition(f"{what}: the consumer group has moved on to another generation")
+    if isinstance(error, NEVER_WRITTEN):
+        return SendFailed(text)
+    if isinstance(error, errors.KafkaTimeoutError):
+        return OutcomeUnknown(text)
+    return LogError(text)
+
+
+class _Reasons(logging.Handler):
+    """Keeps what the client library says only to its log while it fails to reach a broker."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "Bootstrap connection" not in text or not self.last:
+            self.last = text
+
+
+def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, Any]) -> Any:
+    """A client of class `kind`; raises LogUnreachable in one line when no broker answers in time."""
+    faults.apply()
+    made: list[Any] = []
+
+    def net_client(**configs: Any) -> Any:
+        made.append(KafkaNetClient(net=CallersLoop(**configs), **configs, **connecting()))
+        return made[0]
+
+    reasons = _Reasons()
+    net_log = logging.getLogger("kafka.net")
+    net_log.addHandler(reasons)
+    try:
+        return kind(**settings, kafka_client=net_client)
+    except errors.KafkaError as error:
+        for client in made:
+            client.close()
+        raise _unreachable(connection, reasons.last or one_line(error)) from None
+    finally:
+        net_log.removeHandler(reasons)
+
+
+def _unreachable(connection: Connection, reason: str) -> LogUnreachable:
+    reason = " ".join(reason.split())[:160]
+    return LogUnreachable(
+        f"cannot reach a Kafka broker at {connection.bootstrap} ({reason}): start one with `penstock broker start` or set kafka.bootstrap"
+    )
+
+
+def probe(connection: Connection) -> None:
+    """Raise LogUnreachable at once when nothing listens at any of the addresses; says why."""
+    reason = "no address given"
+    servers = connection.bootstrap.split(",")
+    patience_s = min(5.0, connection.unreachable_after_s) / len(servers)
+    for server in servers:
+        host, colon, port = server.strip().rpartition(":")
+        if not colon or not port.isdigit():
+            raise LogUnreachable(f"kafka.bootstrap {connection.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or one_line(error)
+        else:
+            return
+    raise _unreachable(connection, reason)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Errors of the client library inside come out as ours."""
+    try:
+        yield
+    except errors.KafkaError as error:
+        raise translate(error, what) from error

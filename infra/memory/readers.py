@@ -1,0 +1,180 @@
+"""Tails and group members of the in-memory log.
+
+The rule: both only hold positions; what is there and who owns what is decided by the log, under its one lock.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Assigned, Commits, Committed, Event, Membership, Partition, Records, Revoked, Start, StartAt, check_commits
+from penstock.topics.wire.record import Record
+
+if TYPE_CHECKING:
+    from penstock.infra.memory.log import MemoryLog
+
+
+class _Reader:
+    """Positions in partitions, and waiting for records behind them."""
+
+    def __init__(self, log: "MemoryLog") -> None:
+        self.log = log
+        self.positions: dict[Partition, int] = {}
+
+    def there(self, count: int) -> list[Record]:
+        """At most `count` records that are there now; positions move past them."""
+        records: list[Record] = []
+        for partition, position in self.positions.items():
+            part = self.log.part(partition)
+            some = part.since(position, count - len(records))
+            records += some
+            self.positions[partition] = some[-1].offset + 1 if len(records) >= count and some else max(position, part.end)
+            if len(records) >= count:
+                break
+        return records
+
+
+class MemoryTail:
+    """Records of the partitions its caller names."""
+
+    outage_s = 0.0
+
+    def __init__(self, log: "MemoryLog", starts: Mapping[Partition, Start], *, group: str | None) -> None:
+        self._log, self._reader, self._group = log, _Reader(log), group
+        self.add(starts)
+
+    def add(self, partitions: Mapping[Partition, Start]) -> None:
+        """Read these partitions as well; one that is read already is moved."""
+        with self._log.change:
+            for partition, start in partitions.items():
+                end = self._log.part(partition).end
+                if not isinstance(start, int) and start not in ("earliest", "latest"):
+                    raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
+                self._reader.positions[partition] = start if isinstance(start, int) else 0 if start == "earliest" else end
+
+    def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
+        """Records that are there within `timeout_s`, in offset order within each partition; possibly none."""
+        found: list[Record] = []
+
+        def look() -> bool:
+            found.extend(self._reader.there(max_records))
+            return bool(found)
+
+        with self._log.change:
+            self._log.change.wait_for(look, timeout_s)
+        return found
+
+    def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
+        """Everything up to the ends as they are now."""
+        with self._log.change:
+            return self._reader.there(1 << 62)
+
+    def position(self, partition: Partition) -> int:
+        """The offset of the next record this tail delivers."""
+        if partition not in self._reader.positions:
+            raise LogError(f"{partition[0]}/{partition[1]} is not read by this tail")
+        return self._reader.positions[partition]
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """Go on with `offset`."""
+        self.position(partition)
+        self._reader.positions[partition] = offset
+
+    def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
+        """Note offsets for the group; raises LogError when there is no group."""
+        check_commits(offsets)
+        if self._group is None:
+            raise LogError("a tail without a group cannot commit")
+        with self._log.change:
+            noted = {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
+            self._log.group(self._group).offsets |= noted
+
+    def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
+        """What the group has noted for the partitions of this tail."""
+        if self._group is None:
+            raise LogError("a tail without a group has no committed offsets")
+        with self._log.change:
+            noted = self._log.group(self._group).offsets
+            return {partition: noted.get(partition, Committed(offset=None)) for partition in self._reader.positions}
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Nothing is held."""
+
+
+class MemoryMember:
+    """One member of a consumer group; it hears of a rebalance at its next take: Revoked, then Assigned, then records."""
+
+    outage_s = 0.0
+
+    def __init__(self, log: "MemoryLog", group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None) -> None:
+        self._log, self._name, self._topics = log, group, list(topics)
+        self._max_records, self._start_at = max_records, start_at
+        self._reader = _Reader(log)
+        self._membership: Membership | None = None
+        self._assigned: tuple[Partition, ...] = ()
+        self.member_id = f"member-{id(self):x}"
+        with log.change:
+            for topic in topics:
+                log.part((topic, 0))
+            self._group = log.group(group)
+            self._group.members.append(self)
+            self._rebalance()
+
+    def _rebalance(self) -> None:
+        self._group.generation += 1
+        self._log.change.notify_all()
+
+    def _share(self) -> list[Partition]:
+        """This member's partitions: of each topic a range of neighbouring numbers, as Kafka's range assignor gives them."""
+        share: list[Partition] = []
+        for topic in self._topics:
+            readers = [member for member in self._group.members if topic in member._topics]
+            mine = readers.index(self)
+            count, extra = divmod(self._log.partitions(topic) or 0, len(readers))
+            first = mine * count + min(mine, extra)
+            share += [(topic, number) for number in range(first, first + count + (mine < extra))]
+        return share
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """What happened since the last call, in order; waits up to `timeout_s` for something."""
+        events: list[Event] = []
+        with self._log.change:
+            self._log.change.wait_for(lambda: self._look(events), timeout_s)
+        return events
+
+    def _look(self, events: list[Event]) -> bool:
+        if self._membership is None or self._membership.generation != self._group.generation:
+            if self._membership is not None:
+                events.append(Revoked(partitions=frozenset(self._assigned)))
+            self._assigned = tuple(self._share())
+            self._membership = Membership(group=self._name, generation=self._group.generation, member_id=self.member_id)
+            committed = {partition: self._group.offsets.get(partition, Committed(offset=None)) for partition in self._assigned}
+            starts = {partition: noted.offset or 0 for partition, noted in committed.items()}
+            starts |= dict(self._start_at(committed)) if self._start_at is not None else {}
+            self._reader.positions = starts
+            events.append(Assigned(partitions=committed, membership=self._membership))
+        records = self._reader.there(self._max_records)
+        if records:
+            events.append(Records(records=records))
+        return bool(events)
+
+    def commit(self, offsets: Commits) -> bool:
+        """Note offsets for the group; False, and none are noted, when a partition is not owned (any more)."""
+        check_commits(offsets)
+        with self._log.change:
+            current = self._membership is not None and self._membership.generation == self._group.generation
+            if not current or not set(self._assigned).issuperset(offsets):
+                return False
+            self._group.offsets |= {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
+            return True
+
+    def membership(self) -> Membership | None:
+        """Who this member was at the last Assigned it took; None before."""
+        return self._membership
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Leave the group."""
+        with self._log.change:
+            if self in self._group.members:
+                self._group.members.remove(self)
+                self._rebalance()

@@ -1,0 +1,1 @@
+"""The MLflow tracking store: runs, points, artifacts."""

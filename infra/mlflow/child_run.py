@@ -1,0 +1,66 @@
+"""A child run in MLflow, beneath the MLflow run of a pipeline run: what was done with a run's records afterwards.
+
+The rule: it never bears the tag by which a pipeline run finds its own; the parent is only referred to.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.infra.mlflow.database import make_database
+from penstock.infra.mlflow.tracking import (
+    MAX_PARAM_CHARS,
+    MAX_PARAMS,
+    MAX_POINTS,
+    RUN_TAG,
+    Point,
+    Target,
+    load_mlflow,
+    nameable,
+    translated,
+)
+
+PARENT_TAG = "mlflow.parentRunId"
+
+
+class ChildRun:
+    """A new MLflow run; `target` is of the pipeline run it belongs to, with the child's own parameters and tags.
+
+    Every method may raise `TrackingError`.
+    """
+
+    def __init__(self, target: Target, *, name: str) -> None:
+        self._uri = target.uri
+        with translated(target.uri):
+            mlflow = load_mlflow()
+            make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+            self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
+            self._entities = importlib.import_module("mlflow.entities")
+            found = self._client.get_experiment_by_name(target.experiment)
+            experiment = (
+                found.experiment_id if found else self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
+            )
+            self.parent_id = self._parent(experiment, target.run)
+            parent = {PARENT_TAG: self.parent_id} if self.parent_id else {}
+            self.run_id: str = self._client.create_run(experiment, tags={**target.tags, **parent}, run_name=name).info.run_id
+            params = [self._entities.Param(key, value[:MAX_PARAM_CHARS]) for key, value in sorted(target.params.items())]
+            for start in range(0, len(params), MAX_PARAMS):
+                self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMS])
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Send points."""
+        metrics = [self._entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
+        with translated(self._uri):
+            for start in range(0, len(metrics), MAX_POINTS):
+                self._client.log_batch(self.run_id, metrics=metrics[start : start + MAX_POINTS])
+
+    def finish(self, status: str, *, tags: Mapping[str, str]) -> None:
+        """Set FINISHED, KILLED or FAILED, and tags that say what it came to."""
+        with translated(self._uri):
+            self._client.log_batch(self.run_id, tags=[self._entities.RunTag(key, value) for key, value in tags.items()])
+            self._client.set_terminated(self.run_id, status=status)
+
+    def _parent(self, experiment: str, run: str) -> str | None:
+        found = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run}'", max_results=10)
+        first = min(found, key=lambda one: (one.info.start_time, one.info.run_id), default=None)
+        return None if first is None else str(first.info.run_id)

@@ -1,0 +1,202 @@
+"""MLflow: one MLflow run per pipeline run.
+
+The rule: a pipeline run never has a second one. How far its points were delivered is noted in a tag after them, so that a restarted
+tracker goes on there; a point delivered twice is one point, as MLflow's databases keep one row for each (name, step, time, value).
+"""
+
+import importlib
+import json
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from penstock.infra.errors import TrackingError
+from penstock.infra.mlflow.database import make_database
+
+RUN_TAG = "penstock.run"
+POSITION_TAG = "penstock.position"
+MAX_POINTS = 1000
+"""Metrics in one request: the server's limit."""
+MAX_PARAMS = 100
+MAX_PARAM_CHARS = 500
+MAX_NAME_CHARS = 250
+
+_UNNAMEABLE = re.compile(r"[^/\w.\- :]")
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    # The client would hide an outage for minutes behind its own retries; ours are seen by the person and end with the run.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One value of one metric; logged twice it is still one point, as its time is its record's."""
+
+    key: str
+    value: float
+    timestamp_ms: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a pipeline run is tracked."""
+
+    run: str
+    uri: str
+    experiment: str
+    artifacts: str | None = None
+    """URI of the artifact store for a new experiment; the server's own choice without."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    start_ms: int | None = None
+    over: bool = False
+    """Whether the pipeline run has ended already: what it lacks is delivered, and it is not shown as running meanwhile."""
+
+
+class MlflowRun:
+    """The MLflow run of one pipeline run: found by its tag or made, never made twice. Every method may raise `TrackingError`."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        with translated(target.uri):
+            mlflow = load_mlflow()
+            make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+            self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
+            self._entities = importlib.import_module("mlflow.entities")
+            found = self._find_or_create()
+            self.run_id: str = found.info.run_id
+            self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
+            self._describe()
+            if found.info.status != "RUNNING" and not target.over:  # a tracker before this one was told to stop
+                self._client.update_run(self.run_id, status="RUNNING")
+
+    def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:
+        """Send points, and note after the last of them how far each source has been delivered."""
+        now = {**self.position, **position}
+        metrics = [self._entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
+        tag = self._entities.RunTag(POSITION_TAG, json.dumps(now))
+        limit = MAX_POINTS - 1  # one request takes so many items of all kinds together
+        with translated(self.target.uri):
+            for start in range(0, max(1, len(metrics)), limit):
+                last = start + limit >= len(metrics)
+                self._client.log_batch(self.run_id, metrics=metrics[start : start + limit], tags=[tag] if last else [])
+        self.position = now
+
+    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
+        """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, now without it."""
+        with translated(self.target.uri):
+            # An answer that was given up on may have made a second run after we had looked.
+            if self._find_or_create().info.run_id != self.run_id:
+                shown = without_credentials(self.target.uri)
+                raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
+            self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
+            for path in artifacts:
+                self._client.log_artifact(self.run_id, str(path))
+
+    def _find_or_create(self) -> Any:
+        target = self.target
+        experiment = self._client.get_experiment_by_name(target.experiment)
+        if experiment is not None and experiment.lifecycle_stage != "active":
+            raise TrackingError(f"the MLflow experiment {target.experiment!r} was deleted: restore it, or choose another mlflow.experiment")
+        if experiment is None:
+            number = self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
+        else:
+            number = experiment.experiment_id
+        if not self._runs(number):
+            tags = {**target.tags, RUN_TAG: target.run}
+            self._client.create_run(number, start_time=target.start_ms, tags=tags, run_name=target.run)
+        first, *others = self._runs(number)
+        for other in others:  # made in the same instant, by a second tracker or by a request whose answer was given up on
+            self._client.delete_run(other.info.run_id)
+        return first
+
+    def _runs(self, experiment: str) -> list[Any]:
+        found = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{self.target.run}'", max_results=10)
+        return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+
+    def _describe(self) -> None:
+        params = [self._entities.Param(key, value[:MAX_PARAM_CHARS]) for key, value in sorted(self.target.params.items())]
+        for start in range(0, len(params), MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMS])
+
+
+def without_credentials(uri: str) -> str:
+    """The address without user and password, fit to be shown.
+
+    Example:
+        without_credentials("https://me:secret@host/x")  # -> "https://host/x"
+    """
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def nameable(key: str) -> str:
+    """A metric's name as MLflow takes it; one that it refuses would hold up every point behind it.
+
+    Example:
+        nameable("train/a//b?")  # -> "train/a/_/b_"
+    """
+    parts = _UNNAMEABLE.sub("_", key)[:MAX_NAME_CHARS].split("/")
+    return posixpath.join(*("_" if part in ("", ".", "..") else part for part in parts))
+
+
+def _position(tag: str | None) -> dict[str, int]:
+    try:
+        found = json.loads(tag or "{}")
+    except ValueError:
+        return {}
+    return {str(key): int(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def load_mlflow() -> Any:
+    """MLflow's client library, quiet. Raises `TrackingError` where it is not installed."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        mlflow = importlib.import_module("mlflow")
+    except ImportError as error:
+        raise TrackingError("mlflow is not installed: pip install 'penstock[tracking]', or set mlflow.enabled = false") from error
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return mlflow
+
+
+@contextmanager
+def translated(uri: str) -> Iterator[None]:
+    """Turn what MLflow's client raises into `TrackingError`, one line."""
+    try:
+        yield
+    except TrackingError:
+        raise
+    except _foreign_errors() as error:
+        cause = _CREDENTIALS.sub("//", " ".join(str(error).split()))
+        # The client wraps whatever the connection ran into in sentences of its own.
+        silent = isinstance(error, OSError) or "failed with exception" in cause
+        said = "does not answer" if silent else f"refuses: {cause[:200]}"
+        raise TrackingError(f"MLflow at {without_credentials(uri)} {said}") from error
+
+
+def _foreign_errors() -> tuple[type[BaseException], ...]:
+    """What MLflow's client raises; the small client comes without a database."""
+    found: list[type[BaseException]] = [OSError]
+    names = (("mlflow.exceptions", "MlflowException"), ("sqlalchemy.exc", "SQLAlchemyError"), ("alembic.util.exc", "CommandError"))
+    for module, name in names:
+        try:
+            found.append(getattr(importlib.import_module(module), name))
+        except ImportError:
+            continue
+    return tuple(found)

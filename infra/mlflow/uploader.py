@@ -1,0 +1,159 @@
+"""A thread that brings points to MLflow, however often the server goes away.
+
+The rule: nobody waits for MLflow, and no point is lost or held in memory: what is not delivered is read again from the journal.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from penstock.infra.errors import TrackingError
+from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target, without_credentials
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
+GATHER_S = 2.0
+"""Points of so long go into one request, which costs as much as a single one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """The points of one record; numbers grow within a source."""
+
+    source: str
+    number: int
+    points: tuple[Point, ...]
+
+
+class Journal(Protocol):
+    """Everything there is to deliver, in order, on disk: it is read again as often as needed."""
+
+    @property
+    def end(self) -> int: ...
+    @property
+    def points(self) -> int: ...
+    def read(self, place: int, *, max_points: int) -> tuple[Sequence[Delivery], int]: ...
+    def sync(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is left to do once everything is delivered."""
+
+    status: str
+    end_ms: int | None
+    artifacts: tuple[Path, ...]
+
+
+class Uploader:
+    """Brings a journal to MLflow from a thread of its own, with growing pauses while the server does not answer."""
+
+    def __init__(self, target: Target, journal: Journal, *, say: Callable[[str], None]) -> None:
+        self.shown_uri = without_credentials(target.uri)
+        self.run_id: str | None = None
+        self.failing = False
+        """Whether MLflow refused or did not answer the last time."""
+        self._target, self._journal, self._say = target, journal, say
+        self._place = self._passed = 0
+        self._delivered: Mapping[str, int] = {}
+        self._mlflow_run: MlflowRun | None = None
+        self._changed = threading.Condition()
+        self._ending: Ending | None = None
+        self._done = False
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Points of the journal that MLflow has not got yet, as far as is known."""
+        return self._journal.points - self._passed
+
+    def more(self) -> None:
+        """Say that the journal has grown."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_run(self, timeout_s: float) -> str | None:
+        """The MLflow run's id, as soon as the server has answered."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
+            return self.run_id
+
+    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
+        """Deliver what is left, set the status, attach the files, and end; `wait` tells when that is done."""
+        with self._changed:
+            self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts))
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether everything was delivered and the run ended, at the latest after so long."""
+        self._thread.join(timeout_s)
+        return self._done
+
+    def _work(self) -> None:
+        pause = FIRST_PAUSE_S
+        while not self._done:
+            try:
+                self._advance()
+            except TrackingError as error:
+                self._failed(str(error))
+            except Exception as error:  # the thread's edge: artifact stores raise whatever their own clients raise
+                self._failed(f"MLflow at {self.shown_uri}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            else:
+                if self.failing:
+                    self._say(f"MLflow at {self.shown_uri} answers again")
+                pause, self.failing = FIRST_PAUSE_S, False
+                continue
+            self._pause(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _failed(self, cause: str) -> None:
+        if not self.failing:
+            self._say(f"{cause}; the run goes on, and its points wait in metrics.jsonl")
+        self.failing = True
+        self._mlflow_run = None  # what arrived is unknown now: the server is asked when it answers again
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before the next try; asked to end, it tries on at once: the caller has set a limit."""
+        with self._changed:
+            if self._ending is None and self._changed.wait_for(lambda: self._ending, seconds):
+                return
+        time.sleep(min(seconds, FIRST_PAUSE_S))
+
+    def _advance(self) -> None:
+        """One step towards MLflow having everything: connect, send a batch, or end."""
+        if self._mlflow_run is None:
+            self._mlflow_run = self._connect()
+        self._gather()
+        end, ending = self._journal.end, self._ending
+        found, place = self._journal.read(self._place, max_points=MAX_POINTS - 1)
+        new = [delivery for delivery in found if delivery.number >= self._mlflow_run.position.get(delivery.source, 0)]
+        if new:
+            self._journal.sync()  # MLflow never knows a point that the journal could lose in a power cut
+            position = {delivery.source: delivery.number + 1 for delivery in new}
+            self._mlflow_run.log([point for delivery in new for point in delivery.points], position=position)
+        self._delivered = self._mlflow_run.position
+        self._passed += sum(len(delivery.points) for delivery in found)
+        self._place = place
+        if ending is not None and place >= end:
+            self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts)
+            self._done = True
+
+    def _connect(self) -> MlflowRun:
+        """Find MLflow's run; where it has less than was delivered, the journal is read from its beginning."""
+        found = MlflowRun(self._target)
+        if found.run_id != self.run_id or any(found.position.get(source, 0) < number for source, number in self._delivered.items()):
+            self._place = self._passed = 0
+        with self._changed:
+            self.run_id = found.run_id
+            self._changed.notify_all()
+        return found
+
+    def _gather(self) -> None:
+        """Wait until there is something to do, and a moment more for what comes with it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._journal.end > self._place or self._ending)
+            self._changed.wait_for(lambda: self._ending or self.queued >= MAX_POINTS, GATHER_S)

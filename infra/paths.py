@@ -1,0 +1,39 @@
+"""The one directory in which Penstock keeps what belongs to this user on this machine; nothing is written elsewhere."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from penstock.infra.errors import BrokerError
+
+IMPORT_ROOT = Path(__file__).absolute().parents[2]
+"""The directory from which `penstock` is imported; links are not resolved, because the packages are links in a checkout."""
+
+
+def state_directory() -> Path:
+    """Return the state directory, made if need be; `BrokerError` when it cannot be written.
+
+    PENSTOCK_HOME if set, else $XDG_STATE_HOME/penstock, else ~/.local/state/penstock.
+    """
+    chosen = os.environ.get("PENSTOCK_HOME")
+    if chosen:
+        return writable(Path(chosen).expanduser().absolute())
+    base = os.environ.get("XDG_STATE_HOME")
+    return writable((Path(base).expanduser() if base else Path.home() / ".local" / "state").absolute() / "penstock")
+
+
+def run_directory(run: str) -> Path:
+    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model."""
+    return state_directory() / "runs" / run
+
+
+def writable(directory: Path) -> Path:
+    """Return `directory`, made if need be, once a file could be written in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise BrokerError(f"cannot write to the state directory {directory} ({reason}): set PENSTOCK_HOME to another directory") from None
+    return directory

@@ -1,0 +1,122 @@
+"""Which record a process has in hand while it decodes it, noted where a SIGKILL cannot reach: in a page of a file that is mapped.
+
+The rule: a record that was in hand when a process of this name died has one death more to answer for; it is forgiven once it was read to
+the end. What the kernel holds of the file outlives any process, and a machine that is switched off took no record's blame with it.
+"""
+
+import json
+import mmap
+import os
+import struct
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+DEADLY = 3
+"""Deaths after which a record is not read again."""
+
+Place = tuple[str, int, int]
+"""Topic, partition and offset of a record."""
+
+_IN_HAND = struct.Struct("<qqH")
+"""Partition, offset and length of the topic's name, which follows; before them one byte that says whether they count."""
+_SIZE = mmap.PAGESIZE
+
+
+class Attempts:
+    """A block that notes which record is in hand; to be used by one thread, and not to be nested.
+
+    Example:
+        with attempts.reading(record):  # raises Unusable(kind="killer") for a record that has killed three times
+            decode(record.value)
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Read what the process before this one left at `path`; None, or a place that cannot be written, keeps nothing."""
+        self.deaths: dict[Place, int] = {}
+        """What is known of records that were in hand at a death."""
+        self._counts = path.with_name(f"{path.name}.json") if path else None
+        self._page = _page(path)
+        self._topic = ""
+        self._record: Record | None = None
+        self._load()
+
+    def reading(self, record: Record) -> "Attempts":
+        """Note that the record is taken in hand when the block begins. Raises `Unusable` for a killer."""
+        if self.deaths:
+            self._refuse(record)
+        self._record = record
+        return self
+
+    def __enter__(self) -> None:
+        page, record = self._page, self._record
+        assert record is not None
+        if record.topic != self._topic:
+            name = record.topic.encode()
+            self._topic = record.topic
+            page[1 + _IN_HAND.size : 1 + _IN_HAND.size + len(name)] = name
+        _IN_HAND.pack_into(page, 1, record.partition, record.offset, len(self._topic))
+        page[0] = 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and not issubclass(kind, Unusable):
+            return  # whatever it is ends the process: the record is still in hand
+        self._page[0] = 0
+        if self.deaths and self._record is not None and _place(self._record) in self.deaths:
+            del self.deaths[_place(self._record)]
+            self._save()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._page.close()
+
+    def _refuse(self, record: Record) -> None:
+        count = self.deaths.get(_place(record), 0)
+        if count >= DEADLY:
+            raise Unusable(f"{count} processes of this name died while they decoded it", kind="killer")
+
+    def _load(self) -> None:
+        if self._counts is not None:
+            with suppress(OSError, ValueError, TypeError):  # what is lost is a count
+                self.deaths = {(topic, int(p), int(offset)): int(count) for topic, p, offset, count in json.loads(self._counts.read_text())}
+        if self._page[0] != 1:
+            return
+        partition, offset, length = _IN_HAND.unpack_from(self._page, 1)
+        topic = self._page[1 + _IN_HAND.size : 1 + _IN_HAND.size + length].decode(errors="replace")
+        place = (topic, partition, offset)
+        self.deaths[place] = self.deaths.get(place, 0) + 1
+        self._save()
+        self._page[0] = 0
+
+    def _save(self) -> None:
+        if self._counts is None:
+            return
+        beside = self._counts.with_name(f"{self._counts.name}.tmp")
+        with suppress(OSError):
+            beside.write_text(json.dumps([[*place, count] for place, count in self.deaths.items()]))
+            beside.replace(self._counts)
+
+
+def _place(record: Record) -> Place:
+    return record.topic, record.partition, record.offset
+
+
+def _page(path: Path | None) -> mmap.mmap:
+    """A page of the file, or of memory alone where the file cannot be had: then nothing outlives the process, and it works as well."""
+    if path is None:
+        return mmap.mmap(-1, _SIZE)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return mmap.mmap(-1, _SIZE)
+    try:
+        os.posix_fallocate(file, 0, _SIZE)  # a full disk says so here, not by SIGBUS at the first note
+        return mmap.mmap(file, _SIZE)
+    except OSError:
+        return mmap.mmap(-1, _SIZE)
+    finally:
+        os.close(file)

@@ -1,0 +1,1 @@
+"""Child processes in which users' functions run under a time limit."""

@@ -1,0 +1,85 @@
+"""The child's side of `penstock.infra.sandbox.pool`: answer one JSON line with one JSON line, until the parent is gone.
+
+The rule: what the code it runs prints, hangs on or leaves behind never reaches the two pipes or outlives the parent.
+"""
+
+import fcntl
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+F_SETSIG = 10
+"""Linux: the signal that O_ASYNC sends. Not in Python 3.11's fcntl."""
+
+
+def main() -> None:
+    """Serve `sys.argv[1]` (`module:function`), with the lifeline's descriptor in `sys.argv[2]`."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    # A user's print goes to stderr and a user's input() reads nothing: the pipes are ours alone.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    _die_with_parent(int(sys.argv[2]))
+    try:
+        module, _, name = sys.argv[1].partition(":")
+        handler = getattr(importlib.import_module(module), name)(json.loads(requests.readline()))
+    # The edge of this process: the reason goes to the parent.
+    except (Exception, SystemExit) as error:
+        _reply(replies, {"broken": reason(error)})
+        return
+    _reply(replies, {"ready": True})
+    for line in requests:
+        answer: dict[str, Any]
+        try:
+            answer = {"result": handler(json.loads(line))}
+        # The edge of this process: a user's function may raise anything, and exit().
+        except (Exception, SystemExit) as error:
+            answer = {"error": reason(error)}
+        _reply(replies, answer)
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line, with where it was raised; our own errors are such a line already."""
+    text = " ".join(str(error).split())[:600]
+    if type(error).__module__.partition(".")[0] == "penstock":
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _reply(replies: Any, answer: dict[str, Any]) -> None:
+    try:
+        line = json.dumps(answer).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        line = json.dumps({"error": f"the result is no JSON value: {error}"}).encode() + b"\n"
+    sent = 0
+    while sent < len(line):
+        sent += replies.write(line[sent:])
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Have this process group killed when the other end of `lifeline` closes, which it does however the parent ends."""
+    if sys.platform == "linux":
+        # The kernel's own signal: a watching thread would never run under a regular expression that holds the interpreter for hours,
+        # and PR_SET_PDEATHSIG fires already when the parent's *thread* that started us ends.
+        fcntl.fcntl(lifeline, F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+        gone = select.poll()
+        gone.register(lifeline, select.POLLHUP)
+        if gone.poll(0):
+            _end_group()
+    else:
+        threading.Thread(target=lambda: (os.read(lifeline, 1), _end_group()), daemon=True).start()
+
+
+def _end_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)

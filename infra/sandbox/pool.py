@@ -1,0 +1,270 @@
+"""Child processes that run code which may hang, crash or print, each call with a time limit on its own clock.
+
+The rule: a call ends in bounded time, as `Done` or as `Failed` with the reason; a child that overran is killed with all it started.
+One thread drives a pool; children speak JSON lines over pipes, so nothing they send is ever executed.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.paths import IMPORT_ROOT
+
+Key = TypeVar("Key")
+# -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
+BOOTSTRAP = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.child import main; main()"
+START_ATTEMPTS = 3
+READ_BYTES = 1 << 16
+
+
+class ChildError(PenstockError):
+    """No child can be started at all: what it serves does not load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done(Generic[Key]):
+    """A call that returned."""
+
+    key: Key
+    result: Any
+    """The JSON value that the handler returned."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Generic[Key]):
+    """A call that failed in every attempt, with the last attempt's reason."""
+
+    key: Key
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call(Generic[Key]):
+    key: Key
+    line: bytes
+    attempts_left: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Child(Generic[Key]):
+    process: "subprocess.Popen[bytes]"
+    stdin: int
+    stdout: int
+    lifeline: int
+    deadline: float
+    ready: bool = False
+    call: _Call[Key] | None = None
+    called: float = 0.0
+    unsent: bytearray = field(default_factory=bytearray)
+    unread: bytearray = field(default_factory=bytearray)
+
+
+class ChildPool(Generic[Key]):
+    """`size` children that serve `target`, a `module:function` which makes of `init` the handler of one payload.
+
+    Not thread-safe. `init`, payloads and results are JSON values. A call that fails, overruns `timeout_s` or kills its child is tried
+    again `retries` times. The limit runs from when a started child has the call, so imports (limit `start_timeout_s`) do not count.
+    """
+
+    def __init__(
+        self, target: str, *, size: int, timeout_s: float, retries: int = 1, init: object = None, start_timeout_s: float = 180.0
+    ) -> None:
+        if size < 1 or timeout_s <= 0 or retries < 0:
+            raise ValueError(f"size {size}, timeout_s {timeout_s}, retries {retries}: expected at least 1, more than 0, at least 0")
+        self._target, self._timeout_s, self._retries, self._start_timeout_s = target, timeout_s, retries, start_timeout_s
+        self._init = json.dumps(init).encode() + b"\n"
+        self._waiting: deque[_Call[Key]] = deque()
+        self._ended: list[Done[Key] | Failed[Key]] = []
+        self._selector = selectors.DefaultSelector()
+        self._failed_starts = 0
+        self._children: list[_Child[Key]] = []
+        for _ in range(size):
+            self._start()
+
+    @property
+    def pending(self) -> int:
+        """Calls that have not been returned by `poll` yet."""
+        return len(self._waiting) + len(self._ended) + sum(child.call is not None for child in self._children)
+
+    def submit(self, key: Key, payload: object) -> None:
+        """Queue a call; it goes to a child at once if one is free."""
+        self._waiting.append(_Call(key=key, line=json.dumps(payload).encode() + b"\n", attempts_left=1 + self._retries))
+        self._dispatch()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
+        """Calls that have ended, in that order; waits up to `timeout_s` for the first. With nothing pending it does not wait.
+
+        Raises:
+            ChildError: the target itself does not load, or three children in a row died before they were ready.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            self._dispatch()
+            now = time.monotonic()
+            patience = 0.0 if self._ended or not self.pending else max(0.0, min([end, *(child.deadline for child in self._children)]) - now)
+            for key, events in self._selector.select(patience):
+                # A child replaced in this very round has given its descriptors back.
+                if key.data not in self._children:
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._write(key.data)
+                else:
+                    self._read(key.data)
+            # After reading: an answer that lay in the pipe while the caller was busy elsewhere is not late.
+            self._kill_overdue()
+            if self._ended or not self.pending or time.monotonic() >= end:
+                self._dispatch()
+                ended, self._ended = self._ended, []
+                return ended
+
+    def close(self) -> None:
+        """Kill the children. What was pending is forgotten."""
+        for child in list(self._children):
+            self._end(child)
+        self._waiting.clear()
+        self._selector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        lifeline, ours = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", BOOTSTRAP, self._target, str(lifeline)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(lifeline,),
+                # Its own session: Ctrl-C goes to the parent alone, and a kill reaches whatever the child has started.
+                start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+                bufsize=0,
+            )
+        finally:
+            os.close(lifeline)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + self._start_timeout_s
+        child: _Child[Key] = _Child(
+            process=process, stdin=process.stdin.fileno(), stdout=process.stdout.fileno(), lifeline=ours, deadline=deadline
+        )
+        os.set_blocking(child.stdin, False)
+        os.set_blocking(child.stdout, False)
+        self._children.append(child)
+        self._selector.register(child.stdout, selectors.EVENT_READ, child)
+        self._send(child, self._init)
+
+    def _dispatch(self) -> None:
+        for child in self._children:
+            if not self._waiting:
+                return
+            if child.ready and child.call is None:
+                child.call, child.called = self._waiting.popleft(), time.monotonic()
+                child.call.attempts_left -= 1
+                child.deadline = child.called + self._timeout_s
+                self._send(child, child.call.line)
+
+    def _send(self, child: _Child[Key], line: bytes) -> None:
+        child.unsent += line
+        self._write(child)
+        if child.unsent:
+            self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
+
+    def _write(self, child: _Child[Key]) -> None:
+        # A broken pipe is a dead child, which its closed stdout reports.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while child.unsent:
+                del child.unsent[: os.write(child.stdin, child.unsent)]
+        if not child.unsent:
+            if child.call is not None:
+                child.deadline = time.monotonic() + self._timeout_s
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(child.stdin)
+
+    def _read(self, child: _Child[Key]) -> None:
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(child.stdout, READ_BYTES):
+                child.unread += data
+            ended = True
+        # What a child said before it ended counts, also when both are read at once.
+        while (cut := child.unread.find(b"\n")) >= 0:
+            line = bytes(child.unread[:cut])
+            del child.unread[: cut + 1]
+            self._take(child, json.loads(line))
+        if ended:
+            self._replace(child, self._last_words(child))
+
+    def _take(self, child: _Child[Key], answer: dict[str, Any]) -> None:
+        if "broken" in answer:
+            raise ChildError(f"cannot serve {self._target}: {answer['broken']}")
+        if "ready" in answer:
+            child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
+            return
+        call, child.call, child.deadline = child.call, None, float("inf")
+        assert call is not None, f"an answer without a call: {str(answer)[:200]}"
+        if "error" in answer:
+            self._fail(call, answer["error"])
+        else:
+            self._ended.append(Done(key=call.key, result=answer["result"], seconds=time.monotonic() - child.called))
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for child in [child for child in self._children if child.deadline <= now]:
+            limit = self._timeout_s if child.ready else self._start_timeout_s
+            self._replace(child, f"took longer than {limit:g} s and was killed")
+
+    def _replace(self, child: _Child[Key], reason: str) -> None:
+        call, ready = child.call, child.ready
+        self._end(child)
+        if not ready:
+            self._failed_starts += 1
+            if self._failed_starts >= START_ATTEMPTS:
+                raise ChildError(f"cannot serve {self._target}: {START_ATTEMPTS} children were lost at their start; the last one {reason}")
+        if call is not None:
+            self._fail(call, reason)
+        self._start()
+
+    def _fail(self, call: _Call[Key], reason: str) -> None:
+        if call.attempts_left > 0:
+            self._waiting.appendleft(call)
+        else:
+            self._ended.append(Failed(key=call.key, reason=reason))
+
+    def _last_words(self, child: _Child[Key]) -> str:
+        # End the group before its leader is waited for: until then nobody else can have got its number.
+        _kill_group(child.process.pid)
+        status = child.process.wait()
+        return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
+
+    def _end(self, child: _Child[Key]) -> None:
+        self._children.remove(child)
+        for descriptor in (child.stdin, child.stdout):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(descriptor)
+        if child.process.returncode is None:
+            _kill_group(child.process.pid)
+            child.process.wait()
+        for pipe in (child.process.stdin, child.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        os.close(child.lifeline)
+
+
+def _kill_group(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)

@@ -1,0 +1,52 @@
+"""Between torch and bytes: the only place where a model's parameters become `TensorBytes` and back.
+
+The rule: `copy_into` fits everything before it changes anything.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from penstock.infra.tensors.stream import TensorBytes
+
+
+def to_bytes(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorBytes]:
+    """Copy tensors out as row-major bytes; `model.named_parameters()` names tied weights once."""
+    return [tensor_bytes(name, tensor) for name, tensor in named]
+
+
+def tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
+    """Copy one tensor out: later changes of `tensor` do not reach the result."""
+    detached = tensor.detach()
+    host = detached.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    raw = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
+    return TensorBytes(name=name, dtype=str(host.dtype).removeprefix("torch."), shape=tuple(host.shape), data=memoryview(raw).cast("B"))
+
+
+def from_bytes(tensor: TensorBytes) -> torch.Tensor:
+    """The tensor on the CPU in its own dtype, in memory of its own."""
+    dtype = getattr(torch, tensor.dtype)
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+
+
+@torch.no_grad()
+def copy_into(model: torch.nn.Module, tensors: Iterable[TensorBytes]) -> None:
+    """Overwrite all of a model's parameters, casting to their dtype and device; `ValueError` when names or shapes differ."""
+    parameters = dict(model.named_parameters())
+    given = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    for name, parameter in parameters.items():
+        parameter.copy_(from_bytes(given[name]))
+
+
+def fitting(tensors: Iterable[TensorBytes], *, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorBytes]:
+    """The tensors by name; `ValueError` unless they are exactly those of `shapes`."""
+    given = {tensor.name: tensor for tensor in tensors}
+    if given.keys() != shapes.keys():
+        odd = sorted(given.keys() ^ shapes.keys())
+        raise ValueError(f"these weights are of another model: {len(odd)} names differ, the first is {odd[0]!r}")
+    for name, shape in shapes.items():
+        if given[name].shape != shape:
+            raise ValueError(f"these weights are of another model: {name} is {given[name].shape}, not {shape}")
+    return given

@@ -1,0 +1,1 @@
+"""Advantages, losses and importance weights: pure functions of tensors."""

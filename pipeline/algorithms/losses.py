@@ -1,0 +1,147 @@
+"""Policy-gradient losses as pure functions of tensors: GRPO, Dr. GRPO, DAPO, GSPO and CISPO are one function with other arguments.
+
+The rule: a loss is a float32 *sum* over weighted tokens, and statistics are sums too; whoever holds a whole step divides
+once. Everything per token is [B, L-1], aligned to next-token positions as in `TokenBatch`. An own loss is any function
+`(logprobs, batch, ...) -> (loss sum, statistics)` of that kind.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.infra.backends.batch import TokenBatch
+from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights
+from penstock.pipeline.algorithms.surrogates import SURROGATES
+from penstock.pipeline.learner.training_samples import AGGREGATES
+
+Stats = dict[str, float]
+MAX_LOG_WEIGHT = 300.0
+"""Log weights in statistics are cut to +-300: the square of e^300 is still a finite float64."""
+
+
+def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of KL(current || reference) per token, exp(d) - d - 1 with d = reference - current, 0 outside `mask`.
+
+    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4); d is cut to
+    +-`MAX_LOG_RATIO`. All arguments and the result are [B, L-1].
+    """
+    difference = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(difference) - difference
+
+
+def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int) -> tuple[torch.Tensor, float]:
+    """(weights [B, L-1], what this batch adds to the step's denominator): sum(weights * loss) / sum(denominators) is the step's loss.
+
+    `token_mean`: every token counts alike over the step (DAPO, arXiv 2503.14476). `sequence_mean`: every sequence counts alike
+    (GRPO, arXiv 2402.03300). `constant`: the sum over a sequence divided by `max_tokens`, so that length has no influence
+    (Dr. GRPO, arXiv 2503.20783). Sequences without a trained token count nowhere.
+    """
+    trained = mask.to(torch.float32)
+    per_sequence = trained.sum(dim=1, keepdim=True)
+    if aggregate == "token_mean":
+        return trained, float(mask.sum())
+    sequences = float((per_sequence > 0).sum())
+    if aggregate == "sequence_mean":
+        return trained / per_sequence.clamp(min=1.0), sequences
+    if aggregate == "constant":
+        if max_tokens < 1:
+            raise ValueError(f"constant aggregation divides by max_tokens, which cannot be {max_tokens}")
+        return trained / max_tokens, sequences
+    raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
+
+
+def batch_loss(
+    logprobs: torch.Tensor,
+    batch: TokenBatch,
+    *,
+    proximal: np.ndarray[Any, Any] | torch.Tensor | None = None,
+    surrogate: str = "clip",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    aggregate: str = "token_mean",
+    max_tokens: int = 1,
+    correction: str = "none",
+    correction_low: float | None = None,
+    correction_high: float | None = None,
+    kl_coef: float = 0.0,
+    reference: np.ndarray[Any, Any] | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Stats]:
+    """The un-normalised loss of one micro-batch and its statistics, both to be added up over the step.
+
+    `logprobs` [B, L-1] are the current policy's, with gradient. `proximal` [B, L-1] None takes the current policy (design: `current`);
+    pass `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`;
+    `correction` one of `CORRECTIONS` or "none": it weighs each token's loss by the bounded ratio proximal / behaviour, which with a
+    proximal policy of its own is decoupled PPO (arXiv 2505.24298). `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs.
+    What the step is divided by counts the loss mask, masked-out tokens included. Finish the summed statistics with `summarise`.
+    """
+
+    def tensor(array: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(array, device=logprobs.device)
+
+    if surrogate not in SURROGATES:
+        raise ValueError(f"unknown surrogate {surrogate!r}: choose one of {', '.join(SURROGATES)}")
+    mask, behaviour, advantages = tensor(batch.completion_mask), tensor(batch.behaviour_logprobs), tensor(batch.advantages)
+    near = logprobs.detach() if proximal is None else tensor(proximal)
+    loss, sums = SURROGATES[surrogate](logprobs, near, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    if correction != "none":
+        importance, corrected = correction_weights(near, behaviour, mask, correction=correction, low=correction_low, high=correction_high)
+        loss = loss * importance
+        sums |= corrected
+    weights, count = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens)
+    if kl_coef:
+        if reference is None:
+            raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs")
+        to_reference = kl_k3(logprobs, tensor(reference), mask)
+        loss = loss + kl_coef * to_reference
+        sums["kl_reference_sum"] = to_reference.detach().sum()
+    sums |= _importance_sums(logprobs, behaviour, mask)
+    numbers = torch.stack([value.to(torch.float64) for value in sums.values()]).tolist()
+    return (loss * weights).sum(dtype=torch.float32), dict(zip(sums, numbers, strict=True)) | {"denominator": count}
+
+
+def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
+    """Statistics of several micro-batches as those of one, added in order."""
+    total: Stats = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def summarise(sums: Mapping[str, float]) -> Stats:
+    """A step's summed statistics as means over its `tokens`, its `loss` (`loss_sum` / `denominator`) and the effective sample size.
+
+    `NAME_sum` comes out as the mean NAME, an own loss's too. `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights
+    w = current / behaviour (arXiv 2509.19128); clamping first hides the tail it is there to show. `weight` is their mean, `kl` is k3
+    between proximal and current policy, `kl_behaviour_k1` and `kl_behaviour_k3` between behaviour and current, `clip_fraction`
+    (and `_low`, `_high`) of tokens that the surrogate clips. docs/algorithms.md says what each one tells.
+    """
+    tokens = sums["tokens"]
+    if not tokens:
+        return {"tokens": 0.0}
+    result = {"tokens": tokens}
+    if sums.get("weight_squares"):
+        result["ess"] = sums["weight_sum"] ** 2 / (tokens * sums["weight_squares"])
+    if "loss_sum" in sums:
+        result["loss"] = sums["loss_sum"] / sums["denominator"]
+    means = {name.removesuffix("_sum"): value / tokens for name, value in sums.items() if name.endswith("_sum")}
+    return means | result
+
+
+@torch.no_grad()
+def _importance_sums(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums over `mask` of w = current / behaviour, w^2, and k1 and k3 of KL(behaviour || current), in float64 as w^2 is large.
+
+    k1 = -log w and k3 = w - 1 - log w are both unbiased for tokens that the behaviour policy drew (Schulman 2020); k3 is never negative.
+    """
+    log_weight = torch.where(mask, logprobs - behaviour_logprobs, 0.0).double().clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    weight = log_weight.exp() * mask
+    return {
+        "tokens": mask.sum(),
+        "weight_sum": weight.sum(),
+        "weight_squares": (weight * weight).sum(),
+        "kl_behaviour_k1_sum": -log_weight.sum(),
+        "kl_behaviour_k3_sum": (torch.expm1(log_weight) - log_weight).sum(),
+    }

@@ -1,0 +1,215 @@
+"""What an archive's tables look like: a row is a record, its place and its payload's columns.
+
+The rule: columns of the payload keep their names and types; one whose name is taken by the record's place begins with `payload_`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.groups import Part
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.headers import Headers, match
+from penstock.topics.wire.record import Record
+
+HEADER = pa.struct([("name", pa.string()), ("value", pa.binary())])
+PLACE = (
+    pa.field("partition", pa.int32()),
+    pa.field("offset", pa.int64()),
+    pa.field("timestamp", pa.timestamp("ms", tz="UTC")),
+    pa.field("key", pa.binary()),
+)
+ORIGINAL = (pa.field("headers", pa.list_(HEADER)), pa.field("raw", pa.binary()), pa.field("problem", pa.string()))
+"""`headers` and `raw` are null where they follow from the other columns; `problem` says why nobody can use the record."""
+
+_TAKEN = frozenset(field.name for field in (*PLACE, *ORIGINAL))
+VERSIONS = (pa.field("policy_version_min", pa.int64()), pa.field("policy_version_max", pa.int64()))
+WORKER = pa.field("worker", pa.string())
+_GROUP_FACTS = ("tokens", "reward_mean", "sha256")
+GROUP_FACTS = (pa.field("tokens", pa.int64()), pa.field("reward_mean", pa.float64()), pa.field("sha256", pa.string()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """How the records of one table are read and written."""
+
+    name: str
+    """Of the folder and of the view."""
+    topic: str
+    codec: Codec
+    facts: tuple[pa.Field, ...]
+    """Columns from the headers; of these only `worker` says what the payload does not."""
+    read: Callable[..., Any]
+    """(record, run=) -> what its payload holds; raises `Unusable`."""
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    headers: Callable[..., Headers]
+    """(payload, run=, worker=, value=) -> what the record says on its outside."""
+
+    @property
+    def payload(self) -> dict[str, str]:
+        """Column in the table -> column of the payload."""
+        return {(f"payload_{name}" if name in _TAKEN else name): name for name in self.codec.schema.names}
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The table's columns."""
+        types = [self.codec.schema.field(name).type for name in self.payload.values()]
+        columns = [pa.field(name, relaxed(kind)) for name, kind in zip(self.payload, types, strict=True)]
+        return pa.schema([*PLACE, *columns, *self.facts, *ORIGINAL])
+
+    def kafka_name(self, run: str) -> str:
+        """The Kafka topic."""
+        return self.topic if self.topic == RUNS_TOPIC else topic_name(run, self.topic)
+
+
+def relaxed(kind: pa.DataType) -> pa.DataType:
+    """The same type with nullable elements and fields, as other writers of Parquet make them."""
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, relaxed(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, relaxed(kind.item_type))
+    if pa.types.is_list(kind):
+        return pa.list_(relaxed(kind.value_type))
+    return kind
+
+
+def _read_part(record: Record, *, run: str) -> tuple[Headers, Part]:
+    """One part alone; what is said of the whole group is compared where it is the only one."""
+    found, part = groups.check(record, run=run), groups.decode_part(record.value)
+    match(found, group=part.group.group, outcome=part.group.outcome, part=part.part, parts=part.parts)
+    if part.parts == 1:
+        expected = groups.headers(part.group, run=run, sha256=groups.digest([record.value]))
+        match(found, **{name: getattr(expected, name) for name in ("policy_version_min", "policy_version_max", "samples", *_GROUP_FACTS)})
+    return found, part
+
+
+def _part_headers(part: Part, *, run: str, worker: str | None, value: bytes) -> Headers:
+    return groups.headers(part.group, run=run, worker=worker, sha256=groups.digest([value]))
+
+
+def _run_headers(record: runs.RunRecord, *, run: str, **_: Any) -> Headers:
+    return runs.headers(record, run=run)
+
+
+def _said(headers: Callable[..., Headers]) -> Callable[..., Headers]:
+    """For records whose worker stands in a header only."""
+    return lambda payload, *, run, worker, **_: headers(payload, run=run, worker=worker)
+
+
+def _plain(headers: Callable[..., Headers]) -> Callable[..., Headers]:
+    """For records that name their worker in the payload, or none."""
+    return lambda payload, *, run, **_: headers(payload, run=run)
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="runs",
+            topic=RUNS_TOPIC,
+            codec=runs.CODEC,
+            facts=(),
+            read=runs.read,
+            decode=runs.decode,
+            encode=runs.encode,
+            headers=_run_headers,
+        ),
+        Kind(
+            name="dead-letters",
+            topic="dead-letters",
+            codec=dead_letters.CODEC,
+            facts=(),
+            read=dead_letters.read,
+            decode=dead_letters.decode,
+            encode=dead_letters.encode,
+            headers=_plain(dead_letters.headers),
+        ),
+        Kind(
+            name="metrics",
+            topic="metrics",
+            codec=metrics.CODEC,
+            facts=(),
+            read=metrics.read,
+            decode=metrics.decode,
+            encode=metrics.encode,
+            headers=_plain(metrics.headers),
+        ),
+        Kind(
+            name="ledger",
+            topic="ledger",
+            codec=ledger.CODEC,
+            facts=(WORKER,),
+            read=ledger.read,
+            decode=ledger.decode,
+            encode=ledger.encode,
+            headers=_said(ledger.headers),
+        ),
+        Kind(
+            name="groups",
+            topic="groups",
+            codec=groups.CODEC,
+            facts=(WORKER, *VERSIONS, *GROUP_FACTS),
+            read=_read_part,
+            decode=groups.decode_part,
+            encode=groups.encode_part,
+            headers=_part_headers,
+        ),
+        Kind(
+            name="rollouts",
+            topic="rollouts",
+            codec=rollouts.CODEC,
+            facts=VERSIONS,
+            read=rollouts.read,
+            decode=rollouts.decode,
+            encode=rollouts.encode,
+            headers=_plain(rollouts.headers),
+        ),
+        Kind(
+            name="prompts",
+            topic="prompts",
+            codec=prompts.CODEC,
+            facts=(WORKER,),
+            read=prompts.read,
+            decode=prompts.decode,
+            encode=prompts.encode,
+            headers=_said(prompts.headers),
+        ),
+        Kind(
+            name="weights",
+            topic="weights",
+            codec=weights.CODEC,
+            facts=(WORKER,),
+            read=weights.read,
+            decode=weights.decode,
+            encode=weights.encode,
+            headers=_said(weights.headers),
+        ),
+        Kind(
+            name="chunks",
+            topic="weights",
+            codec=weights.CHUNK_CODEC,
+            facts=(WORKER,),
+            read=weights.read_chunk,
+            decode=weights.decode_chunk,
+            encode=weights.encode_chunk,
+            headers=_said(weights.chunk_headers),
+        ),
+    )
+}
+"""In the order in which their ends are taken: from the effect to the cause, so that what a record refers to is archived as well."""
+
+
+def kind_of(topic: str, partition: int) -> Kind:
+    """The table that a record of a topic, by its plain name, belongs into.
+
+    Example:
+        kind_of("weights", 1).name  # -> "chunks"
+    """
+    if topic == RUNS_TOPIC:
+        return KINDS["runs"]
+    return KINDS["chunks" if topic == "weights" and partition else topic]

@@ -1,0 +1,142 @@
+"""Checks on dead letters: that each is true, and that nobody's record is missing among them.
+
+The rule: a record without a dead letter is a violation only where the log proves that its reader has passed it.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from penstock.pipeline.audit.checks.registry import Check, Violation
+from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, OutcomeFact, SampleFact, Unusable, Where
+from penstock.topics.catalogue import RUNS_TOPIC
+
+
+def true(facts: Facts) -> Iterator[Violation]:
+    """A dead letter names a record that exists and carries its bytes."""
+    for letter in facts.letters:
+        body = facts.bodies.get(letter.about)
+        if letter.about.offset < facts.begins.get(letter.about[:2], 0):
+            continue  # released by retention
+        if body is None and letter.about.topic != RUNS_TOPIC:  # the register is compacted: the record may be gone
+            yield Violation(text=f"a dead letter about {letter.about}, where there is no record", where=letter.where)
+        elif body is not None and body != letter.body:
+            yield Violation(text=f"a dead letter about {letter.about} carries other bytes than lie there", where=letter.where)
+
+
+def once(facts: Facts) -> Iterator[Violation]:
+    """One process sets a record aside once; another process that takes over may do so again."""
+    seen: dict[tuple[Where, str], LetterFact] = {}
+    for letter in facts.letters:
+        key = (letter.about, letter.worker)
+        if key in seen and _processes(facts, letter) < 2:
+            text = f"{letter.worker} has set {letter.about} aside already, at {seen[key].where}"
+            yield Violation(text=text, where=letter.where)
+        seen.setdefault(key, letter)
+
+
+def _processes(facts: Facts, letter: LetterFact) -> int:
+    """How many processes had borne the writer's name by then."""
+    return sum(worker == letter.worker and fact.began_ns <= letter.time_ns for (worker, _), fact in facts.workers.items())
+
+
+def accounted(facts: Facts) -> Iterator[Violation]:
+    """Every record that cannot be used has its dead letter, once its reader has passed it."""
+    passed: dict[tuple[str, int], int] = {}
+    for record in unaccounted(facts):
+        topic, partition, offset = record.where
+        if (topic, partition) not in passed:
+            passed[topic, partition] = _passed(facts, topic, partition)
+        if offset < passed[topic, partition]:
+            text = f"cannot be used ({record.kind}: {record.reason}) and has no dead letter"
+            yield Violation(text=text, group=record.group, where=record.where)
+
+
+def unaccounted(facts: Facts) -> list[Unusable]:
+    """Records that cannot be used, repeat nothing, and have no dead letter; none while the run goes on."""
+    if facts.closed is None:
+        return []
+    named = {letter.about for letter in facts.letters}
+    left = [record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named]
+    if not left:
+        return []
+    outcomes = facts.first_outcomes()
+    samples = facts.first_samples() if any(record.where.topic == "rollouts" for record in left) else {}
+    return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(record, outcomes, samples)]
+
+
+def _dropped_unread(record: Unusable, outcomes: Mapping[int, OutcomeFact], samples: Mapping[tuple[int, int, int], SampleFact]) -> bool:
+    """Whether its reader took it for a duplicate, from headers that it could believe."""
+    topic, partition, offset = record.where
+    if record.group is None:
+        return False
+    outcome = outcomes.get(record.group)
+    if topic == "groups":
+        # Nobody knows which of two partitions was read first.
+        return outcome is not None and (outcome.where.partition != partition or outcome.where.offset < offset)
+    if topic == "rollouts":
+        if outcome is not None and not outcome.samples:
+            return True  # the group may have ended before the sample came
+        first = samples.get((partition, record.group, -1 if record.sample is None else record.sample))
+        return first is not None and first.where.offset < offset
+    return False
+
+
+def _passed(facts: Facts, topic: str, partition: int) -> int:
+    """An offset up to which a partition was read, certainly."""
+    outcomes, trained, stale = facts.first_outcomes(), facts.trained(), facts.stale()
+    found: list[int] = []
+    if topic == "prompts":
+        drawn = {sample.group for sample in facts.samples}
+        found = [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in drawn]
+    elif topic == "rollouts":
+        ended = {group for group, outcome in outcomes.items() if outcome.samples}
+        found = [sample.where.offset for (p, group, _), sample in facts.first_samples().items() if p == partition and group in ended]
+    elif topic == "groups":
+        used = {**trained, **stale}
+        found = [fact.where.offset for group, fact in outcomes.items() if group in used and fact.where.partition == partition]
+    elif topic == "weights" and partition:
+        # Before a manifest is written, what lies between its chunks and the last version's is looked at.
+        manifests = [fact.manifest for fact in facts.manifests]
+        places = [place for found in manifests for place in zip(found.chunk_partitions, found.chunk_offsets, strict=True)]
+        found = [offset for p, offset in places if p == partition]
+    elif topic == "weights":
+        # A round was trained since: its groups came by the same reader, behind this record.
+        found = sorted(fact.where.offset for fact in facts.manifests)[:-2]
+    elif topic in ("ledger", "metrics"):
+        found = _tracked(facts, topic)
+    return max(found, default=-1)
+
+
+def _tracked(facts: Facts, topic: str) -> list[int]:
+    """What a tracker that ended in order has read: the ledger to its end, the measurements up to the others' last ones."""
+    final = max((worker.final or -1 for worker in facts.workers.values() if worker.role == "tracker"), default=-1)
+    if final < 0:
+        return []
+    if topic == "ledger":
+        return [fact.where.offset for fact in facts.entries if fact.entry.kind == "run-closed"]
+    others = [worker.final for worker in facts.workers.values() if worker.role != "tracker" and worker.final is not None]
+    return [offset for offset in others if offset < final]
+
+
+CHECKS = (
+    Check(
+        name="letters",
+        promise="a dead letter carries the record that it names",
+        counts="dead letters",
+        examined=lambda facts: len(facts.letters),
+        rule=true,
+    ),
+    Check(
+        name="letters-once",
+        promise="no process sets a record aside twice",
+        counts="dead letters",
+        examined=lambda facts: len(facts.letters),
+        rule=once,
+    ),
+    Check(
+        name="accounted",
+        promise="a record nobody can use has its dead letter",
+        counts="unusable records",
+        examined=lambda facts: len(facts.unusable),
+        rule=accounted,
+    ),
+)

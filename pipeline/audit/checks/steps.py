@@ -1,0 +1,180 @@
+"""Checks on the ledger's order and on what was trained.
+
+The rule: one entry commits a step; whatever it names has to be in the log, and no group is named twice.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from penstock.pipeline.audit.checks.registry import Check, Violation
+from penstock.pipeline.audit.facts import EntryFact, Facts, Where
+from penstock.pipeline.audit.rules import DROPS, as_object
+
+
+def order(facts: Facts) -> Iterator[Violation]:
+    """Entries are numbered without gap or repetition; run-opened comes first, run-closed last, each once."""
+    for number, fact in enumerate(facts.entries):
+        before = facts.entries[number - 1].entry.seq if number else -1
+        entry = fact.entry
+        if entry.seq != before + 1:
+            yield Violation(text=f"entry {entry.seq} ({entry.kind}) follows entry {before}", step=entry.step, where=fact.where)
+        if (entry.kind == "run-opened") != (number == 0):
+            wanted = "run-opened comes first and once" if number else "the first entry is not run-opened"
+            yield Violation(text=f"{entry.kind} is entry {entry.seq}: {wanted}", where=fact.where)
+        if entry.kind == "run-closed" and number != len(facts.entries) - 1:
+            yield Violation(text=f"run-closed is entry {entry.seq}, others follow", where=fact.where)
+        if entry.kind == "run-opened" and facts.status is not None:
+            config = as_object(entry.details).get("config", {})
+            if config.get("schedule") != facts.schedule:
+                yield Violation(text="run-opened and the register of runs disagree on the schedule", where=fact.where)
+    if facts.closed is None and facts.status in ("finished", "failed") and facts.entries:
+        text = f"the register of runs says {facts.status}, the ledger has no run-closed"
+        yield Violation(text=text, where=facts.entries[-1].where)
+
+
+def numbers(facts: Facts) -> Iterator[Violation]:
+    """Steps are 0 to n - 1, each once, of U groups, under the version that S makes it."""
+    terms = facts.terms
+    for wanted, fact in enumerate(facts.steps()):
+        entry = fact.entry
+        place = partial(Violation, step=entry.step, where=fact.where)
+        if entry.step != wanted:
+            yield place(text=f"step {entry.step} stands where step {wanted} belongs")
+        if len(entry.plan) != terms.prompts_per_step:
+            yield place(text=f"{len(entry.plan)} groups, a step has {terms.prompts_per_step}")
+        if entry.version != (learner := terms.learner_version(entry.step or 0)):
+            yield place(text=f"trained version {entry.version} where step {entry.step} belongs to version {learner}")
+        ends, samples = entry.boundaries, len(entry.plan) * terms.samples_per_prompt
+        if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
+            yield place(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
+        if wanted >= terms.steps:
+            yield place(text=f"step {entry.step} of a run of {terms.steps}")
+    closed = facts.closed
+    if closed is not None and closed.step != len(facts.steps()):
+        yield Violation(text=f"closed after {closed.step} steps, the ledger has {len(facts.steps())}", step=closed.step)
+
+
+def trained_once(facts: Facts) -> Iterator[Violation]:
+    """No group stands in two steps, or twice in one."""
+    seen: dict[int, int | None] = {}
+    for fact in facts.steps():
+        for planned in fact.entry.plan:
+            if planned.group in seen:
+                text = f"group {planned.group} was trained in step {seen[planned.group]} already"
+                yield Violation(text=text, group=planned.group, step=fact.entry.step, where=fact.where)
+            seen.setdefault(planned.group, fact.entry.step)
+
+
+def submission(facts: Facts) -> Iterator[Violation]:
+    """Under `submission` order a plan takes the lowest group that is neither trained nor dropped."""
+    if facts.terms.order != "submission":
+        return
+    stale, outcomes, admitted = facts.stale(), facts.first_outcomes(), sorted(facts.first_prompts())
+    reached, next_one, seen = -1, 0, set[int]()
+    for fact in facts.steps():
+        for planned in fact.entry.plan:
+            place = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
+            if planned.group in seen:
+                continue  # trained-once says so
+            seen.add(planned.group)
+            if planned.group < reached:
+                yield place(text=f"group {planned.group} is trained after group {reached}")
+                continue
+            while next_one < len(admitted) and (passed := admitted[next_one]) <= planned.group:
+                next_one += 1
+                dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or (passed in outcomes and outcomes[passed].outcome in DROPS)
+                if passed < planned.group and not dropped:
+                    yield place(text=f"group {passed}, which was not dropped, was passed over for group {planned.group}")
+            reached = planned.group
+
+
+def plans(facts: Facts) -> Iterator[Violation]:
+    """What a plan names lies where it says, with the bytes it says."""
+    at = {(outcome.where.partition, outcome.where.offset): outcome for outcome in facts.outcomes}
+    for fact in facts.steps():
+        for planned in fact.entry.plan:
+            place = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
+            there = Where("groups", planned.partition, planned.offset)
+            found = at.get((planned.partition, planned.offset))
+            if found is None:
+                yield place(text=f"no group begins at {there}")
+            elif found.group != planned.group:
+                yield place(text=f"at {there} lies group {found.group}")
+            elif found.sha256 != planned.sha256:
+                yield place(text=f"the group at {there} has SHA-256 {found.sha256[:16]}…, planned was {planned.sha256[:16]}…")
+
+
+def lag(facts: Facts) -> Iterator[Violation]:
+    """Nothing older than max_lag is trained, and nothing younger is called stale."""
+    terms, outcomes = facts.terms, facts.first_outcomes()
+    for fact in facts.entries:
+        if fact.entry.kind in ("step", "stale"):
+            learner = terms.learner_version(fact.entry.step or 0)
+            for group in _judged(fact):
+                outcome = outcomes.get(group)
+                if outcome is None or outcome.version_min is None or outcome.where in facts.killers:
+                    continue  # plans and one-fate say so; a group that nobody can read is set aside like one that is too old
+                behind = learner - outcome.version_min
+                place = partial(Violation, group=group, step=fact.entry.step, version=outcome.version_min, where=outcome.where)
+                if (behind > terms.max_lag) != (fact.entry.kind == "stale"):
+                    was = "trained" if fact.entry.kind == "step" else "called stale"
+                    yield place(text=f"{was} {behind} versions behind the learner's {learner}, max_lag is {terms.max_lag}")
+
+
+def _judged(fact: EntryFact) -> tuple[int, ...]:
+    return fact.entry.groups if fact.entry.kind == "stale" else tuple(planned.group for planned in fact.entry.plan)
+
+
+def _kinds(facts: Facts) -> Counter[str]:
+    return Counter(fact.entry.kind for fact in facts.entries)
+
+
+def _planned(facts: Facts) -> int:
+    return sum(len(fact.entry.plan) for fact in facts.steps())
+
+
+CHECKS = (
+    Check(
+        name="ledger-order",
+        promise="entries without gap, run-opened first, run-closed last",
+        counts="entries",
+        examined=lambda facts: len(facts.entries),
+        rule=order,
+    ),
+    Check(
+        name="step-numbers",
+        promise="steps 0 to n-1 once each, of U groups, under the version S makes it",
+        counts="steps",
+        examined=lambda facts: _kinds(facts)["step"],
+        rule=numbers,
+    ),
+    Check(
+        name="trained-once",
+        promise="every trained group stands in exactly one step",
+        counts="groups",
+        examined=_planned,
+        rule=trained_once,
+    ),
+    Check(
+        name="step-order",
+        promise="order = submission takes the lowest available groups",
+        counts="groups",
+        examined=lambda facts: _planned(facts) if facts.terms.order == "submission" else 0,
+        rule=submission,
+    ),
+    Check(
+        name="plans",
+        promise="offsets and SHA-256 of plans exist and match their groups",
+        counts="groups",
+        examined=_planned,
+        rule=plans,
+    ),
+    Check(
+        name="lag",
+        promise="nothing is trained beyond max_lag, nothing within it is stale",
+        counts="groups",
+        examined=lambda facts: _planned(facts) + len(facts.stale()),
+        rule=lag,
+    ),
+)

@@ -1,0 +1,111 @@
+"""The chunks of `weights`, read once and in step with the manifests, so that every version's digest is recomputed in one chunk's memory.
+
+The rule: a digest is SHA-256 over name, type, shape, size and bytes of each tensor in name order, whatever the chunks.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed, Where
+from penstock.pipeline.audit.source import Source
+from penstock.topics import weights
+from penstock.topics.weights import Manifest
+from penstock.topics.wire import errors
+from penstock.topics.wire.record import Record
+
+NOT_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of the element types that numpy has no name for."""
+
+Note = Callable[[Record], Where]
+Refuse = Callable[[Record, errors.Unusable], None]
+
+
+def weigh(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
+    """Read every chunk partition to its end and recompute the digest of each version that stands alone."""
+    cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
+    for fact in sorted(facts.first_manifests().values(), key=lambda found: found.where.offset):
+        facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts)
+    for cursor in cursors.values():
+        cursor.to_end()
+
+
+class Cursor:
+    """One partition of chunks; every record that is passed becomes a fact."""
+
+    def __init__(self, source: Source, partition: int, facts: Facts, note: Note, refuse: Refuse) -> None:
+        self._records = source.read("weights", [partition])
+        self._partition, self._facts, self._note, self._refuse = partition, facts, note, refuse
+        self._last: tuple[int, memoryview | bytes | None] = (-1, None)
+
+    def at(self, offset: int) -> memoryview | bytes | None:
+        """The data of the chunk at an offset; None where there is no chunk, or it was passed already."""
+        while self._last[0] < offset and self._step():
+            pass
+        return self._last[1] if self._last[0] == offset else None
+
+    def to_end(self) -> None:
+        """Pass what is left."""
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        record = next(self._records, None)
+        if record is None:
+            return False
+        where = self._note(record)
+        try:
+            chunk = weights.read_chunk(record, run=self._facts.run)[1]
+        except errors.Unusable as error:
+            self._refuse(record, error)
+            self._last = (record.offset, None)
+            return True
+        self._facts.chunks[where] = ChunkFact(chunk.version, chunk.index, len(chunk.data), hashlib.sha256(chunk.data).hexdigest())
+        self._last = (record.offset, chunk.data)
+        return True
+
+
+def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts) -> Recomputed:
+    places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
+    if any(offset < facts.begins.get(("weights", partition), 0) for partition, offset in places):
+        return Recomputed(None, None, released=True)
+    if manifest.base_version is not None:
+        return Recomputed(None, None)  # its chunks are changes; the base's tensors are not kept
+    try:
+        return Recomputed(digest(manifest, _pieces(places, cursors)), None)
+    except ValueError as error:
+        return Recomputed(None, str(error))
+
+
+def _pieces(places: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> Iterator[memoryview]:
+    for partition, offset in places:
+        data = cursors[partition].at(offset) if partition in cursors else None
+        if data is None:
+            raise ValueError(f"no chunk that could be read in order lies at weights/{partition}/{offset}")
+        yield memoryview(data)
+
+
+def digest(manifest: Manifest, pieces: Iterator[memoryview]) -> str:
+    """Hex SHA-256 of the tensors whose bytes, joined, are the pieces; raises `ValueError` when there are too few or too many bytes."""
+    sha, piece = hashlib.sha256(), memoryview(b"")
+    for name, dtype, shape in sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)):
+        size = math.prod(shape) * _item_bytes(dtype)
+        sha.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
+        while size:
+            piece = piece or next(pieces, memoryview(b""))
+            if not piece:
+                raise ValueError(f"the chunks end {size} bytes before tensor {name!r} does")
+            sha.update(piece[:size])
+            size, piece = size - len(piece[:size]), piece[size:]
+    if piece or next(pieces, None) is not None:
+        raise ValueError("the chunks hold more bytes than the tensors")
+    return sha.hexdigest()
+
+
+def _item_bytes(dtype: str) -> int:
+    try:
+        return NOT_NUMPY[dtype] if dtype in NOT_NUMPY else np.dtype(dtype).itemsize
+    except TypeError as error:
+        raise ValueError(f"unknown element type {dtype!r}") from error

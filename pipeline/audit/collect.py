@@ -1,0 +1,305 @@
+"""Records become facts, topic by topic, read by `topics`' own functions and hashed at once.
+
+The rule: whatever cannot be read is itself a fact; nothing in a record ends the audit.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.pipeline.audit.chunk_digests import weigh
+from penstock.pipeline.audit.facts import (
+    INCOMPLETE,
+    EntryFact,
+    Facts,
+    LetterFact,
+    ManifestFact,
+    OutcomeFact,
+    PromptFact,
+    SampleFact,
+    Unusable,
+    Where,
+    WorkerFact,
+)
+from penstock.pipeline.audit.rules import as_object, terms_of
+from penstock.pipeline.audit.source import Source, Unreadable, plain
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.samples import Rollout
+from penstock.topics.wire import errors
+from penstock.topics.wire.record import RawHeaders, Record
+
+
+def gather(source: Source) -> Facts:
+    """Read a whole run; raises `Unreadable`."""
+    gatherer = Gatherer(_begin(source))
+    # Dead letters first: of every record that one of them names, the bytes are hashed when it is met.
+    for topic in ("dead-letters", RUNS_TOPIC, "metrics", "ledger", "groups", "rollouts", "prompts"):
+        for record in source.read(topic):
+            gatherer.take(record, topic)
+    gatherer.end_of_groups()
+    for record in source.read("weights", [0]):
+        gatherer.take(record, "weights")
+    weigh(source, gatherer.facts, note=gatherer.note, refuse=gatherer.refuse)
+    return gatherer.facts
+
+
+def _begin(source: Source) -> Facts:
+    """The run's terms: from the register, or else from the ledger's first entry."""
+    found: tuple[dict[str, Any], dict[str, Any]] | None = None
+    status: str | None = None
+    for record in source.read(RUNS_TOPIC):
+        if record.key == source.run.encode():
+            try:
+                known = runs.read(record, run=source.run)[1]
+            except errors.Unusable:
+                continue
+            found, status = (as_object(known.config), as_object(known.info)), known.status
+    for record in () if found else source.read("ledger"):
+        try:
+            entry = ledger.read(record, run=source.run)[1]
+        except errors.Unusable:
+            continue
+        if entry.kind == "run-opened":
+            told = as_object(entry.details)
+            found = told.get("config", {}), told.get("info", {})
+            break
+    if found is None:
+        raise Unreadable(f"neither the register of runs nor the ledger says how run {source.run} was configured")
+    config, info = found
+    begins = {("weights", partition): source.begin("weights", partition) for partition in source.partitions("weights")}
+    return Facts(
+        run=source.run,
+        terms=terms_of(config, info),
+        schedule=config.get("schedule"),
+        status=status,
+        rescored_from=info.get("rescored_from", {}).get("run"),
+        begins=begins,
+    )
+
+
+class Gatherer:
+    """The facts so far, and the groups of several parts that are not whole yet."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self._named: dict[Where, str] = {}
+        """Records that dead letters name -> class of the reason."""
+        self._parts: dict[tuple[int, int, str], list[Record]] = {}
+        self._known: dict[tuple[str, int, int], bytes] = {}
+        """(topic, partition, group or number) -> hash of the first record of it."""
+
+    def take(self, record: Record, topic: str) -> None:
+        """Note one record of a topic."""
+        where = self.note(record)
+        fold = _FOLDS.get(topic)
+        if fold is not None:
+            try:
+                fold(self, record, where)
+            except errors.Unusable as error:
+                self.refuse(record, error)
+
+    def note(self, record: Record) -> Where:
+        """Count a record, and keep the hash of its bytes if a dead letter names it."""
+        where = Where(plain(record.topic, self.facts.run), record.partition, record.offset)
+        self.facts.counts[where.topic] = self.facts.counts.get(where.topic, 0) + 1
+        if where in self._named:
+            self.facts.bodies[where] = body_of(record.key, record.headers, record.value)
+        return where
+
+    def refuse(self, record: Record, error: errors.Unusable) -> None:
+        """Note a record that cannot be used."""
+        self._set_aside(record, error.kind, str(error))
+
+    def _set_aside(self, record: Record, kind: str, reason: str) -> None:
+        where = Where(plain(record.topic, self.facts.run), record.partition, record.offset)
+        group, sample = self._claims(record, where.topic)
+        self.facts.unusable.append(Unusable(where, kind, reason, group, sample))
+
+    def end_of_groups(self) -> None:
+        """Parts whose rest never came."""
+        for records in self._parts.values():
+            headers = groups.check(records[0], run=self.facts.run)
+            problem = f"only {len(records)} of the {headers.parts} parts of group {headers.group} are there"
+            for record in records:
+                self._set_aside(record, INCOMPLETE, problem)
+        self._parts.clear()
+
+    def _claims(self, record: Record, topic: str) -> tuple[int | None, int | None]:
+        check = {"prompts": prompts.check, "rollouts": rollouts.check, "groups": groups.check}.get(topic)
+        try:
+            headers = check(record, run=self.facts.run) if check else None
+        except errors.Unusable:
+            return None, None
+        return (headers.group, headers.sample) if headers else (None, None)
+
+    def _letter(self, record: Record, where: Where) -> None:
+        letter = dead_letters.read(record, run=self.facts.run)[1]
+        about = Where(plain(letter.topic, self.facts.run), letter.partition, letter.offset)
+        body = body_of(letter.key, letter.headers, letter.value)
+        self.facts.letters.append(LetterFact(where, about, letter.kind, letter.worker, letter.time_ns, body))
+        self._named[about] = letter.kind
+        if letter.kind == "killer":
+            self.facts.killers.add(about)
+
+    def _prompt(self, record: Record, where: Where) -> None:
+        prompt = prompts.read(record, run=self.facts.run)[1]
+        body = _hash(record.value)
+        if not self._repeats("prompts", where.partition, prompt.group, body):
+            numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
+            group, slot, oldest, samples, created_ns = numbers
+            self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, _told(prompt, prompt.token_ids), body))
+
+    def _sample(self, record: Record, where: Where) -> None:
+        rollout = rollouts.read(record, run=self.facts.run)[1]
+        begun = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
+        if rollout.sample >= begun:
+            raise errors.Unusable(f"sample {rollout.sample} where a group has {begun}", kind="mismatch")
+        self.facts.samples.append(
+            SampleFact(
+                where,
+                rollout.group,
+                rollout.sample,
+                rollout.version_min,
+                rollout.version_max,
+                rollout.started_ns,
+                record.timestamp_ms,
+                rollout.worker,
+                sample_hash(rollout),
+            )
+        )
+
+    def _group(self, record: Record, where: Where) -> None:
+        headers = groups.check(record, run=self.facts.run)
+        assert headers.group is not None and headers.parts is not None
+        key = (where.partition, headers.group, headers.sha256 or "")
+        held = self._parts.setdefault(key, [])
+        if headers.part != len(held):
+            if not held:
+                del self._parts[key]
+            self._set_aside(record, INCOMPLETE, f"part {headers.part} of group {headers.group} where part {len(held)} belongs")
+            return
+        held.append(record)
+        if len(held) == headers.parts:
+            self._whole_group(self._parts.pop(key))
+
+    def _whole_group(self, records: Sequence[Record]) -> None:
+        try:
+            group = groups.read(records, run=self.facts.run)[1]
+        except errors.Unusable as error:
+            for record in records:
+                self.refuse(record, error)
+            return
+        where = Where("groups", records[0].partition, records[0].offset)
+        sha256 = hashlib.sha256()
+        for record in records:
+            sha256.update(record.value)
+        if self._repeats("groups", where.partition, group.group, sha256.digest()):
+            return
+        samples = [sample.rollout for sample in group.samples]
+        self.facts.outcomes.append(
+            OutcomeFact(
+                where,
+                group.group,
+                group.outcome,
+                _told(group, group.prompt_ids),
+                sha256.hexdigest(),
+                tuple((sample.sample, sample_hash(sample)) for sample in samples),
+                groups.version_min(samples),
+            )
+        )
+
+    def _entry(self, record: Record, where: Where) -> None:
+        entry = ledger.read(record, run=self.facts.run)[1]
+        self._refused(where)
+        body = _hash(record.value)
+        if not self._repeats("ledger", 0, entry.seq, body):
+            self.facts.entries.append(EntryFact(where, entry, body))
+
+    def _manifest(self, record: Record, where: Where) -> None:
+        manifest = weights.read(record, run=self.facts.run)[1]
+        self._refused(where)
+        body = _hash(record.value)
+        if not self._repeats("weights", 0, manifest.version, body):
+            self.facts.manifests.append(ManifestFact(where, manifest, body))
+
+    def _refused(self, where: Where) -> None:
+        """Leave out an entry or manifest of a stranger: one beyond a gap, which its readers have set aside."""
+        if self._named.get(where) == "mismatch":
+            raise errors.Unusable("set aside as one beyond a gap", kind="mismatch")
+
+    def _measurement(self, record: Record, where: Where) -> None:
+        found = metrics.read(record, run=self.facts.run)[1]
+        key = (found.worker, found.incarnation)
+        fresh = WorkerFact(found.worker, found.role, found.incarnation, found.labels.get("host"), found.time_ns)
+        worker = self.facts.workers.setdefault(key, fresh)
+        worker.host = worker.host or found.labels.get("host")
+        if found.seq in worker.seqs:
+            self._count_repeat("metrics")
+        worker.seqs.add(found.seq)
+        if found.kind == "final":
+            worker.final = where.offset
+
+    def _repeats(self, topic: str, partition: int, number: int, body: bytes) -> bool:
+        """Whether the first record of this number said the same; then it is counted and forgotten."""
+        key = (topic, partition, number)
+        if key not in self._known:
+            self._known[key] = body
+        elif self._known[key] == body:
+            self._count_repeat(topic)
+            return True
+        return False
+
+    def _count_repeat(self, topic: str) -> None:
+        self.facts.repeats[topic] = self.facts.repeats.get(topic, 0) + 1
+
+
+_FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
+    "dead-letters": Gatherer._letter,
+    "prompts": Gatherer._prompt,
+    "rollouts": Gatherer._sample,
+    "groups": Gatherer._group,
+    "ledger": Gatherer._entry,
+    "weights": Gatherer._manifest,
+    "metrics": Gatherer._measurement,
+}
+
+
+def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
+    """Hash of a record's bytes; a header that is absent and one without a value differ."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, text in (("", key), *headers):
+        found.update(f"{len(name)}:{name};{-1 if text is None else len(text)}:".encode("utf-8", "surrogatepass"))
+        found.update(text or b"")
+    found.update(value)
+    return found.digest()
+
+
+def sample_hash(rollout: Rollout) -> bytes:
+    """Hash of everything that is said of a sample."""
+    logprobs = np.array(rollout.behaviour_logprobs, np.float32)
+    logprobs[np.isnan(logprobs)] = np.nan  # one pattern of bits for all of them
+    arrays = (
+        np.asarray(rollout.token_ids, np.int32),
+        logprobs,
+        np.asarray(rollout.loss_mask, np.bool_),
+        np.asarray(rollout.span_versions, np.int32),
+        np.asarray(rollout.span_starts, np.int32),
+    )
+    rest = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
+    found = hashlib.blake2b(repr((*rest, rollout.started_ns, rollout.ended_ns, rollout.worker)).encode(), digest_size=16)
+    for array in arrays:
+        found.update(len(array).to_bytes(8, "little"))
+        found.update(array.tobytes())
+    return found.digest()
+
+
+def _told(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
+    numbers = (of.group, of.slot, of.min_version, of.samples_per_prompt, of.epoch, of.row, of.created_ns)
+    return _hash(repr((numbers, of.prompt, of.columns)).encode() + np.asarray(token_ids, np.int32).tobytes())
+
+
+def _hash(value: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(value, digest_size=16).digest()

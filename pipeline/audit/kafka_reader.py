@@ -1,0 +1,193 @@
+"""A run's topics read by confluent-kafka, a client that no worker uses.
+
+The rule: every record from the beginning to the end that was there when the audit began, committed transactions only; nothing is
+written, no group is joined.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from penstock.pipeline.audit.source import Unreadable
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.wire.record import Record
+
+ORDER = (RUNS_TOPIC, "dead-letters", "metrics", "ledger", "groups", "rollouts", "prompts", "weights")
+"""Ends are taken from the effect to the cause, so that what a record refers to lies before the ends as well, also while the run goes on."""
+
+SECURITY = {
+    "security_protocol": "security.protocol",
+    "sasl_mechanism": "sasl.mechanism",
+    "sasl_plain_username": "sasl.username",
+    "sasl_plain_password": "sasl.password",
+    "ssl_cafile": "ssl.ca.location",
+    "ssl_certfile": "ssl.certificate.location",
+    "ssl_keyfile": "ssl.key.location",
+    "ssl_password": "ssl.key.password",
+}
+"""Our name of a security setting -> librdkafka's."""
+
+ANSWER_S = 15.0
+SILENT_S = 60.0
+"""A broker that sends nothing for so long, although there is more to read, is given up."""
+SAY_AFTER_S = 3.0
+AGAIN_S = 0.2
+PASSING = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError._TRANSPORT,
+    }
+)
+"""What a broker says while a topic is new or a leader is changing."""
+FETCH_BYTES = 32 << 20
+
+
+def client_settings(bootstrap: str, security: Mapping[str, str]) -> dict[str, Any]:
+    """What both clients have; raises `ValueError` for a security setting that librdkafka has no name for.
+
+    Example:
+        client_settings("h:1", {"sasl_mechanism": "PLAIN"})  # -> {"bootstrap.servers": "h:1", ..., "sasl.mechanism": "PLAIN"}
+    """
+    found: dict[str, Any] = {"bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
+    for name, value in security.items():
+        if name == "ssl_check_hostname":
+            checked = str(value).strip().lower() not in ("false", "0", "no", "off")
+            found["ssl.endpoint.identification.algorithm"] = "https" if checked else "none"
+        elif name in SECURITY:
+            found[SECURITY[name]] = value
+        else:
+            raise ValueError(f"kafka security setting {name!r} is unknown; known are {', '.join([*SECURITY, 'ssl_check_hostname'])}")
+    return found
+
+
+class KafkaSource:
+    """The topics of one run on a broker; raises `Unreadable` when they cannot be read."""
+
+    def __init__(
+        self, bootstrap: str, run: str, *, security: Mapping[str, str] | None = None, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.run, self._say = run, say
+        self._settings = client_settings(bootstrap, security or {})
+        self._problem: str | None = None
+        admin = AdminClient(self._settings | {"error_cb": self._note})
+        try:
+            known = admin.list_topics(timeout=ANSWER_S).topics
+        except KafkaException as error:
+            raise Unreadable(f"cannot read {bootstrap}: {self._problem or error.args[0].str()}") from error
+        if missing := [topic for topic in ORDER if self._kafka_name(topic) not in known]:
+            raise Unreadable(f"run {run} has no topic {self._kafka_name(missing[0])!r}; its log is gone or may not be read")
+        self._begins: dict[str, dict[int, int]] = {}
+        self._ends: dict[str, dict[int, int]] = {}
+        for topic in ORDER:
+            name = self._kafka_name(topic)
+            places = [TopicPartition(name, partition) for partition in known[name].partitions]
+            self._ends[topic] = _offsets(admin, places, OffsetSpec.latest())
+            self._begins[topic] = _offsets(admin, places, OffsetSpec.earliest())
+        self._whole = sum(self._ends[topic][partition] - begin for topic in ORDER for partition, begin in self._begins[topic].items())
+        self._read, self._said = 0, time.monotonic() + SAY_AFTER_S
+
+    def partitions(self, topic: str) -> range:
+        """Its partitions."""
+        return range(len(self._ends[topic]))
+
+    def begin(self, topic: str, partition: int) -> int:
+        """The first offset that is still kept."""
+        return self._begins[topic][partition]
+
+    def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
+        """Every record there was when the audit began."""
+        ends = {partition: self._ends[topic][partition] for partition in (self.partitions(topic) if partitions is None else partitions)}
+        left = {partition for partition, end in ends.items() if end > self._begins[topic][partition]}
+        if not left:
+            return
+        name = self._kafka_name(topic)
+        consumer = self._consumer()
+        try:
+            consumer.assign([TopicPartition(name, partition, self._begins[topic][partition]) for partition in sorted(left)])
+            heard = time.monotonic()
+            while left:
+                messages = consumer.consume(500, timeout=0.5)
+                if not messages:
+                    self._check_silence(heard, name)
+                    continue
+                heard = time.monotonic()
+                for message in messages:
+                    if (error := message.error()) is not None and error.code() != KafkaError._PARTITION_EOF:
+                        raise Unreadable(f"{name}/{message.partition()} cannot be read: {error.str()}")
+                    place = message.partition(), message.offset()
+                    assert place[0] is not None and place[1] is not None
+                    if error is None and place[1] < ends[place[0]]:
+                        yield to_record(message)
+                        self._progress(topic)
+                    # At the end, or at its mark: what is left below the end are marks of transactions.
+                    if error is not None or place[1] >= ends[place[0]] - 1:
+                        left.discard(place[0])
+        finally:
+            consumer.close()
+
+    def _consumer(self) -> Consumer:
+        return Consumer(
+            {
+                **self._settings,
+                "group.id": f"{self.run}.audit",  # asked for by the client; nothing is joined or committed
+                "enable.auto.commit": False,
+                "auto.offset.reset": "error",
+                "isolation.level": "read_committed",
+                "enable.partition.eof": True,
+                "check.crcs": True,
+                "fetch.message.max.bytes": FETCH_BYTES,
+                "queued.max.messages.kbytes": 2 * FETCH_BYTES >> 10,
+                "error_cb": self._note,
+            }
+        )
+
+    def _note(self, error: KafkaError) -> None:
+        self._problem = str(error.str())
+
+    def _check_silence(self, heard: float, name: str) -> None:
+        if time.monotonic() - heard > SILENT_S:
+            raise Unreadable(f"{name}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
+
+    def _progress(self, topic: str) -> None:
+        self._read += 1
+        if self._read % 1000 == 0 and time.monotonic() > self._said:
+            self._said = time.monotonic() + SAY_AFTER_S
+            self._say(f"read {self._read:,} records of {self._whole:,} offsets at most; now {topic}")
+
+    def _kafka_name(self, topic: str) -> str:
+        return topic if topic == RUNS_TOPIC else topic_name(self.run, topic)
+
+
+def _offsets(admin: AdminClient, places: Sequence[TopicPartition], spec: OffsetSpec) -> dict[int, int]:
+    """The offset that is asked for of each partition; a partition that is changing its leader is asked again for a while."""
+    found: dict[int, int] = {}
+    give_up = time.monotonic() + ANSWER_S
+    while left := [place for place in places if place.partition not in found]:
+        asked = admin.list_offsets(dict.fromkeys(left, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S)
+        for place, future in asked.items():
+            try:
+                found[place.partition] = int(future.result().offset)
+            except KafkaException as error:
+                if error.args[0].code() not in PASSING or time.monotonic() > give_up:
+                    raise Unreadable(f"{place.topic}/{place.partition}: {error.args[0].str()}") from error
+                time.sleep(AGAIN_S)
+    return dict(sorted(found.items()))
+
+
+def to_record(message: Any) -> Record:
+    """A message of this client as everybody else reads it."""
+    return Record(
+        topic=message.topic(),
+        partition=message.partition(),
+        offset=message.offset(),
+        timestamp_ms=message.timestamp()[1],
+        key=message.key(),
+        headers=tuple(message.headers() or ()),
+        value=message.value() or b"",
+    )

@@ -1,0 +1,90 @@
+"""What was agreed when the run was created, and the rules that follow from it, stated anew.
+
+The rule: every decision of a worker that the log shows can be recomputed from these integers.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.audit.source import Unreadable
+
+LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
+"""How old a sample may be where the configuration does not say it."""
+
+BY_ARRIVAL = frozenset({"in_flight", "bounded"})
+"""Modes that train groups in the order they are scored in where the configuration does not say it."""
+
+DROPS = frozenset({"filtered", "failed", "abandoned"})
+"""Outcomes of a group that is not trained and makes room for another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """A run's sizes."""
+
+    prompts_per_step: int
+    """U"""
+    samples_per_prompt: int
+    """K"""
+    steps_per_version: int
+    """S"""
+    max_lag: int
+    order: str
+    steps: int
+    """Optimizer steps that were planned."""
+    oversample: int = 0
+    """r: a group may be begun as K + r samples; the first K in the log count."""
+
+    @property
+    def round_groups(self) -> int:
+        """U·S: groups trained between two published versions."""
+        return self.prompts_per_step * self.steps_per_version
+
+    def learner_version(self, step: int) -> int:
+        """The version that is trained in the step with this 0-based number: floor(step / S)."""
+        return step // self.steps_per_version
+
+    def min_version(self, slot: int) -> int:
+        """The oldest version a prompt for this slot may be drawn under: max(0, floor(slot / U·S) - max_lag)."""
+        return max(0, slot // self.round_groups - self.max_lag)
+
+    def needed_version(self, slot: int) -> int:
+        """The version that must be out before a prompt for this slot may be: from slot < U·S·(v + 1 + max_lag). Negative: none."""
+        return slot // self.round_groups - self.max_lag
+
+    def step_of(self, version: int) -> int:
+        """How many steps are done when a version is published; the last version follows the last step."""
+        return min(version * self.steps_per_version, self.steps)
+
+    def newest_version(self, steps: int) -> int:
+        """The version that is out once so many steps are done."""
+        return -(-steps // self.steps_per_version) if steps >= self.steps else steps // self.steps_per_version
+
+
+def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
+    """The sizes in a run's configuration and in what was found out at its creation; raises `Unreadable`."""
+    try:
+        schedule = config["schedule"]
+        max_lag = schedule["max_lag"]
+        return Terms(
+            prompts_per_step=int(schedule["prompts_per_step"]),
+            samples_per_prompt=int(schedule["samples_per_prompt"]),
+            oversample=int(schedule.get("oversample", 0)),
+            steps_per_version=int(schedule["steps_per_version"]),
+            max_lag=LAG_OF_MODE[schedule["mode"]] if max_lag is None else int(max_lag),
+            order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),
+            steps=int(info["steps"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"the run's configuration does not say {error}; it was made by another version") from error
+
+
+def as_object(text: str | None) -> dict[str, Any]:
+    """A JSON object; {} for anything else."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,58 @@
+"""`penstock fork`: a new run from a recorded point of another. The rule: the parent is only read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+
+
+def fork(
+    run: Run,
+    *,
+    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="S", help="Go on from where the run stood after S steps.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64. Made up if absent.")
+    ] = None,
+    start: Annotated[bool, typer.Option("--start", help="Start it at once, as `penstock run --resume` does.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A directory with the parent's config.json and tokenizer, if not where it says.")
+    ] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> int:
+    """Register a new run that begins with another one's weights, optimizer and place in the data after some of its steps."""
+    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    with at(bootstrap, security, attends=start) as log:
+        recording = Recording.open(log, resolve(log, run))
+        try:
+            if model is not None:
+                recording.config = with_model(recording.config, model.resolve())
+            prepare(recording.config)
+            from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
+
+            made = make(recording, from_step, overrides or [], run_id=run_id, say=say)
+        finally:
+            recording.close()
+        new, origin = made.record.run, made.origin
+        say(f"{new} goes on from {origin['run']} after {from_step} steps, with the weights {origin['digest'][:16]}… in {made.directory}")
+        if start:
+            from penstock.pipeline.launch.launcher import resume
+
+            return resume(new, log=log, say=say, live=not plain and not json, json_out=json)
+    if json:
+        emit(
+            {"run": new, "status": made.record.status, "forked_from": origin, "directory": str(made.directory), "bootstrap": log.bootstrap}
+        )
+    else:
+        print(new)
+        say(f"start it: penstock run --resume {new}")
+    return 0

@@ -1,0 +1,86 @@
+"""What commands share: the options for a broker and for JSON, and the connection they ask for.
+
+The rule: results go to stdout, everything said on the way goes to stderr, so that `--json` prints JSON and nothing else.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.infra.kafka.log import KafkaLog
+    from penstock.pipeline.config.schema import KafkaSection
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
+Bootstrap = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="A Kafka broker; `embedded` is this machine's own, started if need be."
+    ),
+]
+Security = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--security",
+        metavar="KEY=VALUE",
+        help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Or PENSTOCK_SECURITY, as JSON.",
+    ),
+]
+AWAY_S = 60.0
+"""A command waits so long for a broker that went away in its midst; a worker has `kafka.give_up_s`."""
+
+
+def say(text: str) -> None:
+    """Tell the person something that is not the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit(value: object) -> None:
+    """Print a result as JSON."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def security_settings(given: list[str] | None) -> dict[str, str]:
+    """`KEY=VALUE` words over the JSON object in PENSTOCK_SECURITY, where passwords are out of other users' sight."""
+    import os
+
+    from penstock.pipeline.config.load import ConfigError
+
+    try:
+        found = json.loads(os.environ.get("PENSTOCK_SECURITY") or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"PENSTOCK_SECURITY is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError("PENSTOCK_SECURITY: expected a JSON object of Kafka client settings")
+    for word in given or []:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--security {word}: expected KEY=VALUE")
+        found[key] = value
+    return {str(key): str(value) for key, value in found.items()}
+
+
+@contextmanager
+def connected(kafka: "KafkaSection", *, attends: bool = False) -> Iterator["KafkaLog"]:
+    """A log at the given broker, closed at the end; a command that attends a run has a view which tells of outages."""
+    from penstock.pipeline.launch.launcher import connect
+
+    log = connect(kafka, say=say)
+    if not attends:
+        log.wait_out(AWAY_S, say=say)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def at(bootstrap: str, security: list[str] | None, *, attends: bool = False) -> AbstractContextManager["KafkaLog"]:
+    """A log at the broker that a command was given, closed at the end."""
+    from penstock.pipeline.config.schema import KafkaSection
+
+    return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)), attends=attends)

@@ -1,0 +1,108 @@
+"""`penstock replay`: do a stage of a run again, from its log. The rule: the run's own topics are only read."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.replay_rollout import rollout
+from penstock.pipeline.cli.replay_score import score
+
+if TYPE_CHECKING:
+    from penstock.pipeline.replay.recording import Recording
+    from penstock.pipeline.replay.train.overrides import WhatIf
+    from penstock.pipeline.replay.train.verify import Asked
+
+app = typer.Typer(help="Do a stage of a run again, from its log: unchanged, to see that it is the same, or changed, to see what if.")
+
+app.command()(rollout)
+app.command()(score)
+
+MODEL = "A directory with the model's config.json, if not where the configuration says; the weights are in the log."
+
+
+@app.command()
+def train(
+    run: Run,
+    *,
+    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="A", help="The first step that is compared.")] = 0,
+    to_step: Annotated[int | None, typer.Option("--to-step", min=0, metavar="B", help="The last one; all there are if absent.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="A what-if: train the same groups under another setting; repeatable.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes until the run is closed.")] = False,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a difference and show how the weights drift.")] = False,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help=MODEL)] = None,
+    export: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the model that a what-if ends in.")] = None,
+    mlflow: Annotated[
+        bool | None, typer.Option("--mlflow/--no-mlflow", help="Whether a what-if becomes a child run in MLflow; as the run if absent.")
+    ] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> int:
+    """Train a run's recorded plans again, without any other worker, and compare every bit; with --set, see what if."""
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.replay.recording import Recording, prepare, with_model
+    from penstock.pipeline.replay.train.overrides import what_if
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    with at(bootstrap, security) as log:
+        recording = Recording.open(log, resolve(log, run))
+        try:
+            if model is not None:
+                recording.config = with_model(recording.config, model.resolve())
+            chosen = what_if(recording.config, overrides or [])
+            if overrides and not chosen.changed:
+                say(f"--set changes nothing: {recording.run} was trained with these settings")
+            is_what_if = bool(chosen.changed) or (recording.over and not recording.steps)
+            if export is not None and not is_what_if:
+                raise ConfigError("--export is for a what-if; the recorded weights of the run are in its topics and in runs/RUN/model")
+            if mlflow and not is_what_if:
+                raise ConfigError("--mlflow is for a what-if: add --set")
+            if keep_going and is_what_if:
+                raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
+            prepare(chosen.config)
+            from penstock.pipeline.replay.train.verify import Asked  # imports torch, which reads the environment then
+
+            asked = Asked(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
+            if is_what_if:
+                wanted = recording.config.mlflow.enabled if mlflow is None else mlflow
+                return _what_if(recording, chosen, asked, export=export, mlflow=wanted, json=json)
+            return _exact(recording, asked, json=json)
+        finally:
+            recording.close()
+
+
+def _exact(recording: "Recording", asked: "Asked", *, json: bool) -> int:
+    from penstock.pipeline.replay.text import as_text
+    from penstock.pipeline.replay.train.verify import Replayed, replay
+
+    result = Replayed(recording.run)
+    try:
+        replay(recording, asked, result=result, say=say)
+    except KeyboardInterrupt:
+        say(f"stopped after {result.steps} steps")
+        if result.steps:
+            emit(result.as_json()) if json else print(as_text(result))
+        raise
+    emit(result.as_json()) if json else print(as_text(result))
+    return 0 if result.first is None else 1
+
+
+def _what_if(recording: "Recording", chosen: "WhatIf", asked: "Asked", *, export: Path | None, mlflow: bool, json: bool) -> int:
+    from penstock.pipeline.replay.text import table
+    from penstock.pipeline.replay.train.mlflow_curves import child_run
+    from penstock.pipeline.replay.train.what_if import Alternative
+    from penstock.pipeline.replay.train.what_if import train as train_alternative
+
+    result = Alternative(recording.run, chosen.changed)
+    try:
+        curves = child_run(recording, chosen, result, wanted=mlflow, say=say)
+        train_alternative(recording, chosen, asked, result=result, curves=curves, export=export, say=say)
+    finally:
+        if result.whole or (result.steps and sys.exc_info()[0] is KeyboardInterrupt):
+            emit(result.as_json()) if json else print(table(result))
+    return 0

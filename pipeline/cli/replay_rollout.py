@@ -1,0 +1,71 @@
+"""`penstock replay rollout`: recorded prompts drawn again. The rule: nothing is written to the run's topics."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+
+if TYPE_CHECKING:
+    from penstock.pipeline.replay.resample.compare import Redrawn
+
+SHOWN = 20
+"""Samples that differ which are listed; all of them are in `--json`."""
+CONTEXT = 4
+"""Tokens shown on either side of a difference."""
+
+
+def rollout(
+    run: Run,
+    *,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="All groups of this step's plan.")] = None,
+    group: Annotated[int | None, typer.Option("--group", min=0, help="This one group.")] = None,
+    version: Annotated[
+        int | None, typer.Option("--policy-version", min=0, help="Weights to draw under; those each sample began under if absent.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Draw otherwise: rollout.*, sampling.*, run.seed; repeatable.")
+    ] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Draw recorded prompts again with the recorded weights and seeds, and say token by token where they differ."""
+    from penstock.pipeline.replay.resample.compare import summary
+    from penstock.pipeline.replay.resample.draw import Wish, redraw
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    with at(bootstrap, security) as log:
+        wish = Wish(step=step, group=group, version=version, overrides=overrides or [])
+        found = sorted(redraw(log, resolve(log, run), wish, say=say), key=lambda one: (one.group, one.sample))
+    figures = summary(found)
+    if json:
+        emit({**figures, "differences": [asdict(one) for one in found if not one.same]})
+        return
+    print(f"{figures['same_samples']} of {figures['samples']} samples are the same, token by token")
+    print(f"{figures['tokens_before_a_difference']} of {figures['tokens']} tokens stand before a difference", end="")
+    print(f"; their logprobs differ by at most {figures['logprob_difference_max']:.2g}")
+    if several := figures["samples_of_several_versions"]:
+        print(f"{several} samples were drawn under several versions: compared up to their first change of weights")
+    differing = [one for one in found if not one.same]
+    for one in differing[:SHOWN]:
+        print(_line(one))
+    if len(differing) > SHOWN:
+        print(f"… and {len(differing) - SHOWN} more; --json has all")
+
+
+def _line(one: "Redrawn") -> str:
+    assert one.first_difference is not None
+    place = one.first_difference
+    low, high = max(0, place - CONTEXT), place + CONTEXT + 1
+    return (
+        f"group {one.group} sample {one.sample} version {one.version}: token {place} of {one.comparable}\n"
+        f"  recorded {_ids(one.recorded, low, place, high)}\n  drawn    {_ids(one.drawn, low, place, high)}"
+    )
+
+
+def _ids(tokens: Sequence[int], low: int, place: int, high: int) -> str:
+    words = [f"[{token}]" if number == place else str(token) for number, token in enumerate(tokens[low:high], low)]
+    return " ".join([*(["…"] if low else []), *words, "…" if high < len(tokens) else "(end)"])

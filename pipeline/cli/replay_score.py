@@ -1,0 +1,62 @@
+"""`penstock replay score`: another reward over recorded rollouts.
+
+The rule: the recorded run is only read; a new one is written on request.
+"""
+
+from typing import Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+
+
+def score(
+    run: Run,
+    *,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward", metavar="NAME", help="A reward, as in reward.functions; repeatable. The run's own, as they are now, if absent."
+        ),
+    ] = None,
+    weights: Annotated[str | None, typer.Option("--weights", metavar="W,W", help="A weight for each reward, separated by commas.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="reward.*, algorithm.filter_zero_variance, …; repeatable.")
+    ] = None,
+    threshold: Annotated[float, typer.Option("--threshold", help="A sample flips when its reward crosses this.")] = 0.5,
+    new_run: Annotated[str | None, typer.Option("--write", metavar="NEWRUN", help="Write a new run with the new groups.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR", help="The run's tokenizer, for groups without text, if it is elsewhere.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Judge recorded rollouts with another or a repaired reward: changed rewards, flips, groups that end otherwise."""
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.replay.rescore.run import Wish, score_run
+    from penstock.pipeline.replay.rescore.text import as_page
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    try:
+        chosen = [float(word) for word in weights.split(",")] if weights else []
+    except ValueError as error:
+        raise ConfigError(f"--weights {weights}: expected numbers separated by commas") from error
+    if new_run == "":
+        raise ConfigError("--write: give the id of the new run")
+    wish = Wish(
+        functions=reward or [],
+        weights=chosen,
+        overrides=overrides or [],
+        threshold=threshold,
+        write=new_run,
+        model=model,
+        processes=processes,
+    )
+    with at(bootstrap, security) as log:
+        found = score_run(log, resolve(log, run), wish, say=say)
+    if json:
+        emit(found)
+    else:
+        print(as_page(found))

@@ -1,0 +1,139 @@
+"""`penstock run`, `create` and `worker`: what starts something. The rule: `run` starts nothing that `create` and `worker` could not."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, connected, emit, say, security_settings
+
+if TYPE_CHECKING:
+    from penstock.pipeline.config.load import Config
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable.")]
+RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64. Made up if absent.")]
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")] = None,
+    *,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run that was stopped, instead of CONFIG.")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the numbers that follow from the configuration and start nothing.")
+    ] = False,
+    run_id: RunId = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view, as without a terminal.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> int:
+    """Run everything on this machine: broker, topics, workers, live view, report."""
+    from penstock.pipeline.config.load import ConfigError, load
+
+    if resume is not None:
+        if config is not None or overrides or dry_run or run_id is not None:
+            raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --set, --run-id or --dry-run")
+        from penstock.pipeline.launch import launcher
+        from penstock.pipeline.runtime.run_registry import resolve
+
+        with at(bootstrap, security, attends=True) as log:
+            return launcher.resume(resolve(log, resume), log=log, say=say, live=not plain and not json, json_out=json)
+    if config is None:
+        raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")
+    if bootstrap != "embedded" or security:
+        settings = [
+            f'kafka.bootstrap="{bootstrap}"',
+            *(f'kafka.security.{key}="{value}"' for key, value in security_settings(security).items()),
+        ]
+        overrides = [*settings, *(overrides or [])]
+    loaded = load(config, overrides or [])
+    if dry_run:
+        _print_arithmetic(loaded, json=json)
+        return 0
+    from penstock.pipeline.launch.launcher import launch
+
+    return launch(loaded, say=say, live=not plain and not json, json_out=json, run_id=run_id)
+
+
+def _print_arithmetic(config: "Config", *, json: bool) -> None:
+    # Nothing is downloaded for a look: a data set or model that is not here yet is said to be so.
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    from penstock.pipeline.runtime.run_registry import arithmetic, open_data
+
+    told: dict[str, str] = {}
+    try:
+        rows = len(open_data(config))
+    except (ValueError, OSError) as error:
+        known = config.data.limit or config.data.size
+        if config.run.steps is None and known is None:
+            raise
+        rows = known or (config.run.steps or 1) * config.schedule.prompts_per_step
+        told["data"] = f"not readable here: {' '.join(str(error).split())}"
+    numbers = {**dict(arithmetic(config, rows=rows)), **told}
+    numbers["model"] = config.model.path if Path(config.model.path).is_dir() else f"{config.model.path}: no such directory here"
+    if json:
+        emit(numbers)
+        return
+    width = max(len(name) for name in numbers)
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in numbers.items()))
+
+
+def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
+    """Check a configuration, register its run and make its topics; start no worker."""
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.runtime.run_registry import create as register
+
+    loaded = load(config, overrides or [])
+    with connected(loaded.kafka) as log:
+        record = register(loaded, log=log, run_id=run_id, say=say)
+    if json:
+        emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})
+    else:
+        print(record.run)
+        say(f"start its workers: penstock worker ROLE --run {record.run} --bootstrap {log.bootstrap}")
+
+
+def worker(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="feeder, rollout, scorer, trainer, evaluator or tracker.")],
+    *,
+    run: Annotated[str, typer.Option("--run", help="The run's id; a worker that is early waits for it.")],
+    bootstrap: Bootstrap = "embedded",
+    slot: Annotated[int | None, typer.Option(min=0, help="This worker's number among those of its role; names it.")] = None,
+    model: Annotated[Path | None, typer.Option(help="The model's directory on this machine, if not where the configuration says.")] = None,
+    security: Security = None,
+) -> int:
+    """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
+    import json
+
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.config.plugins import nearest
+    from penstock.pipeline.runtime.main import work
+    from penstock.pipeline.runtime.roles import ROLES
+    from penstock.topics.catalogue import check_run_id
+
+    if role not in ROLES:
+        raise ConfigError(f"there is no role {role!r}: {', '.join(ROLES)}{nearest(role, list(ROLES))}")
+    try:
+        check_run_id(run)  # a worker waits for a run that is not there yet, but this one can never come
+    except ValueError as error:
+        raise ConfigError(f"--run: {error}") from error
+    settings = security_settings(security)
+    if bootstrap == "embedded":
+        from penstock.infra.broker import embedded
+
+        bootstrap = embedded.start(progress=say).bootstrap
+    return work(
+        role,
+        run=run,
+        bootstrap=bootstrap,
+        slot=slot,
+        model=None if model is None else str(model),
+        security=json.dumps(settings),
+        debug="--debug" in sys.argv,
+    )

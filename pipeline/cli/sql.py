@@ -1,0 +1,106 @@
+"""`penstock sql`: questions to a run in SQL. The rule: asking changes nothing and opens no file but the export that was named."""
+
+import sys
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SHOWN = 60
+"""Characters of a value in a table for a person."""
+
+
+def sql(
+    run: Annotated[str, typer.Argument(metavar="RUN|DIR", help="A run as everywhere, or a directory that `topics export` wrote.")],
+    query: Annotated[
+        str | None, typer.Argument(metavar="QUERY", help="One SELECT; `-` reads it from stdin; without one the views are listed.")
+    ] = None,
+    *,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Ask a run in SQL: samples, groups, steps, lag, rewards, timeline."""
+    from penstock.pipeline.archive.import_run import find_archive
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, views
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    if csv and json:
+        raise ConfigError("give either --csv or --json")
+    if query is None:
+        _list(views(), json=json)
+        return
+    text = sys.stdin.read() if query == "-" else query
+    try:
+        if Path(run).is_dir():
+            found = ask(ArchivedTables(find_archive(Path(run))), text)
+        else:
+            with at(bootstrap, security) as log:
+                found = ask(LiveTables(log, resolve(log, run)), text)
+    except ValueError as error:  # a question that has no answer, or a folder without an export
+        raise ConfigError(str(error)) from error
+    if csv:
+        _print_csv(found)
+    elif json:
+        emit([{name: plain(value) for name, value in row.items()} for row in found.to_pylist()])
+    else:
+        _print_table(found)
+
+
+def _list(found: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
+    if json:
+        emit({view: dict(columns) for view, columns in found.items()})
+        return
+    for view, columns in found.items():
+        print(f"{view}: " + ", ".join(f"{name} {kind if len(kind) <= SHOWN else kind.split('(')[0] + '(…)'}" for name, kind in columns))
+
+
+def _print_csv(found: "pa.Table") -> None:
+    import csv
+
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(found.column_names)
+    writer.writerows([plain(value) for value in row.values()] for row in found.to_pylist())
+
+
+def _print_table(found: "pa.Table") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE)
+    for name, kind in zip(found.column_names, found.schema.types, strict=True):
+        table.add_column(Text(name), justify="right" if str(kind).startswith(("int", "uint", "double", "float", "decimal")) else "left")
+    for row in found.to_pylist():
+        table.add_row(*(Text(_shown(value)) for value in row.values()))
+    # Piped, a table is as wide as its content: a terminal's width says nothing there.
+    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+
+
+def _shown(value: Any) -> str:
+    text = "" if value is None else str(plain(value)).replace("\n", "⏎")
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: bytes in hexadecimal, times as ISO 8601, no NaN; sums of integers are decimals to DuckDB."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124
+        return None
+    return value.isoformat() if hasattr(value, "isoformat") else value

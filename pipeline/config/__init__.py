@@ -1,0 +1,1 @@
+"""What a person may set: schema, loading, defaults and plug-ins."""

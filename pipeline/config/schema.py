@@ -1,0 +1,194 @@
+"""The tables of a configuration file: their keys, types, bounds and defaults.
+
+The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.load`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.infra.log import GIVE_UP_S
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""JSON has no infinity: the log would hold `null`, which means absent."""
+
+
+class Section(BaseModel):
+    """A table of the TOML file; unknown keys are errors and values are never changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    name: str = Field("run", description="first part of the run id")
+    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    epochs: PositiveFloat | None = Field(None, description="passes over the data instead of steps")
+    seed: NonNegative = 0
+    restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` starts a worker that died again")
+    max_restarts: NonNegative = Field(5, description="restarts of one worker in a row before the run is given up")
+    stall_s: PositiveFloat = Field(300.0, description="seconds without any progress after which it is said who is stuck")
+
+
+class ModelSection(Section):
+    path: str = Field(description="a local Hugging Face causal language model directory")
+
+
+class DataSection(Section):
+    source: str = Field(description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor")
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    split: str = "train"
+    start: NonNegative = Field(0, description="first row of the slice that is used")
+    limit: Positive | None = Field(None, description="rows of the slice that is used")
+    size: Positive | None = Field(None, description="rows to make, for sources that generate them")
+    shuffle: bool = True
+    first_group: NonNegative = Field(0, description="the place in the order of prompts at which group 0 stands")
+    chat_template: str = Field("auto", description="auto, on, off, or the path of a Jinja file")
+    max_prompt_tokens: Positive = 1024
+
+
+class RewardSection(Section):
+    functions: list[str] = Field(["exact_match"], min_length=1)
+    weights: list[float] | None = None
+    timeout_s: PositiveFloat = 30.0
+
+
+class ScheduleSection(Section):
+    mode: str = "pipelined"
+    prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
+    samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group")
+    steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
+    max_lag: NonNegative | None = Field(None, description="versions a trained sample may be behind; the mode's own value if absent")
+    order: Literal["submission", "arrival"] | None = Field(None, description="the mode's own if absent")
+    stale_in_hand: Literal["finish", "abort", "continue"] | None = Field(
+        None, description="what becomes of a group in hand that can no longer be fresh; the mode's own if absent"
+    )
+    oversample: NonNegative = Field(0, description="r: samples started beyond K per group; the group is closed when K of them have ended")
+    max_drops_per_step: Positive | None = Field(
+        None, description="dropped groups between two steps that stop the run; 16 U·S, at least 64, if absent"
+    )
+
+
+class SamplingSection(Section):
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    max_new_tokens: Positive = 256
+
+
+class AlgorithmSection(Section):
+    loss: str = Field("grpo", description="grpo, dr_grpo, dapo, gspo, cispo, or package:function / file.py:function")
+    advantage: str | None = Field(
+        None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent"
+    )
+    aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
+    clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
+    kl_coef: NonNegativeFloat = 0.0
+    reference: str | None = Field(None, description="directory of the model that kl_coef compares with; model.path if absent")
+    proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
+        None, description="which of the three logprobs the ratio is taken against; from the schedule, the loss and the correction if absent"
+    )
+    correction: Literal["none", "tis", "sequence_tis", "mis", "sequence_mis", "icepop"] | None = Field(
+        None, description="what bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
+    )
+    correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")
+    correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        None, description="the correction's own bound if absent"
+    )
+    filter_zero_variance: bool = True
+    truncated: Literal["train", "mask", "penalise"] = "train"
+    truncated_penalty: float = Field(
+        -1.0, description="added to the reward of a completion that ran out of tokens, under truncated = penalise"
+    )
+
+
+class RolloutSection(Section):
+    engine: Literal["transformers", "vllm", "toy"] = "transformers"
+    workers: Positive = 2
+    gpus_per_worker: NonNegative = Field(0, description="GPUs of each rollout worker, after the trainer's; 0 with trainer.gpus = 0: all")
+    threads: Positive = 1
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: Positive | None = Field(
+        None, description="unfinished groups a worker wants in hand; what its engine draws side by side, and 2, if absent"
+    )
+    concurrency: Positive = Field(64, description="samples that vLLM draws side by side (its max_num_seqs)")
+    kv_cache: Literal["recompute", "keep"] = Field(
+        "recompute", description="whether samples in flight compute their keys and values anew when the weights change"
+    )
+    engine_process: bool = Field(False, description="vLLM in a process of its own instead of the worker's")
+    vllm: dict[str, Any] = Field(default_factory=dict, description="any argument of vLLM's engine: tensor_parallel_size, …")
+    toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds the toy engine sleeps for each token of a group")
+
+
+class ScorerSection(Section):
+    workers: Positive = 1
+    processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
+    group_deadline_s: PositiveFloat = Field(3600.0, description="owner's working time after which an unfinished group is abandoned")
+
+
+class TrainerSection(Section):
+    backend: Literal["torch", "deepspeed"] = "torch"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    device: str = "auto"
+    gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Positive = 1
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    max_grad_norm: PositiveFloat = 1.0
+    micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
+    gradient_checkpointing: bool = False
+    export: bool = Field(True, description="write the final model as a Hugging Face directory")
+    checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
+    checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
+    checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
+    initial_state: str | None = Field(
+        None, description="folder of the optimizer state with which the run begins, as `penstock fork` writes it; a new one if absent"
+    )
+    initial_steps: NonNegative = Field(0, description="optimizer steps behind that state: warm-up and a falling rate go on after them")
+    checkpoint_dir: str | None = Field(None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent")
+
+
+class EvalSection(Section):
+    source: str | None = Field(None, description="held-out prompts, as data.source; no evaluator if absent")
+    split: str = "test"
+    start: NonNegative = 0
+    limit: Positive | None = 64
+    size: Positive | None = None
+    every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
+    samples: Positive = Field(4, description="sampled completions a prompt, beside the greedy one")
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: Positive | None = None
+    target: float | None = Field(None, description="greedy accuracy that ends the run")
+    patience: Positive | None = Field(None, description="evaluations without a new best that end the run")
+
+
+class WeightsSection(Section):
+    chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
+
+
+class KafkaSection(Section):
+    bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
+    partitions: Positive | None = Field(
+        None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
+    )
+    replication_factor: Positive = 1
+    give_up_s: PositiveFloat = Field(
+        GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
+    )
+    security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
+
+
+class MlflowSection(Section):
+    enabled: bool = True
+    tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
+    experiment: str = "penstock"

@@ -1,0 +1,114 @@
+"""The rewards that need no code of the user's: exact match, math-verify, and reasoning-gym's own scores.
+
+The rule: what they return depends on the completion and the row alone, never on how long something took.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from penstock.pipeline.config.plugins import PluginError
+
+
+def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """A completion's text, also of a conversational one (its last message)."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
+    """1 where the completion is the answer, spaces around both aside.
+
+    Example:
+        exact_match([" 7\\n", "8"], ["7", "7"])  # -> [1.0, 0.0]
+    """
+    return [float(text_of(completion).strip() == str(gold).strip()) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where math-verify finds the completion's last expression equal to the answer's (of GSM8K's, the part after `####`).
+
+    None where the answer holds no expression. The library's own time limits are off: they are alarm signals and end in a zero.
+    """
+    return [_equal(text_of(completion), str(gold)) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
+    """The task's own score, between 0 and 1, of the text in the last `<answer>` tag, else of the whole completion."""
+    return [_task_score(text_of(completion), entry) for completion, entry in zip(completions, reasoning_gym, strict=True)]
+
+
+@lru_cache(maxsize=1)
+def _math_library() -> Any:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, which is meant
+    try:
+        import math_verify
+    except ImportError as error:
+        raise PluginError(f"the reward math_verify needs the package math-verify: pip install 'penstock[rewards]' ({error})") from error
+    return math_verify
+
+
+def _gym_library() -> Any:
+    try:
+        import reasoning_gym as library
+    except ImportError as error:
+        raise PluginError(f"the reward reasoning_gym needs the package reasoning-gym: pip install 'penstock[rewards]' ({error})") from error
+    return library
+
+
+@lru_cache(maxsize=64)
+def _gold(answer: str) -> tuple[Any, ...]:
+    gold = answer.rsplit("####", 1)[-1].strip()
+    delimited = gold if re.search(r"\$|\\boxed|\\\(|\\\[", gold) else f"${gold}$"
+    return tuple(_math_library().parse(delimited, parsing_timeout=None))
+
+
+def _equal(completion: str, answer: str) -> float | None:
+    gold = _gold(answer)
+    if not gold:
+        return None
+    found = _math_library().parse(completion, parsing_timeout=None)
+    if any(_towers(expression) for expression in found) and not any(_towers(expression) for expression in gold):
+        return 0.0
+    return float(_math_library().verify(list(gold), found, timeout_seconds=None))
+
+
+def _towers(expression: Any) -> bool:
+    """Whether it holds a power or factorial so large that comparing it would not end, as in 9**9**9."""
+    from sympy import Basic, Pow, factorial, preorder_traversal
+
+    if not isinstance(expression, Basic):
+        return False
+    for node in preorder_traversal(expression):
+        size = node.exp if isinstance(node, Pow) else node.args[0] if isinstance(node, factorial) else None
+        if size is not None and not size.free_symbols and (size.has(Pow, factorial) or abs(size) > 10_000):
+            return True
+    return False
+
+
+def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
+    recipe = {key: value for key, value in entry.items() if key != "index"}
+    task, made = _task_entry(json.dumps(recipe, sort_keys=True), entry["index"])
+    tagged = re.findall(r"<answer>(.*?)</answer>", completion, flags=re.DOTALL)
+    answer = (tagged[-1] if tagged else completion).strip()
+    try:
+        return float(task.score_answer(answer, made))
+    except (ValueError, KeyError, IndexError, TypeError, SyntaxError, ZeroDivisionError):
+        # Some tasks raise on a malformed answer. If the task scores its own answer, it is the completion that is malformed.
+        task.score_answer(made["answer"], made)
+        return 0.0
+
+
+@lru_cache(maxsize=64)
+def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
+    from penstock.pipeline.envs.datasets.generated import make_task
+
+    task = make_task(recipe)
+    return task, task[index]
+
+
+BUILTINS: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
+WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _math_library, "reasoning_gym": _gym_library}
+"""Imports that take seconds, to be done before the first call's clock starts."""

@@ -1,0 +1,174 @@
+"""Rows from JSONL and Parquet files, without a decoded copy in memory: line offsets for JSONL, mapped Arrow for Parquet.
+
+The rule: line numbers in errors are the file's own, counted from 1, blank lines included.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import tempfile
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.envs.datasets.rows import DataError, Source
+
+IN_MEMORY_BYTES = 256 * 2**20
+"""Parquet above this size (uncompressed) goes to an unlinked, memory-mapped file: a row of Parquet itself costs its whole row group."""
+SUFFIXES = (".jsonl", ".parquet")
+
+
+def open_files(source: str, *, base_dir: Path) -> Source:
+    """Rows of a file, of a folder's files, or of a glob's, in the order of their names. Raises `DataError`."""
+    files = _find(source, base_dir)
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1:
+        raise DataError(f"{source}: holds both .jsonl and .parquet files; name one kind, as in {source.rstrip('/')}/*.jsonl")
+    return JsonLines(files) if kinds == {".jsonl"} else Parquet(files)
+
+
+class JsonLines:
+    """Rows of JSONL files: one JSON object a line, UTF-8."""
+
+    generated = False
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = list(files)
+        self._firsts = [0]
+        """Number of the first row of each file, and of the row after the last."""
+        self._begins, self._lengths, self._lines = array("q"), array("q"), array("q")
+        hasher = hashlib.sha256()
+        for file in files:
+            self._index(file, hasher)
+            self._firsts.append(len(self._begins))
+        self.digest = hasher.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def raw(self, index: int) -> dict[str, Any]:
+        file = self._files[self._file(index)]
+        try:
+            with file.open("rb", buffering=0) as stream:
+                line = os.pread(stream.fileno(), self._lengths[index], self._begins[index])
+        except OSError as error:
+            raise DataError(f"{self.origin(index)}: cannot read it: {error.strerror}") from error
+        try:
+            row = json.loads(line.decode("utf-8-sig" if self._begins[index] == 0 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.origin(index)}: not UTF-8 at byte {error.start} of the line") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.origin(index)}: not valid JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{self.origin(index)}: expected a JSON object, found a {type(row).__name__}")
+        return row
+
+    def origin(self, index: int) -> str:
+        return f"{self._files[self._file(index)]}:{self._lines[index]}"
+
+    def _file(self, index: int) -> int:
+        return bisect_right(self._firsts, index) - 1
+
+    def _index(self, file: Path, hasher: Any) -> None:
+        begin = 0
+        try:
+            with file.open("rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    hasher.update(line)
+                    if line.strip():
+                        self._begins.append(begin)
+                        self._lengths.append(len(line))
+                        self._lines.append(number)
+                    begin += len(line)
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error.strerror}") from error
+
+
+class Parquet:
+    """Rows of Parquet files as Arrow batches, in memory when they are small and memory-mapped when they are not."""
+
+    generated = False
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._batches: list[pa.RecordBatch] = []
+        self._firsts = [0]
+        self._places: list[tuple[Path, int]] = []
+        """Of each batch: its file and the number of its first row there."""
+        hasher = hashlib.sha256()
+        for file in files:
+            try:
+                self._read(file)
+                with file.open("rb") as stream:
+                    hasher.update(hashlib.file_digest(stream, "sha256").digest())
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{file}: not a readable Parquet file: {' '.join(str(error).split())}") from error
+        self.digest = hasher.hexdigest()
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def raw(self, index: int) -> dict[str, Any]:
+        at = bisect_right(self._firsts, index) - 1
+        batch, place = self._batches[at], index - self._firsts[at]
+        try:
+            row: dict[str, Any] = batch.slice(place, 1).to_pylist()[0]
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(f"{self.origin(index)}: cannot read it: {' '.join(str(error).split())}") from error
+        return row
+
+    def origin(self, index: int) -> str:
+        at = bisect_right(self._firsts, index) - 1
+        file, first = self._places[at]
+        return f"{file}:{first + index - self._firsts[at] + 1}"
+
+    def _read(self, file: Path) -> None:
+        with pq.ParquetFile(file, memory_map=True) as parquet:
+            size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.metadata.num_row_groups))
+            batches = parquet.iter_batches() if size <= IN_MEMORY_BYTES else _mapped(parquet)
+            first = 0
+            for batch in batches:
+                if batch.num_rows:
+                    self._batches.append(batch)
+                    self._places.append((file, first))
+                    first += batch.num_rows
+                    self._firsts.append(self._firsts[-1] + batch.num_rows)
+
+
+def _mapped(parquet: pq.ParquetFile) -> list[pa.RecordBatch]:
+    """The file's batches from a memory-mapped Arrow copy whose name is gone already, so that it ends with the process."""
+    descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".arrow")
+    os.close(descriptor)
+    try:
+        with pa.ipc.new_file(name, parquet.schema_arrow) as copy:
+            for batch in parquet.iter_batches():
+                copy.write_batch(batch)
+        reader = pa.ipc.open_file(pa.memory_map(name))
+        return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    finally:
+        os.unlink(name)
+
+
+def _find(source: str, base_dir: Path) -> list[Path]:
+    path = base_dir / Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not files:
+            written = [*path.glob("*.arrow"), *path.glob("dataset_*.json")]
+            hint = f"; for a folder that `datasets` has written give hf:{source}" if written else ""
+            raise DataError(f"{path}: a folder without .jsonl or .parquet files{hint}")
+        return files
+    files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    if not files:
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(f"there is no file {path}{nearest(path.name, beside)}")
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise DataError(f"{file}: expected .jsonl or .parquet; another kind of file goes through your own function, file.py:function")
+    return files

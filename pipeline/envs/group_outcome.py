@@ -1,0 +1,63 @@
+"""From what the reward functions gave a group to how it ends: scored or filtered.
+
+The rule: pure, and the same for the scorer of a live run and for a recorded group that is judged again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.pipeline.algorithms.advantages import handle_truncated, zero_variance
+from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
+from penstock.pipeline.envs.rewards import Score
+from penstock.topics.groups import Group, Outcome, ScoredSample
+from penstock.topics.prompts import Prompt
+from penstock.topics.samples import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a group ends whose reward functions all gave something."""
+
+    outcome: Outcome
+    reason: str | None
+    """Why it was not scored; None where it was."""
+    samples: tuple[ScoredSample, ...]
+
+
+def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: AlgorithmSection) -> Verdict:
+    """The outcome of these samples, by number: with a penalty for those cut short and the zero-variance filter, if asked for."""
+    rewards: list[float] = list(score.rewards)
+    if algorithm.truncated == "penalise":
+        cut = [sample.finish == "length" for sample in samples]
+        rewards = handle_truncated(rewards, truncated=cut, rule="penalise", penalty=algorithm.truncated_penalty)[0].tolist()
+    scored = tuple(
+        ScoredSample(rollout=sample, completion=text, reward=reward, components=components)
+        for sample, text, reward, components in zip(samples, completions, rewards, score.components, strict=True)
+    )
+    if algorithm.filter_zero_variance and zero_variance(rewards):
+        return Verdict(outcome="filtered", reason=f"every sample has the reward {rewards[0]:g}", samples=scored)
+    return Verdict(outcome="scored", reason=None, samples=scored)
+
+
+def group_of(
+    prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: RewardSection, scored_ns: int
+) -> Group:
+    """The outcome of a prompt's group as it is written."""
+    return Group(
+        group=prompt.group,
+        outcome=outcome,
+        reason=reason,
+        slot=prompt.slot,
+        min_version=prompt.min_version,
+        samples_per_prompt=prompt.samples_per_prompt,
+        epoch=prompt.epoch,
+        row=prompt.row,
+        prompt=prompt.prompt,
+        prompt_ids=prompt.token_ids,
+        columns=prompt.columns,
+        reward_names=tuple(reward.functions),
+        reward_weights=tuple(reward.weights or [1.0] * len(reward.functions)),
+        samples=samples,
+        created_ns=prompt.created_ns,
+        scored_ns=scored_ns,
+    )

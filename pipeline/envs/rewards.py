@@ -1,0 +1,207 @@
+"""The score of a group: TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
+
+The rule: a broken reward is a failure with its reason, never a zero; `None` says that a function does not apply.
+Meant to run in a child process (`child`), for a user's function may hang; importing this module is cheap.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.config.plugins import PluginError, load, nearest, source_digest
+from penstock.pipeline.envs import builtin_rewards
+from penstock.pipeline.envs.builtin_rewards import BUILTINS, WARM_UPS
+
+CHILD = "penstock.pipeline.envs.rewards:child"
+"""Target of `infra.sandbox.pool.ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
+
+
+class RewardError(ValueError):
+    """A reward function broke or returned something that is no reward; one line with its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A group's rewards, in the order of its completions."""
+
+    rewards: tuple[float, ...]
+    components: tuple[tuple[float | None, ...], ...]
+    """By completion, then by reward function."""
+
+    @staticmethod
+    def of(result: Mapping[str, Any]) -> "Score":
+        """A child's answer as a score."""
+        return Score(rewards=tuple(result["rewards"]), components=tuple(tuple(row) for row in result["components"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """The reward functions of a run with their names and weights."""
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    functions: tuple[Callable[..., Any], ...]
+
+    def score(
+        self, completions: Sequence[str], *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, columns: Mapping[str, Any]
+    ) -> Score:
+        """Score the completions of one prompt; of a conversational one (`messages`), functions get lists of messages, as in TRL.
+
+        Raises:
+            RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
+        """
+        count = len(completions)
+        given: dict[str, list[Any]] = {name: [value] * count for name, value in columns.items()}
+        if messages is None:
+            given |= {"prompts": [prompt] * count, "completions": list(completions)}
+        else:
+            given |= {"prompts": [messages] * count, "completions": [[{"role": "assistant", "content": text}] for text in completions]}
+        by_function = self._values(given, count)
+        components = tuple(zip(*by_function, strict=True)) if count else ()
+        return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Whether a row's columns are enough for every function. Raises `RewardError` that names the column and the nearest one."""
+        for name, function in zip(self.names, self.functions, strict=True):
+            _arguments(name, function, {**columns, "prompts": [], "completions": []})
+
+    def _values(self, given: Mapping[str, Any], count: int) -> list[list[float | None]]:
+        returned: list[Any] = []
+        for name, function in zip(self.names, self.functions, strict=True):
+            arguments = _arguments(name, function, given)
+            try:
+                returned.append(function(**arguments))
+            # The border to a user's function: its failure is the group's.
+            except (Exception, SystemExit) as error:
+                raise _broke(name, error) from error
+        waiting = [number for number, value in enumerate(returned) if inspect.isawaitable(value)]
+        if waiting:
+            for number, value in zip(waiting, _loop().run_until_complete(_all([returned[at] for at in waiting])), strict=True):
+                if isinstance(value, BaseException):
+                    raise _broke(self.names[number], value) from value
+                returned[number] = value
+        return [_checked(name, value, count) for name, value in zip(self.names, returned, strict=True)]
+
+    def _total(self, row: Sequence[float | None], number: int) -> float:
+        applying = [weight * value for weight, value in zip(self.weights, row, strict=True) if value is not None]
+        if not applying:
+            raise RewardError(f"no reward function applies to completion {number}: {', '.join(self.names)} returned None")
+        total = sum(applying)
+        if not isfinite(total):
+            raise RewardError(f"the weighted sum of the rewards of completion {number} is {total}")
+        return total
+
+
+def resolve(names: Sequence[str], weights: Sequence[float] | None = None, *, base_dir: str | Path | None = None) -> Rewards:
+    """The reward functions of these names or plug-in specs; weights are 1 if absent.
+
+    Raises:
+        PluginError: an unknown name, or a function that cannot be loaded.
+        ValueError: not one finite weight for each.
+    """
+    if not names:
+        raise ValueError("no reward function: give at least one")
+    if weights is not None and (len(weights) != len(names) or not all(isfinite(weight) for weight in weights)):
+        raise ValueError(f"reward weights {list(weights)}: expected {len(names)} finite numbers, one for each of {', '.join(names)}")
+    functions = tuple(_find(name, base_dir) for name in names)
+    return Rewards(names=tuple(names), weights=tuple(map(float, weights or [1.0] * len(names))), functions=functions)
+
+
+def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
+    """SHA-256 of the source behind each reward, for the run's record; nothing is imported. Raises `PluginError`."""
+    builtin = hashlib.sha256(Path(builtin_rewards.__file__).read_bytes()).hexdigest()
+    return {name: builtin if name in BUILTINS else source_digest(name, base_dir=base_dir) for name in names}
+
+
+def spec(names: Sequence[str], weights: Sequence[float] | None = None, *, base_dir: str | Path | None = None) -> dict[str, Any]:
+    """The arguments of `resolve` as JSON, for a child process."""
+    chosen = None if weights is None else list(weights)
+    return {"names": list(names), "weights": chosen, "base_dir": None if base_dir is None else str(base_dir)}
+
+
+def payload(
+    completions: Sequence[str], *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One group as JSON, for a child process; the row's prompt and columns travel once, not once a completion."""
+    return {"completions": list(completions), "prompt": prompt, "messages": messages, "columns": dict(columns)}
+
+
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """What a child process serves: of `spec(...)` the handler that makes of `payload(...)` a score."""
+    rewards = resolve(init["names"], init["weights"], base_dir=init["base_dir"])
+    for name in rewards.names:
+        if name in WARM_UPS:
+            WARM_UPS[name]()
+
+    def score(group: Mapping[str, Any]) -> dict[str, Any]:
+        found = rewards.score(group["completions"], prompt=group["prompt"], messages=group["messages"], columns=group["columns"])
+        return {"rewards": found.rewards, "components": found.components}
+
+    return score
+
+
+def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
+    if name in BUILTINS:
+        return BUILTINS[name]
+    if ":" not in name:
+        known = ", ".join(BUILTINS)
+        raise PluginError(f"{name!r} is no reward: expected {known}, package.module:function or file.py:function{nearest(name, BUILTINS)}")
+    return load(name, base_dir=base_dir)
+
+
+def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `given` the function takes: everything under `**columns`, else what its signature names."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature takes what it gets
+        return dict(given)
+    kinds = inspect.Parameter
+    for parameter in parameters.values():
+        required = parameter.default is kinds.empty and parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        if required and parameter.name not in given:
+            hint = nearest(parameter.name, given)
+            raise RewardError(f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(given)}{hint}")
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given)
+    return {key: value for key, value in given.items() if key in parameters}
+
+
+def _broke(name: str, error: BaseException) -> RewardError:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    return RewardError(f"reward {name} broke: {type(error).__name__}: {' '.join(str(error).split())[:400]}{place}")
+
+
+def _checked(name: str, returned: Any, count: int) -> list[float | None]:
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, (list, tuple)):
+        raise RewardError(f"reward {name} returned a {type(returned).__name__}, expected a list of {count} numbers")
+    if len(values) != count:
+        raise RewardError(f"reward {name} returned {len(values)} values for {count} completions")
+    checked: list[float | None] = []
+    for number, value in enumerate(values):
+        one = value.item() if hasattr(value, "item") else value
+        if one is not None and not isinstance(one, Real):
+            raise RewardError(f"reward {name} returned {one!r} for completion {number}, expected a number or None")
+        if one is not None and not isfinite(one):
+            raise RewardError(f"reward {name} returned {one} for completion {number}, which is not finite")
+        checked.append(None if one is None else float(one))
+    return checked
+
+
+@lru_cache(maxsize=1)
+def _loop() -> asyncio.AbstractEventLoop:
+    # One loop for the life of the process, so that an async function may keep its HTTP session between calls.
+    return asyncio.new_event_loop()
+
+
+async def _all(awaitables: Sequence[Any]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)

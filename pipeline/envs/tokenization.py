@@ -1,0 +1,187 @@
+"""From a row to token ids, once, and from token ids back to text; and the digests by which workers know that they mean the same tokens.
+
+The rule: a prompt is tokenised here and nowhere else. Only a `Renderer` with a chat template needs transformers, and it is the feeder's.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.pipeline.envs.datasets.rows import DataError, Row
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+MODES = ("auto", "on", "off")
+
+
+class Digests(TypedDict):
+    """What two workers must agree on before they exchange token ids."""
+
+    tokenizer: str
+    """SHA-256 (hex) over the tokenizer's files."""
+    template: str
+    """SHA-256 (hex) of the chat template in use; of nothing where none is."""
+    stop_ids: list[int]
+    """Ids that end a completion, ascending: the end-of-sequence ids of the model, its generation config and its tokenizer."""
+
+
+class Renderer:
+    """Makes prompt text and token ids of rows.
+
+    `chat_template`: "auto" applies the model's template where there is one, "on" insists on it, "off" takes the prompt as it is,
+    anything else is the path of a Jinja file. Prompts without messages become one user message.
+    """
+
+    def __init__(self, model_directory: str | Path, *, chat_template: str = "auto", max_prompt_tokens: int = 1024) -> None:
+        folder = model_folder(model_directory)
+        self._template, self._mode, self._limit = chat_template_of(folder, chat_template), chat_template, max_prompt_tokens
+        self._light: Any = None
+        self._full: Any = None
+        settings = _json(folder / "tokenizer_config.json")
+        # transformers takes 8 CPU-seconds to import: plain text without tokens that only its settings add goes without it.
+        if self._template is None and not settings.get("add_bos_token") and not settings.get("add_eos_token"):
+            self._light = _light_tokenizer(folder)
+        else:
+            self._full = _full_tokenizer(folder)
+
+    def render(self, row: Row) -> tuple[str, NDArray[np.int32]]:
+        """The prompt's text and its token ids, int32 [L].
+
+        Raises:
+            DataError: with the row's place: too long, empty, messages without a template, or a template that refuses them.
+        """
+        text = self._text(row)
+        if self._light is not None:
+            ids = self._light.encode(text).ids
+        else:
+            ids = self._full(text, add_special_tokens=self._template is None, return_attention_mask=False)["input_ids"]
+        if not ids:
+            raise DataError(f"{row.origin}: the prompt has no tokens")
+        if len(ids) > self._limit:
+            raise DataError(f"{row.origin}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {self._limit}")
+        return text, np.asarray(ids, dtype=np.int32)
+
+    def _text(self, row: Row) -> str:
+        if self._template is None:
+            if row.prompt is None:
+                why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; name a Jinja file"
+                raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
+            return row.prompt
+        messages = row.messages if row.messages is not None else [{"role": "user", "content": row.prompt}]
+        try:
+            text = self._full.apply_chat_template(messages, chat_template=self._template, tokenize=False, add_generation_prompt=True)
+        # The border to a template, which may raise anything.
+        except Exception as error:
+            raise DataError(f"{row.origin}: the chat template refuses the prompt: {' '.join(str(error).split())[:300]}") from error
+        return str(text)
+
+
+class Decoder:
+    """Text of token ids, without special tokens, by the light `tokenizers` library."""
+
+    def __init__(self, model_directory: str | Path) -> None:
+        self._tokenizer = _light_tokenizer(model_folder(model_directory))
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """The text of one completion."""
+        return str(self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=True))
+
+
+def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
+    """What stands in the run's record and what every worker compares with its own copy of the model; read from the files alone.
+
+    Raises:
+        ValueError: the directory, its tokenizer.json or the template is missing.
+    """
+    folder = model_folder(model_directory)
+    tokenizer = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        tokenizer.update(f"{name} {len(content)}\n".encode() + content)
+    template = hashlib.sha256((chat_template_of(folder, chat_template) or "").encode()).hexdigest()
+    return Digests(tokenizer=tokenizer.hexdigest(), template=template, stop_ids=_stop_ids(folder))
+
+
+def model_folder(model_directory: str | Path) -> Path:
+    """The directory, after a look at what has to be in it. Raises `ValueError` that says what to do."""
+    folder = Path(model_directory).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"model.path: there is no directory {folder}: put a model there, or make one with `penstock model tiny {folder}`")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"model.path: {folder} has no tokenizer.json: save one with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+        )
+    return folder
+
+
+def chat_template_of(folder: Path, chat_template: str) -> str | None:
+    """The template in use, None for none. Raises `ValueError` where one is wanted and missing."""
+    if chat_template == "off":
+        return None
+    if chat_template not in MODES:
+        try:
+            return Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"data.chat_template: cannot read {chat_template}: {reason}; give auto, on, off or a Jinja file") from error
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    found = _json(folder / "chat_template.json").get("chat_template") or _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several named ones
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    if isinstance(found, str):
+        return found
+    if chat_template == "on":
+        raise ValueError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
+    return None
+
+
+def _light_tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # The library raises plain Exception for a file it cannot read.
+    except Exception as error:
+        raise ValueError(f"model.path: cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _full_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    # The border to a library that reads a person's files: its errors have no common kind.
+    except Exception as error:
+        raise ValueError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _stop_ids(folder: Path) -> list[int]:
+    ids: set[int] = set()
+    config = _json(folder / "config.json")
+    for table in (config, config.get("text_config") or {}, _json(folder / "generation_config.json")):
+        found = table.get("eos_token_id")
+        ids.update([found] if isinstance(found, int) else found or [])
+    eos = _json(folder / "tokenizer_config.json").get("eos_token") or _json(folder / "special_tokens_map.json").get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if eos is not None:
+        tokenizer = _json(folder / "tokenizer.json")
+        ids.update(token["id"] for token in tokenizer.get("added_tokens", []) if token.get("content") == eos)
+        vocabulary = tokenizer.get("model", {}).get("vocab")
+        if isinstance(vocabulary, dict) and eos in vocabulary:
+            ids.add(vocabulary[eos])
+    return sorted(ids)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model.path: {file} is not valid JSON: {error}") from error
+    return found if isinstance(found, dict) else {}

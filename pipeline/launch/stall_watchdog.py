@@ -1,0 +1,82 @@
+"""Says who is stuck when a run has not moved for `run.stall_s`: once, and again when the picture has changed.
+
+The rule: it looks and speaks; it ends nothing.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Log
+from penstock.pipeline.observe import stall
+from penstock.pipeline.observe.live.frame import waiting_for
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.stall import Drawn, Scene, Stuck
+
+LOOK_EVERY_S = 15.0
+"""While a run stands still; each look reads the samples of one group."""
+READ_LIMIT_S = 10.0
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Remembers when a run moved last; driven by its owner's loop."""
+
+    log: Log
+    stall_s: float
+    say: Callable[[str], None]
+    _moved_ms: int = -1
+    _moved_s: float = 0.0
+    _looked_s: float = 0.0
+    _told: Stuck | None = None
+
+    def look(self, view: RunView, *, silent: Mapping[str, float], outage_s: float, notes: Mapping[str, str]) -> None:
+        """Speak if the run has not moved for too long."""
+        now_s = time.monotonic()
+        if view.moved_ms != self._moved_ms:
+            if self._told is not None:
+                self.say(f"the run moves again, after {now_s - self._moved_s:.0f} s")
+            self._moved_ms, self._moved_s, self._told = view.moved_ms, now_s, None
+        still_s = now_s - self._moved_s
+        if still_s < self.stall_s or now_s - self._looked_s < min(LOOK_EVERY_S, self.stall_s):
+            return
+        self._looked_s = now_s
+        scene = Scene(view=view, now_s=time.time(), silent=silent, outage_s=outage_s, notes=notes)
+        found = examine(self.log, scene)
+        if found is not None and not found.same_as(self._told):
+            self._told = found
+            self.say(f"{describe(found, still_s=still_s)}\n  meanwhile: {waiting_for(view)}")
+
+
+def examine(log: Log, scene: Scene) -> Stuck | None:
+    """What holds this run up, with a look at the samples of the group that it waits for."""
+    group = None if scene.outage_s else stall.waiting_for(scene.view)
+    opened = None if group is None else scene.view.open.get(group)
+    if group is not None and opened is not None:
+        with contextlib.suppress(LogError):  # it goes without: the workers' own words are left
+            scene = replace(scene, drawn=_drawn(log, scene.view.run, group, opened.partition))
+    return stall.find(scene)
+
+
+def describe(found: Stuck, *, still_s: float) -> str:
+    """Two lines for a person."""
+    where = found.stage if found.group is None else f"{found.stage}, group {found.group}"
+    return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {found.reason}"
+
+
+def _drawn(log: Log, run: str, group: int, partition: int) -> Drawn:
+    """The samples of a group without an outcome: its scorer's committed offset lies before them."""
+    place = (f"{run}.rollouts", partition)
+    tail = log.tail({place: "earliest"}, group=f"{run}.scorer")
+    try:
+        committed = tail.committed(READ_LIMIT_S)[place].offset
+        if committed is not None:
+            tail.seek(place, committed)
+        key = str(group).encode()
+        found = [record for record in tail.read_to_end(READ_LIMIT_S) if record.key == key]
+    finally:
+        tail.close()
+    numbers = {dict(record.headers).get("sample") for record in found}
+    return Drawn(samples=len(numbers), newest_s=max((record.timestamp_ms / 1000 for record in found), default=None))

@@ -1,0 +1,122 @@
+"""One worker's place on this machine: the process that fills it, those that filled it before, and their common log file.
+
+The rule: whoever died is known by how it died and for how long it had served; its last words are those of that process alone.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from penstock.pipeline.launch import restart_policy
+from penstock.pipeline.launch.restart_policy import Death
+from penstock.pipeline.observe.run_view_types import WorkerView
+
+LAST_WORDS = 12
+"""Lines of a dead worker's log that are shown."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One place of the crew; the process that fills it may be replaced."""
+
+    role: str
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    log_file: Path
+    process: "subprocess.Popen[bytes] | None" = None
+    starts: int = 0
+    started_s: float = 0.0
+    """Of the clock on the wall, as `workers.json` gives it."""
+    deaths: list[Death] = field(default_factory=list)
+    dead: bool = False
+    """Whether the newest death waits for its restart."""
+    left_s: float | None = None
+    """Since when it has ended without an error although the run goes on."""
+    _ready_s: float | None = None
+    _began: int = 0
+    _moved: int = 0
+    _share_since: tuple[float, float] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of its newest process."""
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the newest process, None while it runs; negative for a signal."""
+        return None if self.process is None else self.process.poll()
+
+    def start(self, *, moved: int) -> None:
+        """Start its process; a line in its log keeps it apart from the one before. `moved` counts the run's progress so far."""
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        after = f", {self.name} {restart_policy.how(self.deaths[-1].status)} before" if self.deaths else ""
+        with self.log_file.open("ab") as log:
+            log.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {self.name}: start {self.starts}{after}\n".encode())
+            log.flush()
+            self._began = log.tell()
+            # A session of its own: Ctrl-C reaches the launcher alone, and a kill reaches whatever the worker has started.
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+            )
+        self.started_s, self._ready_s, self.dead, self._moved = time.time(), None, False, moved
+
+    def heard(self, found: WorkerView | None, *, now_s: float) -> None:
+        """Note when its process is ready for work, from its own report."""
+        if self._ready_s is None and self.process is not None and found is not None:
+            ready = "startup_s" in found.values and found.labels.get("pid") == str(self.pid)
+            self._ready_s = now_s if ready else None
+
+    def died(self, status: int, *, now_s: float, moved: int, excused: bool) -> None:
+        """Note the death of its process."""
+        progress = self.served_s(now_s) >= restart_policy.HEALTHY_S and moved > self._moved
+        self.deaths.append(Death(at_s=now_s, status=status, progress=progress, excused=excused))
+        self.dead = True
+
+    def served_s(self, now_s: float) -> float:
+        """Seconds since its process became ready, 0.0 before."""
+        return 0.0 if self._ready_s is None else now_s - self._ready_s
+
+    def cpu_share(self, *, now_s: float, over_s: float) -> float | None:
+        """CPU time by its process and what that has started, per second since this was first asked; None before `over_s`."""
+        try:
+            process = psutil.Process(self.pid)
+            times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        except psutil.Error:
+            return None
+        spent = sum(one.user + one.system for one in times)
+        if self._share_since is None:
+            self._share_since = (now_s, spent)
+        since_s, before = self._share_since
+        return (spent - before) / (now_s - since_s) if now_s - since_s >= over_s else None
+
+    def forget_share(self) -> None:
+        """Begin anew with `cpu_share`."""
+        self._share_since = None
+
+    def signal(self, number: signal.Signals, *, group: bool = False) -> None:
+        """Send its process a signal, or with `group` everything that the process has started."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self.pid, number)
+
+    def last_words(self) -> str:
+        """The end of what its newest process wrote."""
+        with self.log_file.open("rb") as log:
+            log.seek(self._began)
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-LAST_WORDS:])

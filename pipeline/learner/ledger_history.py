@@ -1,0 +1,115 @@
+"""What a run's log already says when its trainer starts.
+
+The rule: the ledger decides; every counter of the schedule follows from it and from the groups, none from a checkpoint.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.infra.checkpoints import Recorded
+from penstock.infra.errors import Unrecoverable
+from penstock.infra.log import Log
+from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.topics import groups
+from penstock.topics.groups import Group
+from penstock.topics.ledger import Entry, Planned
+from penstock.topics.runs import Status
+from penstock.topics.wire.errors import Unusable
+
+READ_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """The ledger's entries, in order, and what they add up to with the published versions."""
+
+    entries: Sequence[Entry]
+    story: Story
+
+    def __post_init__(self) -> None:
+        """Refuse a ledger in which a step is missing or stands twice."""
+        for expected, entry in enumerate(self.steps):
+            if entry.step != expected:
+                raise Unrecoverable(f"entry {entry.seq} of the ledger commits step {entry.step} where step {expected} was expected")
+
+    @property
+    def steps(self) -> list[Entry]:
+        """The committed steps."""
+        return [entry for entry in self.entries if entry.kind == "step"]
+
+    @property
+    def stale(self) -> list[int]:
+        """Groups that were found too old."""
+        return [group for entry in self.entries if entry.kind == "stale" for group in entry.groups]
+
+    @property
+    def trained(self) -> list[int]:
+        """Groups of committed steps."""
+        return [planned.group for entry in self.steps for planned in entry.plan]
+
+    @property
+    def drops(self) -> int:
+        """Groups that had been dropped when the last step was committed."""
+        return sum(int(entry.metrics["dropped"]) for entry in self.steps)
+
+    @property
+    def ended(self) -> Status:
+        """How a closed run ended."""
+        closed = self.story.closed
+        status = json.loads((closed.details if closed else None) or "{}").get("status")
+        return "failed" if status == "failed" else "finished"
+
+    def recorded(self) -> Recorded:
+        """What a checkpoint has to agree with."""
+        digests: dict[int, set[str]] = {}
+        for entry in self.entries:
+            if entry.kind == "checkpoint" and entry.step is not None and entry.digest is not None:
+                digests.setdefault(entry.step, set()).add(entry.digest)
+        return Recorded(
+            run=self.story.run,
+            steps=len(self.steps),
+            seq=self.story.last_seq,
+            versions=self.story.manifests.keys(),
+            digests=digests,
+        )
+
+
+def read_past(log: Log, run: str) -> Past:
+    """The ledger and the published versions so far. Raises `LogError`."""
+    tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
+    story, entries = Story(run), []
+    for record in tail.read_to_end(READ_LIMIT_S):
+        try:
+            found = story.fold(record)
+        except Unusable:
+            continue  # a dead letter: the tracker's and, among the manifests, the trainer's own later
+        if isinstance(found, Entry):
+            entries.append(found)
+    tail.close()
+    return Past(entries=entries, story=story)
+
+
+def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
+    """The groups of a plan, in its order, from where it says they are. Raises `LogError`, `Unrecoverable` for other groups than planned."""
+    topic = f"{run}.groups"
+    firsts = {}
+    for partition in {planned.partition for planned in plan}:
+        offsets = [planned.offset for planned in plan if planned.partition == partition]
+        firsts.update({(partition, record.offset): record for record in log.read(topic, partition, offsets, timeout_s=READ_LIMIT_S)})
+    found = []
+    for planned in plan:
+        place = f"{topic}/{planned.partition}/{planned.offset}"
+        try:
+            first = firsts[planned.partition, planned.offset]
+            headers = groups.check(first, run=run)
+            following = list(range(planned.offset + 1, planned.offset + (headers.parts or 1)))
+            rest = log.read(topic, planned.partition, following, timeout_s=READ_LIMIT_S) if following else []
+            headers, group = groups.read([first, *rest], run=run)
+        except Unusable as error:
+            raise Unrecoverable(f"group {planned.group}, which a step was trained on, cannot be read at {place}: {error}") from error
+        if (group.group, headers.sha256) != (planned.group, planned.sha256):
+            what = f"group {group.group} ({(headers.sha256 or '')[:16]}…)"
+            raise Unrecoverable(f"{what} stands at {place}, the ledger says group {planned.group} ({planned.sha256[:16]}…)")
+        found.append(group)
+    return found

@@ -1,0 +1,201 @@
+"""One optimizer step, fed group by group in plan order.
+
+The rule: what a step computes follows from its groups in plan order alone, never from when they came: the same call serves a live
+run, in which groups still arrive while the first micro-batches run backward, and a whole plan read back from the log.
+"""
+
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.backends import Backend
+from penstock.infra.backends.batch import TokenBatch
+from penstock.pipeline.algorithms import losses
+from penstock.pipeline.config.algorithm_defaults import LOSSES
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.plugins import load
+from penstock.pipeline.learner import training_samples as trained
+from penstock.pipeline.learner.micro_batches import MicroBatcher, TokenSequence, boundaries, pack
+from penstock.pipeline.scheduling.staleness import fractions_by_lag, lag_summary
+from penstock.topics.groups import Group, version_min
+
+BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Loss and advantage of a run with their settings."""
+
+    batch_loss: BatchLoss
+    advantages: Callable[..., Any]
+    proximal: str
+    truncated: str
+    kl_coef: float
+    token_budget: int
+    aggregate: str
+
+    @classmethod
+    def of(cls, config: Config) -> "Objective":
+        """What the configuration names; own functions are loaded here."""
+        algorithm = config.algorithm
+        settings: dict[str, Any] = {
+            "clip_low": config.clip_low,
+            "clip_high": config.clip_high,
+            "aggregate": config.aggregate,
+            "max_tokens": config.sampling.max_new_tokens,
+            "kl_coef": algorithm.kl_coef,
+        }
+        if config.correction != "none":
+            settings["correction"] = config.correction
+            settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
+        if algorithm.loss in LOSSES:
+            settings["surrogate"] = LOSSES[algorithm.loss]["surrogate"]
+        function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
+
+        def batch_loss(logprobs: Any, batch: TokenBatch, **given: Any) -> tuple[Any, dict[str, float]]:
+            return function(logprobs, batch, **settings, **given)
+
+        return cls(
+            batch_loss=batch_loss,
+            advantages=trained.advantage_function(config.advantage),
+            proximal=config.proximal,
+            truncated=algorithm.truncated,
+            kl_coef=algorithm.kl_coef,
+            token_budget=config.trainer.micro_batch_tokens,
+            aggregate=config.aggregate,
+        )
+
+    def sequences(self, group: Group) -> list[TokenSequence]:
+        """The samples of a group that are trained, in order of their numbers; aborted ones are not."""
+        return trained.sequences(group, advantages=self.advantages, truncated=self.truncated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step did: exact bits to compare a repetition with, and its measurements."""
+
+    loss: float
+    grad_norm: float
+    boundaries: tuple[int, ...]
+    metrics: dict[str, float]
+
+    @property
+    def loss_bits(self) -> int:
+        """The loss as an integer with the same 64 bits."""
+        return double_bits(self.loss)
+
+    @property
+    def grad_norm_bits(self) -> int:
+        """The gradient norm as an integer with the same 64 bits."""
+        return double_bits(self.grad_norm)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step under way. `add` runs every micro-batch backward as soon as it is full, if the backend can divide late."""
+
+    backend: Backend
+    objective: Objective
+    first_backward_at: float | None = None
+    compute_s: float = 0.0
+    _batcher: MicroBatcher | None = None
+    _held: list[TokenBatch] = field(default_factory=list)
+    _closed: list[tuple[TokenSequence, ...]] = field(default_factory=list)
+    _stats: list[dict[str, float]] = field(default_factory=list)
+    _groups: list[Group] = field(default_factory=list)
+
+    def add(self, group: Group) -> None:
+        """Take the next group of the plan."""
+        self._batcher = self._batcher or MicroBatcher(self.objective.token_budget)
+        self._groups.append(group)
+        for sequence in self.objective.sequences(group):
+            full = self._batcher.add(sequence)
+            if full:
+                self._close(full)
+
+    def finish(self, *, learner_version: int) -> StepOutcome:
+        """Run what is left backward, divide once, and update the weights."""
+        if self._batcher is not None and (rest := self._batcher.close()):
+            self._close(rest)
+        denominator = sum(trained.denominator(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
+        if not denominator:
+            raise ValueError(f"groups {[group.group for group in self._groups]} have no trained token: every sample is masked or empty")
+        if not self.backend.divides_late:
+            for batch in self._held:
+                self._backward(batch, denominator=denominator)
+        started = time.monotonic()
+        result = self.backend.step(denominator=denominator)
+        self.compute_s += time.monotonic() - started
+        summary = losses.summarise(losses.add_stats(self._stats))
+        loss = summary.pop("loss")
+        metrics = {"loss": loss, "grad_norm": result.grad_norm, "lr": result.lr, **summary, **self._measures(learner_version)}
+        return StepOutcome(loss=loss, grad_norm=result.grad_norm, boundaries=boundaries(self._closed), metrics=metrics)
+
+    def _close(self, sequences: tuple[TokenSequence, ...]) -> None:
+        batch = pack(sequences)
+        self._closed.append(sequences)
+        self._held.append(batch)
+        if self.backend.divides_late:
+            self._backward(batch, denominator=None)
+
+    def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:
+        started = time.monotonic()
+        if self.first_backward_at is None:
+            self.first_backward_at = time.time()
+        given: dict[str, Any] = {"proximal": self._proximal(batch)}
+        if self.objective.kl_coef:
+            given["reference"] = self.backend.reference_logprobs(batch)
+        self._stats.append(
+            self.backend.backward(batch, lambda logprobs: self.objective.batch_loss(logprobs, batch, **given), denominator=denominator)
+        )
+        self.compute_s += time.monotonic() - started
+
+    def _proximal(self, batch: TokenBatch) -> npt.NDArray[np.float32] | None:
+        """[B, L-1] proximal logprobs of a micro-batch; None stands for the current policy's own."""
+        if self.objective.proximal == "snapshot":
+            return self.backend.snapshot_logprobs(batch)
+        return batch.behaviour_logprobs if self.objective.proximal == "behaviour" else None
+
+    def _measures(self, learner_version: int) -> dict[str, float]:
+        rollouts = [sample.rollout for group in self._groups for sample in group.samples]
+        lengths = np.array([len(rollout.token_ids) for rollout in rollouts], np.float64)
+        return {
+            "groups": float(len(self._groups)),
+            "samples": float(len(rollouts)),
+            "reward_trained": float(np.mean([sample.reward for group in self._groups for sample in group.samples])),
+            "completion_tokens_mean": float(lengths.mean()),
+            **self._lags(learner_version),
+            "micro_batches": float(len(self._closed)),
+            "compute_s": self.compute_s,
+            "first_backward_at": self.first_backward_at or 0.0,
+            "first_sample_at": min(rollout.started_ns for rollout in rollouts) / 1e9,
+            "last_sample_at": max(rollout.ended_ns for rollout in rollouts) / 1e9,
+        }
+
+    def _lags(self, learner_version: int) -> dict[str, float]:
+        """How old what was trained is, in versions: each group by its oldest, as freshness counts, and each trained token by its own."""
+        groups = [learner_version - (version_min([sample.rollout for sample in group.samples]) or 0) for group in self._groups]
+        taken = {(one.group, one.sample) for batch in self._closed for one in batch if one.loss_mask.any()}
+        rollouts = [sample.rollout for group in self._groups for sample in group.samples]
+        trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in taken]
+        tokens = learner_version - np.concatenate([rollout.token_versions[rollout.loss_mask] for rollout in trained])
+        return {
+            **lag_summary(groups),
+            **{f"token_{name}": value for name, value in lag_summary(tokens).items()},
+            **{f"tokens_at_lag_{lag}": share for lag, share in fractions_by_lag(tokens).items()},
+            "spans_mean": float(np.mean([len(rollout.span_versions) for rollout in trained])),
+        }
+
+
+def double_bits(value: float) -> int:
+    """The 64 bits of a double as a signed integer, so that two values are compared exactly.
+
+    Example:
+        double_bits(1.0)  # -> 4607182418800017408
+    """
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -1,0 +1,112 @@
+"""What each sample of a step did to its gradient, as far as the log can tell: advantage, place in the micro-batches, gradient weight.
+
+The rule: the run's own functions over the recorded groups of the step's plan; what needs logprobs that are recorded
+nowhere is said in words.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.pipeline.config.algorithm_defaults import LOSSES
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.learner import training_samples
+from penstock.pipeline.learner.micro_batches import TokenSequence
+from penstock.topics.groups import Group
+from penstock.topics.ledger import Entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleShare:
+    """One trained sample in its step."""
+
+    group: int
+    sample: int
+    advantage: float
+    tokens: int
+    """Trained ones."""
+    micro_batch: int | None
+    """None where the ledger's boundaries do not reach it."""
+    token_weight: float
+    """Coefficient of each trained token's log-probability in the step's descent direction, before any importance ratio."""
+
+    @property
+    def weight(self) -> float:
+        """The same, summed over the sample's trained tokens."""
+        return self.token_weight * self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShares:
+    """All trained samples of a step."""
+
+    samples: tuple[SampleShare, ...]
+    aggregate: str
+    denominator: float
+    """What the step's loss sum was divided by."""
+    tokens: int
+
+    def of(self, group: int) -> dict[int, SampleShare]:
+        """Sample -> its share, of one group."""
+        return {share.sample: share for share in self.samples if share.group == group}
+
+
+def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = ()) -> StepShares:
+    """The shares of the samples of a step's groups, in plan order, its micro-batches ending at `boundaries`.
+
+    A trained token's weight is A · c / D: A the sample's advantage, c what the token counts (`trained.token_share`), D the step's
+    denominator. It is -dL/dlogprob where current, proximal and behaviour policy are equal, for every built-in loss (grpo arXiv 2402.03300,
+    dr_grpo arXiv 2503.20783, dapo arXiv 2503.14476, gspo arXiv 2507.18071, cispo arXiv 2506.13585) without its KL term.
+    Raises `PluginError` for an own advantage that is not here.
+    """
+    advantages = training_samples.advantage_function(config.advantage)
+    rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
+    total = sum(training_samples.denominator(row.loss_mask[None], aggregate=config.aggregate) for row in rows)
+    longest = config.sampling.max_new_tokens
+
+    def share(number: int, row: TokenSequence) -> SampleShare:
+        tokens = int(row.loss_mask.sum())
+        counts = training_samples.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
+        batch = bisect_right(boundaries, number)
+        return SampleShare(
+            group=row.group,
+            sample=row.sample,
+            advantage=row.advantage,
+            tokens=tokens,
+            micro_batch=batch if batch < len(boundaries) else None,
+            token_weight=row.advantage * counts / total if total else 0.0,
+        )
+
+    found = tuple(share(number, row) for number, row in enumerate(rows))
+    return StepShares(samples=found, aggregate=config.aggregate, denominator=total, tokens=sum(one.tokens for one in found))
+
+
+def left_out(config: Config) -> list[str]:
+    """What the gradient weights leave out because the log does not hold it, a sentence each."""
+    algorithm, said = config.algorithm, []
+    if algorithm.loss not in LOSSES:
+        said.append(f"the loss is the run's own, {algorithm.loss}: what it makes of advantage and denominator is its business")
+    if config.proximal != "current":
+        ratio = "current / behaviour" if config.proximal == "behaviour" else "current / snapshot"
+        said.append(
+            f"the ratio {ratio} of each token, clipped at -{config.clip_low:g}/+{config.clip_high:g}, is not in the log: it "
+            "needs the learner's logprobs at that step; `penstock replay train` computes them again"
+        )
+    if config.correction != "none":
+        said.append(
+            f"the correction weight {config.correction} (proximal / behaviour, bounded) is not in the log: it needs the learner's "
+            "logprobs; the step's mean is its metric correction_weight"
+        )
+    if algorithm.kl_coef:
+        said.append(
+            f"the pull towards the reference policy (kl_coef {algorithm.kl_coef:g}) comes on top; it needs the reference's logprobs"
+        )
+    return said
+
+
+def clipped(entry: Entry, config: Config) -> float | None:
+    """The factor by which the step's gradient was cut to `trainer.max_grad_norm`, 1 where it was not; None without a recorded norm."""
+    norm, limit = entry.metrics.get("grad_norm"), config.trainer.max_grad_norm
+    if norm is None:
+        return None
+    return min(1.0, limit / (norm + 1e-6)) if norm else 1.0  # the 1e-6 is torch's (clip_grads_with_norm_)

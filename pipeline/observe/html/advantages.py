@@ -1,0 +1,55 @@
+"""The advantages of a group's samples as its run's trainer takes them.
+
+The rule: what the trainer would leave out has none (NaN), and a run whose advantage is not known has none at all, with the reason.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.pipeline.algorithms.advantages import ADVANTAGES
+from penstock.pipeline.learner.training_samples import advantage_function, sequences
+from penstock.topics.groups import Group
+
+Floats = npt.NDArray[np.float32]
+
+
+class Advantages:
+    """The run's advantage function, by the name in its configuration; a user's own one is loaded only where `own` allows it."""
+
+    def __init__(self, config: dict[str, Any], *, own: bool) -> None:
+        self.name: str | None = None
+        self.why_not: str | None = None
+        self._function: Callable[..., Any] | None = None
+        self._truncated = "train"
+        try:
+            self._open(config, own=own)
+        except ValueError as error:
+            self.why_not = " ".join(str(error).split())
+
+    def of(self, group: Group) -> Floats:
+        """[K] one number a sample, NaN where there is none."""
+        found = np.full(len(group.samples), np.nan, np.float32)
+        if self._function is None or not group.samples:
+            return found
+        try:
+            taken = {one.sample: one.advantage for one in sequences(group, advantages=self._function, truncated=self._truncated)}
+        # The border to a user's function, whatever it raises.
+        except Exception as error:
+            self._function, self.why_not = None, f"{self.name} fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return found
+        for place, sample in enumerate(group.samples):
+            found[place] = taken.get(sample.rollout.sample, np.nan)
+        return found
+
+    def _open(self, table: dict[str, Any], *, own: bool) -> None:
+        from penstock.pipeline.config.load import from_table
+
+        config = from_table(table)
+        self.name, self._truncated = config.advantage, config.algorithm.truncated
+        if self.name in ADVANTAGES or own:
+            self._function = advantage_function(self.name)
+        else:
+            raise ValueError(f"{self.name} is the run's own function, and is loaded by `penstock report` only")

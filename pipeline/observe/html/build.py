@@ -1,0 +1,124 @@
+"""A run's page, put together: read once for what there is, once more for the details that fit, then packed.
+
+The rule: the page has a size it never exceeds; what is dropped for it are the oldest details, and the page itself says so.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.log import Log
+from penstock.pipeline.observe.html import index
+from penstock.pipeline.observe.html.advantages import Advantages
+from penstock.pipeline.observe.html.groups import Reader, choose
+from penstock.pipeline.observe.html.html import assemble
+from penstock.pipeline.observe.html.pack import deflated, pack
+from penstock.pipeline.observe.html.reading import read
+from penstock.pipeline.observe.html.token_texts import TokenTexts
+from penstock.pipeline.observe.report.summary import summarise
+
+
+class PageTooSlow(PenstockError):
+    """The page was not ready in the time it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a page may come to, each counted from the newest group on."""
+
+    tokens: int = 2_500_000
+    """Completion tokens with ids, logprobs and versions one by one."""
+    text_tokens: int = 10_000_000
+    """Completion tokens whose samples come with texts."""
+    samples: int = 50_000
+    """Samples that are listed and drawn on the timeline."""
+    max_bytes: int = 24_000_000
+    seconds: float | None = None
+
+    def with_tokens(self, tokens: int) -> "Limits":
+        """So many tokens one by one; where that is more, texts and lines for them as well, and no limit to the size."""
+        if tokens <= self.tokens:
+            return replace(self, tokens=tokens)
+        texts, samples = max(self.text_tokens, tokens), max(self.samples, tokens // 20)
+        return replace(self, tokens=tokens, text_tokens=texts, samples=samples, max_bytes=1 << 40)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A page, and what is in it."""
+
+    html: bytes
+    facts: Mapping[str, Any]
+    """bytes, groups and samples and tokens in it and in the run, and `left_out`: the notes that stand in the page."""
+
+
+def build(
+    log: Log,
+    run: str,
+    *,
+    limits: Limits = Limits(),
+    own_functions: bool = True,
+    mlflow: Mapping[str, Any] | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> Page:
+    """The page of a run, finished or not.
+
+    `own_functions`: whether a user's own advantage function may be loaded. `mlflow`: keys of the report the log does not know yet.
+    `alive` is called every few hundred records. Raises `ValueError` for no such run, `PageTooSlow`, `LogError`.
+    """
+    check = _watched(alive, limits.seconds)
+    view, story = read(log, run, alive=check)
+    if view.record is None and view.opened is None:
+        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+    wanted = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
+    reader = Reader(
+        log=log,
+        view=view,
+        wanted=wanted,
+        texts=TokenTexts(view),
+        advantages=Advantages(view.config, own=own_functions),
+        alive=check,
+    )
+    reader.read()
+    report = summarise(view) | dict(mlflow or {})
+    facts, columns = index.index(reader, story, report=report)
+    ids = sorted(reader.chunks.ids)
+    vocabulary = _vocabulary(ids, reader.texts.one_by_one(ids))
+    packed = pack(facts, columns)
+    room = limits.max_bytes - len(packed) - len(vocabulary) - index.MARGIN_BYTES
+    reader.chunks.shrink(room)
+    about = index.contents(reader)
+    html = assemble(
+        title=f"{run} · Penstock", index=pack({**facts, "contents": about}, columns), vocabulary=vocabulary, chunks=reader.chunks
+    )
+    return Page(html=html, facts={"bytes": len(html), **about})
+
+
+def write(page: Page, path: Path) -> None:
+    """Write the page aside and then give it its name."""
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_bytes(page.html)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _vocabulary(ids: list[int], texts: list[str]) -> str:
+    """Token ids and their texts."""
+    return deflated(json.dumps([ids, texts], separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def _watched(alive: Callable[[], None], seconds: float | None) -> Callable[[], None]:
+    started = time.monotonic()
+
+    def check() -> None:
+        alive()
+        if seconds is not None and time.monotonic() - started > seconds:
+            raise PageTooSlow(f"it was not ready within {seconds:g} s")
+
+    return check

@@ -1,0 +1,57 @@
+"""The page as bytes: template, style, code and packed data in one file.
+
+The rule: nothing of a run becomes markup: its texts travel as base64 and reach the document as text nodes, and a content security
+policy allows this page's own code and style, by their digests, and no network at all.
+"""
+
+import base64
+import hashlib
+import html
+from collections.abc import Mapping
+from importlib.resources import files
+
+from penstock.pipeline.observe.html.chunks import Chunks
+
+CODE = ("data.js", "dom.js", "timeline.js", "pointer.js", "curves.js", "samples.js", "group.js", "main.js")
+
+
+def assemble(*, title: str, index: str, vocabulary: str, chunks: Chunks) -> bytes:
+    """The whole page; the index and the code come first, so that a browser draws while it still reads the rest."""
+    style, code = _asset("page.css"), "\n".join(['"use strict";', *map(_asset, CODE)])
+    parts = {
+        **{f"x{number}": text for number, text in chunks.texts.items()},
+        **{f"k{number}": text for number, text in chunks.tokens.items()},
+    }
+    blocks = [_block(name, text) for name, text in {"vocabulary": vocabulary, **parts}.items()]
+    filled = {
+        "TITLE": html.escape(title),
+        "POLICY": f"default-src 'none'; script-src '{_digest(code)}'; style-src '{_digest(style)}'; base-uri 'none'; form-action 'none'",
+        "STYLE": f"<style>{style}</style>",
+        "INDEX": _block("index", index),
+        "CODE": f"<script>{code}</script>",
+        "CHUNKS": "\n".join(blocks),
+    }
+    return _fill(_asset("page.html"), filled).encode("utf-8", "replace")
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    """Replace `{{NAME}}`, each once, in the order of the template; what was filled in is not looked at again."""
+    found, rest = [], template
+    for name, value in values.items():
+        before, mark, rest = rest.partition(f"{{{{{name}}}}}")
+        assert mark, f"the template has no {name}"
+        found += [before, value]
+    return "".join([*found, rest])
+
+
+def _block(name: str, data: str) -> str:
+    """Base64 has no character that ends a script element."""
+    return f'<script type="application/octet-stream" id="{name}">{data}</script>'
+
+
+def _asset(name: str) -> str:
+    return (files("penstock.pipeline.observe.html") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

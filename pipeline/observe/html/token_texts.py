@@ -1,0 +1,64 @@
+"""The texts of token ids, one by one, by the light `tokenizers` library.
+
+The rule: a tokenizer that is not the one the run was created with says nothing: no text is better than another model's.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.envs.tokenization import digests, model_folder
+from penstock.pipeline.observe.run_view import RunView
+
+
+class TokenTexts:
+    """Decodes for a page; `why_not` says why there is no tokenizer, if so."""
+
+    def __init__(self, view: RunView) -> None:
+        self._tokenizer: Any = None
+        self.why_not: str | None = None
+        try:
+            self._tokenizer = _open(view)
+        except ValueError as error:
+            self.why_not = str(error)
+
+    @property
+    def there(self) -> bool:
+        """Whether ids have texts."""
+        return self._tokenizer is not None
+
+    def completion(self, ids: Iterable[int]) -> str | None:
+        """The text of a completion as the scorer decodes it, None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=True))
+
+    def one_by_one(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id as it stands behind another token, special ones by their names; [] without a tokenizer."""
+        if self._tokenizer is None:
+            return []
+        # Behind a letter, since decoders drop the blank that a first word begins with.
+        anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[:1]
+        before = len(self._decode(anchor))
+        return [self._decode([*anchor, one])[before:] for one in ids]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _open(view: RunView) -> Any:
+    from tokenizers import Tokenizer
+
+    path = view.config.get("model", {}).get("path")
+    if not path:
+        raise ValueError("the run's configuration names no model")
+    if not Path(path).expanduser().is_dir():
+        raise ValueError(f"the model's directory {path} is not on this machine")
+    folder, known = model_folder(path), view.info.get("digests", {}).get("tokenizer")
+    if known is not None and digests(folder, chat_template="off")["tokenizer"] != known:
+        raise ValueError(f"the tokenizer in {folder} is not the one the run was created with")
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # The library raises plain Exception for a file it cannot read.
+    except Exception as error:
+        raise ValueError(f"cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:200]}") from error

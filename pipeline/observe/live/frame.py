@@ -1,0 +1,246 @@
+"""One picture of a running run: a header and a line per worker, as a rich renderable, or as one plain line.
+
+The rule: pure functions of a `RunView` and of the time; nothing here reads or prints.
+"""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.pipeline.observe import bottleneck
+from penstock.pipeline.observe.report import staleness
+from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
+
+ROLE_ORDER = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
+ROLE_STYLES = {"feeder": "cyan", "rollout": "magenta", "scorer": "yellow", "trainer": "green", "evaluator": "blue"}
+SPEED_STEPS = 20
+"""Steps over which speed and time to go are taken."""
+SILENT_S = 5.0
+"""A worker reports each second; one that has not for so long is marked."""
+HEADER_LINES = 10
+WIDE = 96
+"""Columns of a terminal with room for every number of a worker."""
+COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
+
+
+def frame(
+    view: RunView, *, now_s: float, silent: Mapping[str, float], outage_s: float = 0.0, width: int = 120, height: int = 40
+) -> RenderableType:
+    """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker."""
+    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s), Text("")]
+    parts.append(_workers(view, silent=silent, rows=max(4, height - HEADER_LINES), all_columns=width >= WIDE))
+    chosen = view.config.get("schedule", {})
+    sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
+    subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
+    title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(view.status, 'dim')}]{view.status}[/]"
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="dim", padding=(0, 1)
+    )
+
+
+def line(view: RunView, *, now_s: float) -> str:
+    """The state in one line, for where there is no terminal."""
+    parts = [f"step {len(view.steps)}/{view.steps_planned or '?'}"]
+    if view.reward is not None:
+        parts.append(f"reward {view.reward:.3f}")
+    if view.version is not None:
+        parts.append(f"version {view.version}")
+    step = _last(view)
+    if step is not None and "lag_mean" in step.metrics:
+        parts.append(f"lag {step.metrics['lag_mean']:.1f}")
+    for name in ("samples", "tokens"):
+        if rate := _sum_of_rates(view, "rollout", name):
+            parts.append(f"{rate:.1f} {name}/s" if rate < 100 else f"{rate:,.0f} {name}/s")
+    if (elapsed := elapsed_s(view, now_s=now_s)) is not None:
+        to_go = to_go_s(view)
+        parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
+    if not view.steps:
+        parts.append(waiting_for(view))
+    elif (found := bottleneck.find(view)) is not None:
+        parts.append(_named(found))
+    if view.dead_letters:
+        parts.append(_letters(view))
+    return "  ".join(parts)
+
+
+def waiting_for(view: RunView) -> str:
+    """What the workers do while no step is done yet."""
+    if not view.workers:
+        return "waiting for the workers"
+    return "; ".join(f"{worker.worker}: {worker.labels.get('doing', 'starting')}" for worker in _ordered(view) if worker.role != "tracker")
+
+
+def elapsed_s(view: RunView, *, now_s: float) -> float | None:
+    """Seconds since the run was created, up to its end."""
+    if view.record is None:
+        return None
+    end = view.closed.time_ns / 1e9 if view.closed else now_s
+    return max(0.0, end - view.record.created_ns / 1e9)
+
+
+def to_go_s(view: RunView) -> float | None:
+    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace.
+
+    The longest of three or more times between steps does not count: a run that was stopped and resumed has one that was no step.
+    """
+    recent = [view.steps[number] for number in sorted(view.steps)[-SPEED_STEPS - 1 :]]
+    if view.steps_planned is None or len(recent) < 2 or view.ended:
+        return None
+    times = sorted(later.time_s - earlier.time_s for earlier, later in itertools.pairwise(recent))
+    counted = times[:-1] if len(times) > 2 else times
+    return max(0.0, statistics.fmean(counted) * (view.steps_planned - len(view.steps)))
+
+
+_SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
+
+
+def _progress(view: RunView, *, now_s: float) -> Table:
+    done, planned = len(view.steps), view.steps_planned
+    grid = Table.grid(expand=True, padding=(0, 2))
+    for _ in range(2):
+        grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    for _ in range(2):
+        grid.add_column(no_wrap=True, justify="right")
+    elapsed, to_go = elapsed_s(view, now_s=now_s), to_go_s(view)
+    grid.add_row(
+        Text.assemble("step ", (f"{done:,}", "bold"), f" of {planned:,}" if planned else ""),
+        f"{done / planned:.0%}" if planned else "",
+        ProgressBar(total=planned or 1, completed=done, complete_style="green", finished_style="green"),
+        duration(elapsed) if elapsed is not None else "",
+        f"{duration(to_go)} to go" if to_go is not None else "",
+    )
+    return grid
+
+
+def _learning(view: RunView) -> Text:
+    text = Text("reward ", no_wrap=True, overflow="ellipsis")
+    if view.reward is None:
+        text.append("no samples are scored yet", style="dim")
+    else:
+        curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
+        text.append(f"{view.reward:.3f} ", style="bold").append(curve, style="green")
+    if view.evals:
+        version = max(view.evals)
+        values = view.evals[version].values
+        known = [f"{name} {values[key]:.3f}" for name in ("greedy", "sampled") if (key := f"{name}_accuracy") in values]
+        text.append("   eval ", style="dim").append(" ".join(known), style="bold").append(f" at version {version}", style="dim")
+    return text
+
+
+def _health(view: RunView, *, outage_s: float) -> Text:
+    if outage_s > 1.0:
+        return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
+    found, step = bottleneck.find(view), _last(view)
+    parts = [f"version {view.version if view.version is not None else '-'}"]
+    if step is not None and "lag_mean" in step.metrics:
+        parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
+        if step.metrics["lag_max"] and "ess" in step.metrics:
+            parts.append(f"ESS {step.metrics['ess']:.2f}")
+    engines = staleness.engines(view)
+    if engines["swap_stall_ms_mean"] is not None:
+        parts.append(f"swap {engines['swap_stall_ms_mean']:.0f} ms")
+    if engines["occupancy"]:
+        parts.append(f"batch {engines['occupancy']:.0%} full")
+    text = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
+    if found is not None:
+        text.append(" · ").append(_named(found), style="bold").append(f" ({found.why})", style="dim")
+    elif not view.ended:
+        text.append(" · starting" if not view.steps else "", style="dim")
+    if view.dead_letters:
+        text.append(f" · {_letters(view)}", style="yellow")
+    return text
+
+
+def _workers(view: RunView, *, silent: Mapping[str, float], rows: int, all_columns: bool) -> Table:
+    table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
+    kept = [place for place, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
+    for place in kept:
+        table.add_column(COLUMNS[place], justify="right", no_wrap=True)
+    found = _ordered(view)
+    for worker in found[:rows]:
+        name, doing, *numbers = _row(view, worker, silent_s=silent.get(worker.worker, 0.0))
+        table.add_row(name, doing, *(numbers[place] for place in kept), style="dim" if worker.ended else "")
+    if len(found) > rows:
+        table.add_row(f"and {len(found) - rows} more", style="dim")
+    return table
+
+
+def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[RenderableType]:
+    doing = Text(worker.labels.get("doing", "starting"))
+    if worker.ended:
+        doing = Text("ended" if "error" not in worker.labels else f"failed: {worker.labels['error']}")
+    elif silent_s > SILENT_S:
+        doing = Text(f"silent for {silent_s:.0f} s", style="red")
+    if len(worker.incarnations) > 1:
+        doing.append(f" (start {len(worker.incarnations)})", style="dim")
+    version, lag = worker.values.get("version"), None
+    rates: Sequence[float | None]
+    if worker.role == "trainer":
+        step = _last(view)
+        lag = step.metrics.get("lag_mean") if step else None
+        rates = _step_rates(view)
+    else:
+        lag = view.version - version if version is not None and view.version is not None else None
+        rates = (worker.rate("admitted" if worker.role == "feeder" else "groups"), worker.rate("samples"), worker.rate("tokens"))
+    cpu = worker.rate("cpu_s")
+    return (
+        Text(worker.worker, style=ROLE_STYLES.get(worker.role, "")),
+        doing,
+        _number(version, digits=0),
+        _number(lag, digits=0 if worker.role != "trainer" else 1),
+        *(_number(rate) for rate in rates),
+        "" if cpu is None else f"{cpu:.0%}",
+    )
+
+
+def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None]:
+    """Groups, samples and tokens a second that the last steps have trained."""
+    recent = [view.steps[number] for number in sorted(view.steps)[-bottleneck.RECENT_STEPS - 1 :]]
+    span = recent[-1].time_s - recent[0].time_s if len(recent) > 1 else 0.0
+    if span <= 0 or view.ended:
+        return None, None, None
+    groups, samples, tokens = (sum(step.metrics.get(name, 0.0) for step in recent[1:]) / span for name in ("groups", "samples", "tokens"))
+    return groups, samples, tokens
+
+
+def _ordered(view: RunView) -> list[WorkerView]:
+    place = {role: number for number, role in enumerate(ROLE_ORDER)}
+
+    def order(worker: WorkerView) -> tuple[int, bool, int, str]:
+        return place.get(worker.role, len(place)), worker.ended, len(worker.worker), worker.worker
+
+    return sorted(view.workers.values(), key=order)
+
+
+def _letters(view: RunView) -> str:
+    count = len(view.dead_letters)
+    return f"{count} dead letter{'s' if count != 1 else ''}"
+
+
+def _named(found: bottleneck.Bottleneck) -> str:
+    return "rollout and trainer take turns" if found.who == "turns" else f"{found.who} is the bottleneck"
+
+
+def _sum_of_rates(view: RunView, role: str, name: str) -> float:
+    return sum(worker.rate(name) or 0.0 for worker in view.workers.values() if worker.role == role)
+
+
+def _last(view: RunView) -> StepFacts | None:
+    return view.steps[max(view.steps)] if view.steps else None
+
+
+def _number(value: float | None, *, digits: int = 1) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.{digits}f}" if value < 1000 else f"{value:,.0f}"

@@ -1,0 +1,131 @@
+"""The live view: follows a run's topics while it runs and shows what everybody does.
+
+The rule: it only reads; a run does the same whether anybody watches or not.
+"""
+
+import time
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from penstock.infra.errors import LogUnreachable
+from penstock.infra.log import Log, Tail
+from penstock.pipeline.observe.live.frame import frame, line
+from penstock.pipeline.observe.run_view import RunView
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.dead_letters import DeadLetter
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
+REDRAW_S = 0.25
+LINE_EVERY_S = 5.0
+QUIET_LINE_EVERY_S = 15.0
+"""Plain lines while no step is finished."""
+
+
+class LiveView:
+    """A picture that is redrawn in place, or plain lines where there is no terminal; driven by its owner's loop."""
+
+    def __init__(self, log: Log, run: str, *, console: Console, plain: bool) -> None:
+        self.view = RunView(run=run)
+        self._log, self._console = log, console
+        self._tail: Tail | None = None
+        self._heard: dict[str, float] = {}
+        self._live = None if plain else Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False)
+        self._drawn = self._said = 0.0
+        self._said_step = 0
+        self._opened = time.time()
+        if self._live is not None:
+            self._live.start()
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for news and show them."""
+        for record in self._read(timeout_s):
+            try:
+                found = self.view.fold(record)
+            except Unusable:
+                continue  # the role that owns reading the topic puts it aside; it is shown as a dead letter
+            if isinstance(found, Measurement):
+                self._heard[found.worker] = time.monotonic()
+            if record.timestamp_ms / 1000 > self._opened:
+                self._tell(found)
+        self._show()
+
+    @property
+    def outage_s(self) -> float:
+        """Seconds for which no broker has answered; 0.0 in normal times."""
+        return self._tail.outage_s if self._tail else 0.0
+
+    @property
+    def silent(self) -> dict[str, float]:
+        """Seconds since anything was heard of each worker that has reported."""
+        now = time.monotonic()
+        return {worker: now - heard for worker, heard in self._heard.items()}
+
+    def tell(self, text: str, *, style: str = "") -> None:
+        """Print a line above the picture, or among the plain lines."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def close(self) -> None:
+        """Show the last state, leave it on the screen, and stop reading."""
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+            self._live = None
+            self._console.print(self._frame())
+        elif self._said_step != len(self.view.steps):
+            self.tell(line(self.view, now_s=time.time()))
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
+
+    def _read(self, timeout_s: float) -> list[Record]:
+        """What is new; a broker that is away is waited for without end, as nothing depends on this reader."""
+        try:
+            if self._tail is not None or self._open():
+                assert self._tail is not None
+                return self._tail.poll(timeout_s)
+        except LogUnreachable:
+            pass
+        time.sleep(timeout_s)
+        return []
+
+    def _open(self) -> bool:
+        names = [RUNS_TOPIC, *(f"{self.view.run}.{topic}" for topic in WATCHED)]
+        counts = {name: self._log.partitions(name) for name in names}
+        if not all(counts.values()):
+            return False
+        self._tail = self._log.tail({(name, partition): "earliest" for name, count in counts.items() for partition in range(count or 0)})
+        return True
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if self._live is not None:
+            if now - self._drawn >= REDRAW_S:
+                self._drawn = now
+                self._draw()
+            return
+        pause = LINE_EVERY_S if len(self.view.steps) != self._said_step else QUIET_LINE_EVERY_S
+        if now - self._said >= pause and self.view.record is not None:
+            self._said, self._said_step = now, len(self.view.steps)
+            self.tell(line(self.view, now_s=time.time()))
+
+    def _tell(self, found: object) -> None:
+        """Lines for what happens seldom and should not be missed."""
+        if isinstance(found, DeadLetter):
+            place = f"{found.topic.removeprefix(f'{self.view.run}.')}/{found.partition}/{found.offset}"
+            self.tell(f"dead letter: {place} {found.kind}: {found.reason}", style="yellow")
+        elif isinstance(found, Measurement) and found.kind == "eval":
+            known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(found.values.items()) if key.endswith("_accuracy")]
+            self.tell(f"version {found.version}: {', '.join(known)}", style="blue")
+
+    def _frame(self) -> RenderableType:
+        width, height = self._console.size
+        return frame(self.view, now_s=time.time(), silent=self.silent, outage_s=self.outage_s, width=width, height=height)
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        self._live.update(self._frame(), refresh=True)

@@ -1,0 +1,1 @@
+"""A run's measurements as points, and where they are sent."""

@@ -1,0 +1,122 @@
+"""What a run's records say as numbers over time: which points a record makes, under which names.
+
+The rule: pure, and the same whenever it is asked again; a point carries the time of its record and the place it came from.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.pipeline.observe.run_view import Folded, RunView
+from penstock.pipeline.observe.run_view_types import Tally
+from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.record import Record
+
+STATUS_EVERY_MS = 10_000
+"""One status of each worker in so long becomes a point: the second ones are for the live view."""
+SECRET = ("password", "secret", "token", "key_data", "sasl_plain_username")
+HIDDEN = "***"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One moment's values: a line of `metrics.jsonl`, and as many MLflow points."""
+
+    source: str
+    """ledger, metrics or reward."""
+    number: int
+    """Offset in the source; for reward, the version. Grows within a source."""
+    kind: str
+    timestamp_ms: int
+    step: int
+    """Optimizer step; for statuses, seconds since the run was created."""
+    values: dict[str, float]
+    labels: dict[str, Any] = field(default_factory=dict)
+
+
+class Points:
+    """Turns folded records into lines."""
+
+    def __init__(self, *, created_ms: int, schedule: Schedule) -> None:
+        self._created_ms, self._schedule = created_ms, schedule
+        self._sampled: dict[tuple[str, str], int] = {}
+        self._published: dict[int, int] = {}
+        self._rewarded = -1
+
+    def of(self, found: Folded, record: Record, *, source: str) -> Iterator[Line]:
+        """The lines that a record makes, given what the view made of it."""
+        if isinstance(found, Entry) and found.kind == "step":
+            # Names ending in _at are moments, not measures.
+            values = {f"train/{name}": value for name, value in found.metrics.items() if not name.endswith("_at")}
+            labels = {"version": found.version}
+            yield self._line(record, source, kind="step", step=found.step or 0, values=values, labels=labels)
+        elif isinstance(found, Entry) and found.kind == "version" and found.version is not None:
+            self._published[found.version] = record.timestamp_ms
+        elif isinstance(found, Measurement) and found.kind == "eval":
+            step = (found.version or 0) * self._schedule.steps_per_version if found.step is None else found.step
+            values = {f"eval/{name}": value for name, value in found.values.items()}
+            yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": found.version, **found.labels})
+        elif isinstance(found, Measurement) and found.kind in ("status", "final") and self._samples(found, record):
+            values = {f"worker/{found.worker}/{name}": value for name, value in found.values.items()}
+            step = max(0, (record.timestamp_ms - self._created_ms) // 1000)
+            yield self._line(record, source, kind=found.kind, step=step, values=values, labels={"worker": found.worker})
+
+    def rewards(self, view: RunView, *, before: int) -> Iterator[Line]:
+        """Mean reward of all scored samples by version, for the versions below `before` that were not given yet, in their order."""
+        for version in range(self._rewarded + 1, before):
+            self._rewarded = version
+            tally = view.rewards.get(version, Tally())
+            if tally.mean is None or not self._published:
+                continue
+            # Dated by the entry that made this version too old to be drawn from, or by the last one there is.
+            overtaken = min(version + self._schedule.max_lag + 1, max(self._published))
+            values = {"reward": tally.mean, "reward_samples": float(tally.samples)}
+            yield Line(
+                source="reward",
+                number=version,
+                kind="reward",
+                timestamp_ms=self._published.get(overtaken, self._created_ms),
+                step=version * self._schedule.steps_per_version,
+                values=values,
+                labels={"version": version},
+            )
+
+    def _samples(self, found: Measurement, record: Record) -> bool:
+        """Whether this status is the first of its worker in its stretch of time; last words always count."""
+        source, stretch = (found.worker, found.incarnation), record.timestamp_ms // STATUS_EVERY_MS
+        if found.kind == "status" and self._sampled.get(source, -1) >= stretch:
+            return False
+        self._sampled[source] = stretch
+        return True
+
+    def _line(self, record: Record, source: str, *, kind: str, step: int, values: dict[str, float], labels: dict[str, Any]) -> Line:
+        number, when = record.offset, record.timestamp_ms
+        return Line(source=source, number=number, kind=kind, timestamp_ms=when, step=step, values=values, labels=labels)
+
+
+def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """A nested table as dotted names and texts.
+
+    Example:
+        flatten({"run": {"seed": 3}})  # -> {"run.seed": "3"}
+    """
+    found: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, prefix=f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = str(value)
+    return found
+
+
+def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with what opens doors blotted out, fit for an experiment tracker others can read."""
+    from penstock.infra.mlflow.tracking import without_credentials
+
+    kafka, mlflow = dict(config.get("kafka", {})), dict(config.get("mlflow", {}))
+    kafka["security"] = {key: HIDDEN if any(word in key for word in SECRET) else value for key, value in kafka.get("security", {}).items()}
+    if mlflow.get("tracking_uri"):
+        mlflow["tracking_uri"] = without_credentials(mlflow["tracking_uri"])
+    return {**config, "kafka": kafka, "mlflow": mlflow}

@@ -1,0 +1,1 @@
+"""Single records of a topic, for reading."""

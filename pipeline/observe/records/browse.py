@@ -1,0 +1,200 @@
+"""What flows, as plain data: the runs of a broker, a run's topics, and their records.
+
+The rule: looking changes nothing, and a record nobody can decode is shown with its reason, never hidden.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.infra.log import Log
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.runtime.run_registry import all_runs
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, topic_name
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+READ_LIMIT_S = 60.0
+SHOWN_BYTES = 32
+
+_READERS: Mapping[str, Callable[..., object]] = {
+    "prompts": prompts.read,
+    "rollouts": rollouts.read,
+    "ledger": ledger.read,
+    "metrics": metrics.read,
+    "dead-letters": dead_letters.read,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicRow:
+    """One topic of a run."""
+
+    topic: str
+    kafka_name: str
+    partitions: int
+    offsets: int
+    """Offsets in use: records and the markers of transactions, less what retention released."""
+
+
+def kafka_topic(run: str, topic: str) -> str:
+    """The Kafka name of a run's topic, or of the register of runs. Raises `ConfigError` naming the nearest topic."""
+    plain = topic.removeprefix(f"{run}.")
+    if plain in (RUNS_TOPIC, "runs"):
+        return RUNS_TOPIC
+    if plain not in TOPICS:
+        raise ConfigError(f"there is no topic {topic!r}: {', '.join(TOPICS)}{nearest(plain, TOPICS)}")
+    return topic_name(run, plain)
+
+
+def list_topics(log: Log, run: str) -> list[TopicRow]:
+    """A run's topics in the order in which a sample's life passes them; missing ones are left out."""
+    found = {topic: log.partitions(topic_name(run, topic)) for topic in TOPICS}
+    rows = []
+    for topic, count in found.items():
+        if count is None:
+            continue
+        name = topic_name(run, topic)
+        held = [(name, partition) for partition in range(count)]
+        begins, ends = log.begin_offsets(held), log.end_offsets(held)
+        rows.append(TopicRow(topic=topic, kafka_name=name, partitions=count, offsets=sum(ends[at] - begins[at] for at in held)))
+    return rows
+
+
+def list_runs(log: Log) -> list[dict[str, Any]]:
+    """Every run with its status, steps and age, oldest first."""
+    records = all_runs(log)
+    names = {f"{record.run}.ledger": record.run for record in records}
+    present = [name for name in names if log.partitions(name) is not None]
+    done = dict.fromkeys(names.values(), 0)
+    if present:
+        reader = log.tail({(name, 0): "earliest" for name in present})
+        try:
+            for entry in reader.read_to_end(READ_LIMIT_S):
+                done[names[entry.topic]] += _is_step(entry, names[entry.topic])
+        finally:
+            reader.close()
+    now = time.time_ns()
+    return [
+        {
+            "run": record.run,
+            "status": record.status,
+            "steps_done": done[record.run],
+            "steps": json.loads(record.info).get("steps"),
+            "created_s": record.created_ns / 1e9,
+            "age": age((now - record.created_ns) / 1e9),
+        }
+        for record in records
+    ]
+
+
+def _is_step(record: Record, run: str) -> bool:
+    try:
+        return ledger.check(record, run=run).outcome == "step"
+    except Unusable:
+        return False
+
+
+def age(seconds: float) -> str:
+    """A duration in its largest fitting unit.
+
+    Example:
+        age(7300)  # -> "2 h"
+    """
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: float = 0.5) -> Iterator[Record]:
+    """The newest `count` records of a topic over all its partitions, by time; then, with `follow`, every new one for ever."""
+    name = kafka_topic(run, topic)
+    partitions = [(name, partition) for partition in range(log.partitions(name) or 0)]
+    begins, ends = log.begin_offsets(partitions), log.end_offsets(partitions)
+    window, newest = max(16, 2 * count), []
+    while count:  # offsets are not records: markers of transactions take some, so a window may hold too few
+        reader = log.tail({at: max(begins[at], ends[at] - window) for at in partitions})
+        newest = reader.read_to_end(READ_LIMIT_S)
+        if len(newest) >= count or all(ends[at] - window <= begins[at] for at in partitions):
+            break
+        reader.close()
+        window *= 4
+    else:
+        reader = log.tail({at: ends[at] for at in partitions})
+    try:
+        yield from sorted(newest, key=lambda record: (record.timestamp_ms, record.partition, record.offset))[-count:] if count else ()
+        while follow:
+            yield from reader.poll(wait_s)
+    finally:
+        reader.close()
+
+
+def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) -> Record:
+    """One record by its place. Raises `LogError` where there is none."""
+    return log.read(kafka_topic(run, topic), partition, [offset])[0]
+
+
+def view(record: Record, *, run: str) -> dict[str, Any]:
+    """A record as plain data: its place, headers, payload, and why it cannot be used if so."""
+    payload, problem = _payload(record, run)
+    return {
+        "topic": record.topic,
+        "partition": record.partition,
+        "offset": record.offset,
+        "time_s": record.timestamp_ms / 1000,
+        "key": _text(record.key),
+        "headers": {name: _text(value) for name, value in record.headers},
+        "bytes": len(record.value),
+        "payload": payload,
+        "unusable": problem,
+    }
+
+
+def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        _read(record, run)
+    except Unusable as error:
+        return None, f"{error.kind}: {error}; begins with {_text(record.value[:SHOWN_BYTES])}"
+    # The columns as any Arrow library sees them: our reader has vouched for the bytes just now.
+    table = pa.ipc.open_stream(record.value).read_all()
+    row = table.to_pylist()[0]
+    maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
+    return {name: dict(value) if name in maps else _plain(value) for name, value in row.items()}, None
+
+
+def _read(record: Record, run: str) -> None:
+    topic = record.topic.removeprefix(f"{run}.")
+    if record.topic == RUNS_TOPIC:
+        runs.read(record, run=_text(record.key) or "")
+    elif topic == "groups":  # one part of a group is shown alone
+        groups.check(record, run=run)
+        groups.decode_part(record.value)
+    elif topic == "weights":
+        (weights.read_chunk if record.partition else weights.read)(record, run=run)
+    else:
+        _READERS[topic](record, run=run)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return _text(value[:SHOWN_BYTES]) if len(value) <= SHOWN_BYTES else f"{len(value)} bytes, {value[:SHOWN_BYTES].hex()}…"
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def _text(value: bytes | None) -> str | None:
+    """Bytes as text where they are ASCII, else in hexadecimal."""
+    if value is None:
+        return None
+    text = value.decode("ascii", "replace")
+    return text if text.isprintable() and "\ufffd" not in text else f"0x{value.hex()}"

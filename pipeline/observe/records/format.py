@@ -1,0 +1,89 @@
+"""A record as text for a person: a line, a page, or a line of JSON.
+
+The rule: long things are cut short and say how long they are; `inspect.view` has all of it.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.pipeline.observe.records.browse import view
+from penstock.topics.wire.record import Record
+
+SHOWN_ITEMS = 24
+SHOWN_TEXT = 80
+
+
+def as_json_line(record: Record, *, run: str) -> str:
+    """A record as one line of JSON."""
+    return json.dumps(view(record, run=run))
+
+
+def as_line(record: Record, *, run: str) -> str:
+    """A record as one line: when, where, what its headers say, and the gist of its payload."""
+    found = view(record, run=run)
+    clock = time.strftime("%H:%M:%S", time.localtime(found["time_s"]))
+    said = " ".join(f"{name}={value}" for name, value in found["headers"].items() if name not in ("run", "schema", "sha256"))
+    gist = f"UNUSABLE {found['unusable']}" if found["unusable"] else _gist(record.topic.rpartition(".")[2], found["payload"])
+    return f"{clock} {record.partition}/{record.offset} {said}  {gist}".rstrip()
+
+
+def _gist(topic: str, payload: dict[str, Any]) -> str:
+    match topic:
+        case "prompts":
+            gist = repr(payload["prompt"])
+        case "rollouts":
+            gist = f"{payload['finish']} after {len(payload['token_ids'])} tokens"
+        case "groups":
+            gist = payload["reason"] or "rewards " + " ".join(f"{sample['reward']:g}" for sample in payload["samples"])
+        case "ledger" | "metrics":
+            numbers = payload.get("metrics") or payload.get("values") or {}
+            doing = (payload.get("labels") or {}).get("doing", "")
+            gist = " ".join(
+                [
+                    f"step {payload['step']}" if payload["step"] is not None else doing,
+                    *(f"{name}={value:.4g}" for name, value in numbers.items()),
+                ]
+            )
+        case "dead-letters":
+            gist = f"{payload['topic']}/{payload['partition']}/{payload['offset']}: {payload['reason']}"
+        case "weights":
+            gist = (
+                f"{payload['nbytes']} bytes, chunks: {len(payload['chunk_sizes'])}" if "nbytes" in payload else f"chunk {payload['index']}"
+            )
+        case _:
+            gist = f"{payload['run']} {payload['status']}"
+    return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
+
+
+def as_page(found: Mapping[str, Any]) -> str:
+    """A record over many lines, long lists cut short."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["time_s"]))
+    lines = [
+        f"{found['topic']} partition {found['partition']} offset {found['offset']}, {when}, key {found['key']}, {found['bytes']} bytes",
+        "headers",
+    ]
+    lines += [f"  {name:<20} {value}" for name, value in found["headers"].items()]
+    if found["unusable"]:
+        return "\n".join([*lines, f"unusable: {found['unusable']}"])
+    return "\n".join([*lines, "payload", *_nested(found["payload"], indent=2)])
+
+
+def _nested(value: Mapping[str, Any], *, indent: int) -> list[str]:
+    lines = []
+    for name, item in value.items():
+        if isinstance(item, list) and item and isinstance(item[0], dict):
+            for index, inner in enumerate(item):
+                lines += [f"{' ' * indent}{name}[{index}]", *_nested(inner, indent=indent + 2)]
+        elif isinstance(item, dict) and len(str(item)) > SHOWN_TEXT:
+            lines += [f"{' ' * indent}{name}", *_nested(item, indent=indent + 2)]
+        else:
+            lines.append(f"{' ' * indent}{name:<20} {_short(item)}")
+    return lines
+
+
+def _short(item: Any) -> str:
+    if isinstance(item, list) and len(item) > SHOWN_ITEMS:
+        return f"[{', '.join(map(str, item[:SHOWN_ITEMS]))}, … {len(item)} in all]"
+    return str(item)

@@ -1,0 +1,287 @@
+"""What a run has come to, from its log alone: the same figures whoever asks, at any time.
+
+The rule: headers and the small topics are read, a sample's payload never; a figure that the log cannot give is None.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.infra.log import Log, Partition, Start
+from penstock.pipeline.observe.report import staleness
+from penstock.pipeline.observe.report.staleness import weighted
+from penstock.pipeline.observe.report.text import as_text, render
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import StepFacts, together
+from penstock.pipeline.scheduling.schedule import DROPPED, MODES, admitted_groups
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
+from penstock.topics.wire.errors import Unusable
+
+__all__ = ["as_text", "collect", "load", "render", "summarise"]
+
+READ_LIMIT_S = 120.0
+DEAD_LETTERS = "dead-letters"
+ALL = tuple(topic for topic in TOPICS if topic != "weights")
+COSTS = ("encode", "decode", "send", "poll", "io")
+PAYING_ROLES = frozenset({"feeder", "rollout", "scorer", "trainer"})
+"""Those on the way of a sample; what the tracker and the evaluator read is no cost of it."""
+CURVE_POINTS = 60
+
+
+def collect(log: Log, run: str, *, mlflow_run_id: str | None = None) -> dict[str, Any]:
+    """Read a run's topics and report on it, finished or not; plain data, ready for JSON.
+
+    Raises:
+        ValueError: no such run on this broker.
+    """
+    view = load(log, run)
+    if view.record is None and view.opened is None:
+        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+    if mlflow_run_id is not None:
+        view.mlflow["run_id"] = mlflow_run_id
+    return summarise(view)
+
+
+def load(log: Log, run: str, *, topics: Iterable[str] = ALL) -> RunView:
+    """Fold these topics of a run up to their ends; records nobody can use are passed over."""
+    view, wanted = RunView(run=run), set(topics)
+    if DEAD_LETTERS in wanted:  # first: what has killed those who decoded it is not decoded here
+        _fold_topics(log, view, [f"{run}.{DEAD_LETTERS}"])
+    _fold_topics(log, view, [RUNS_TOPIC, *(f"{run}.{topic}" for topic in wanted - {DEAD_LETTERS})])
+    return view
+
+
+def _fold_topics(log: Log, view: RunView, names: Sequence[str]) -> None:
+    places = [(name, partition) for name in names for partition in range(log.partitions(name) or 0)]
+    if not any(log.end_offsets(places).values()):
+        return
+    starts: dict[Partition, Start] = dict.fromkeys(places, "earliest")
+    tail = log.tail(starts)
+    try:
+        # Full batches are folded as they come, so that a long run's records are never in memory together.
+        while len(records := tail.poll(0.2)) >= 100:
+            _fold(view, records)
+        _fold(view, records)
+        _fold(view, tail.read_to_end(READ_LIMIT_S))
+    finally:
+        tail.close()
+
+
+def summarise(view: RunView) -> dict[str, Any]:
+    """The report of a run that was read: the keys and their definitions are those of `report --json`."""
+    steps = [view.steps[number] for number in sorted(view.steps)]
+    found: dict[str, Any] = {
+        "run": view.run,
+        "status": view.status,
+        "reason": view.details.get("reason"),
+        "schedule": _schedule(view),
+        "steps": len(steps),
+        "steps_planned": view.steps_planned,
+        "versions": view.version or 0,
+        "reward": _reward(view, steps=len(steps), per_version=view.steps_per_version),
+        "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
+        "groups": _groups(view),
+        "samples": sum(map(len, view.samples.values())),
+        "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
+        "time": {**_time(view, steps, per_version=view.steps_per_version), **_overhead(view)},
+        "overlap": _overlap(steps, per_version=view.steps_per_version),
+        "lag": staleness.lag(steps),
+        "ess": staleness.ess(steps),
+        "engines": staleness.engines(view),
+        "length": _lengths(view),
+        "weights": {
+            "versions": len(view.versions),
+            "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
+            "digest": _digest(view),
+        },
+        "eval": [{"version": version, **found.values, **_source(found.labels)} for version, found in sorted(view.evals.items())],
+        "dead_letters": _dead_letters(view),
+        "duplicates": sum(view.duplicates.values()),
+        "restarts": _restarts(view),
+        "mlflow_run_id": view.mlflow.get("run_id"),
+        "mlflow_uri": view.mlflow.get("uri"),
+    }
+    wall = found["time"]["train_s"]
+    found["throughput"] = {name + "_per_s": found[name] / wall if wall else None for name in ("samples", "tokens")}
+    strict: dict[str, Any] = _plain(found)
+    return strict
+
+
+def tenth(steps: int) -> int:
+    """How many steps `first` and `last` are means over.
+
+    Example:
+        tenth(41)  # -> 5
+    """
+    return math.ceil(steps / 10)
+
+
+def _fold(view: RunView, records: Iterable[Any]) -> None:
+    for record in records:
+        try:
+            view.fold(record)
+        except Unusable:
+            continue
+
+
+def _schedule(view: RunView) -> dict[str, Any]:
+    chosen = view.config.get("schedule", {})
+    names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order", "max_lag")
+    mode = MODES.get(chosen.get("mode", ""))
+    found = {name: chosen.get(name) for name in names}
+    if mode is not None:
+        found |= {name: getattr(mode, name) for name in ("order", "max_lag") if found[name] is None}
+    return found
+
+
+def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
+    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps.
+
+    Where none is so new, as all of a short run may be older under a lag, the last mean is that of the newest version with any.
+    """
+    window = tenth(steps)
+    first = together(tally for version, tally in view.rewards.items() if version * per_version < window)
+    versions = sorted(view.rewards)
+    late = [version for version in versions if (version + 1) * per_version > steps - window] or versions[-1:]
+    last = together(view.rewards[version] for version in late)
+    width = max(1, math.ceil(len(versions) / CURVE_POINTS))
+    curve = [together(view.rewards[version] for version in versions[low : low + width]).mean for low in range(0, len(versions), width)]
+    return {"first": first.mean, "last": last.mean if steps else None, "curve": curve}
+
+
+def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | None]:
+    window = tenth(len(values))
+    return {"first": weighted(values[:window]), "last": weighted(values[-window:] if window else [])}
+
+
+def fates(view: RunView) -> dict[int, str]:
+    """Group -> trained, stale, filtered, failed, abandoned; unused or, while the run goes on, open for the others that were admitted."""
+    trained = {group for step in view.steps.values() for group in step.groups}
+    rest = "unused" if view.ended else "open"
+    found = dict.fromkeys(admitted_groups(view.admitted), rest)
+    ended = {group: facts.outcome for group, facts in view.groups.items() if facts.outcome in DROPPED}
+    ended |= dict.fromkeys(view.stale, "stale") | dict.fromkeys(trained, "trained")
+    return found | {group: fate for group, fate in ended.items() if group in found or fate == "trained"}
+
+
+def _groups(view: RunView) -> dict[str, int]:
+    found = list(fates(view).values())
+    names = ("trained", "filtered", "stale", "failed", "abandoned", "unused", "open")
+    return {"admitted": len(found), **{name: found.count(name) for name in names}}
+
+
+def _lengths(view: RunView) -> dict[str, float | None]:
+    """Mean completion tokens of the samples, by what became of their group."""
+    tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "unused": []}
+    for group, fate in fates(view).items():
+        drawn = view.samples.get(group, {}).values()
+        tokens["admitted"] += drawn
+        if fate in tokens:
+            tokens[fate] += drawn
+    return {name: sum(found) / len(found) if found else None for name, found in tokens.items()}
+
+
+def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFacts]]:
+    rounds: dict[int, list[StepFacts]] = {}
+    for step in steps:
+        rounds.setdefault(step.step // per_version, []).append(step)
+    return list(rounds.values())
+
+
+def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
+    """Seconds. start: created to opened; train: first sample begun to last step done; wall: created to closed.
+
+    `rollout_to_train_end_s`: per round, its first sample begun to its last step committed. `trainer_waiting_ratio`: the trainer's
+    waiting in its waiting and computing.
+    """
+    created = view.record.created_ns / 1e9 if view.record else None
+    opened = view.opened.time_ns / 1e9 if view.opened else None
+    closed = view.closed.time_ns / 1e9 if view.closed else (steps[-1].time_s if steps else None)
+    begun = min((step.metrics["first_sample_at"] for step in steps if "first_sample_at" in step.metrics), default=None)
+    waited = sum(step.metrics.get("wait_s", 0.0) for step in steps)
+    computed = sum(step.metrics.get("compute_s", 0.0) for step in steps)
+    spans = []
+    for members in _rounds(steps, per_version=per_version):
+        starts = [step.metrics["first_sample_at"] for step in members if "first_sample_at" in step.metrics]
+        spans.append(members[-1].time_s - min(starts) if starts else None)
+    return {
+        "wall_s": _minus(closed, created),
+        "install_s": view.info.get("install_s"),
+        "start_s": _minus(opened, created),
+        "train_s": _minus(steps[-1].time_s if steps else None, begun),
+        "rollout_to_train_end_s": spans,
+        "trainer_wait_s": waited,
+        "trainer_compute_s": computed,
+        "trainer_waiting_ratio": waited / (waited + computed) if waited + computed else None,
+        "generate_s": sum(worker.total("generate_s") for worker in view.workers.values()),
+        "reward_s": sum(worker.total("reward_s") for worker in view.workers.values()),
+    }
+
+
+def _overhead(view: RunView) -> dict[str, Any]:
+    """What the topics cost feeder, rollout workers, scorers and trainer, by their own last word.
+
+    `topics_overhead_ms_per_sample`: CPU time in encoding, decoding, sending, polling and the client's I/O threads, weights and
+    ledger included, by samples acknowledged in `rollouts`. `topics_overhead_ratio`: the same time in all CPU time of these workers.
+    """
+    paying = [worker for worker in view.workers.values() if worker.role in PAYING_ROLES]
+    parts = {name: sum(worker.total(f"cost_{name}_s") for worker in paying) for name in COSTS}
+    spent, cpu = sum(parts.values()), sum(worker.total("cpu_s") for worker in paying)
+    samples = sum(map(len, view.samples.values()))
+    return {
+        "topics_overhead_ratio": spent / cpu if cpu else None,
+        "topics_overhead_ms_per_sample": 1000 * spent / samples if samples else None,
+        "topics_overhead_s": parts,
+    }
+
+
+def _overlap(steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
+    """In how many rounds the first backward pass began before the round's last sample ended."""
+    rounds = before = 0
+    for members in _rounds(steps, per_version=per_version):
+        backward = [step.metrics["first_backward_at"] for step in members if "first_backward_at" in step.metrics]
+        sampled = [step.metrics["last_sample_at"] for step in members if "last_sample_at" in step.metrics]
+        if backward and sampled:
+            rounds += 1
+            before += min(backward) < max(sampled)
+    return {"rounds": rounds, "first_backward_before_last_sample": before, "share": before / rounds if rounds else None}
+
+
+def _digest(view: RunView) -> str | None:
+    if view.closed is not None and view.closed.digest:
+        return view.closed.digest
+    return view.versions[view.version].digest if view.version is not None else None
+
+
+def _dead_letters(view: RunView) -> dict[str, Any]:
+    kinds, topics = list(view.dead_letters.values()), [place[0].removeprefix(f"{view.run}.") for place in view.dead_letters]
+    return {
+        "total": len(kinds),
+        "by_kind": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "by_topic": {topic: topics.count(topic) for topic in sorted(set(topics))},
+    }
+
+
+def _restarts(view: RunView) -> dict[str, int]:
+    """How often workers of a role began again under a name that was there before, those of a resumed run included."""
+    found: dict[str, int] = {}
+    for worker in view.workers.values():
+        found[worker.role] = found.get(worker.role, 0) + len(worker.incarnations) - 1
+    return {role: count for role, count in sorted(found.items()) if count}
+
+
+def _source(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"source": labels["source"]} if "source" in labels else {}
+
+
+def _minus(end: float | None, start: float | None) -> float | None:
+    return None if end is None or start is None else end - start
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,111 @@
+"""The pieces of a run's state: what is kept of a group, of a step and of a worker.
+
+The rule: plain values that add up; none of them knows where its records came from.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.topics.metrics import Measurement
+
+RATE_WINDOW = 10
+"""Statuses, one a second, over which a worker's rates are taken."""
+
+
+class GroupFacts(NamedTuple):
+    """What the headers of a group's outcome say."""
+
+    outcome: str
+    samples: int
+    tokens: int
+    reward_mean: float | None
+    version_min: int | None
+
+
+class Opened(NamedTuple):
+    """A group whose prompt is out and whose outcome is not known yet."""
+
+    partition: int
+    time_s: float
+    """When the prompt was written."""
+
+
+class Tally(NamedTuple):
+    """Scored samples, and the sum of their rewards."""
+
+    samples: int = 0
+    total: float = 0.0
+
+    def plus(self, other: "Tally") -> "Tally":
+        """Both together."""
+        return Tally(self.samples + other.samples, self.total + other.total)
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward, None without samples; rounded, so that it does not depend on the order in which groups were read.
+
+        Example:
+            Tally(4, 3.0).mean  # -> 0.75
+        """
+        return round(self.total / self.samples, 12) if self.samples else None
+
+
+class StepFacts(NamedTuple):
+    """A committed optimizer step, without the places of its groups."""
+
+    step: int
+    version: int
+    time_s: float
+    groups: tuple[int, ...]
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerView:
+    """One worker as its measurements describe it; a restarted one keeps its name and gets a new incarnation."""
+
+    worker: str
+    role: str
+    incarnation: str = ""
+    time_ns: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    """Newest values of the newest incarnation."""
+    labels: dict[str, str] = field(default_factory=dict)
+    ended: bool = False
+    incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Last cumulative values of each incarnation."""
+    _recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+
+    def add(self, found: Measurement) -> None:
+        """Take in a measurement; one of an earlier incarnation counts for the totals only."""
+        self.incarnations.setdefault(found.incarnation, {}).update(found.values)
+        if found.incarnation != self.incarnation:
+            if found.time_ns < self.time_ns:
+                return
+            self.incarnation, self.ended = found.incarnation, False
+            self.labels = {}  # the last words of the one before are not its own
+            self._recent.clear()
+        self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
+        self.labels = {**self.labels, **found.labels}
+        self.ended = self.ended or found.kind == "final"
+        if found.kind == "status":
+            self._recent.append((found.time_ns, found.values))
+
+    def total(self, name: str) -> float:
+        """A cumulative value over all incarnations."""
+        return sum(values.get(name, 0.0) for values in self.incarnations.values())
+
+    def rate(self, name: str) -> float | None:
+        """A cumulative value per second over the last few statuses, None before there are two."""
+        having = [(time_ns, values[name]) for time_ns, values in self._recent if name in values]
+        if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
+            return None
+        return (having[-1][1] - having[0][1]) / (having[-1][0] - having[0][0]) * 1e9
+
+
+def together(tallies: Iterable[Tally]) -> Tally:
+    """Their sum."""
+    return functools.reduce(Tally.plus, tallies, Tally())

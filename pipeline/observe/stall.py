@@ -1,0 +1,172 @@
+"""Where a run that does not move is stuck: which stage, which group, and why.
+
+The rule: pure functions of what the topics say and of the time; what a run waits for follows from the schedule, so that the culprit
+is named and not whoever waits for it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.pipeline.config.load import from_json
+from penstock.pipeline.observe.report.summary import fates
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import WorkerView
+from penstock.pipeline.scheduling.schedule import Schedule, version_after, versions_of
+
+SILENT_S = 5.0
+"""A worker reports each second; one that has not for so long is silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stuck:
+    """What holds a run up."""
+
+    stage: str
+    """A role, or `broker`."""
+    group: int | None
+    """The lowest group that the next step waits for, where it is one."""
+    reason: str
+
+    def same_as(self, other: "Stuck | None") -> bool:
+        """Whether nothing but time has passed between the two."""
+        return other is not None and (self.stage, self.group, _timeless(self.reason)) == (other.stage, other.group, _timeless(other.reason))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The samples of one group that are in the log."""
+
+    samples: int
+    newest_s: float | None
+    """When the last one came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What is known of a run at one moment."""
+
+    view: RunView
+    now_s: float
+    silent: Mapping[str, float]
+    """Worker -> seconds since anything was heard of it."""
+    outage_s: float = 0.0
+    drawn: Drawn | None = None
+    """Of the group that `waiting_for` names, if somebody looked."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the launcher knows of its processes beyond their reports."""
+
+
+def waiting_for(view: RunView) -> int | None:
+    """The lowest group without an outcome that the next step waits for; None when it waits for something else."""
+    rules = _rules(view)
+    if rules is None or _missing_version(view, rules) is not None:
+        return None
+    unsettled = [group for group, fate in fates(view).items() if fate not in _SETTLED]
+    needed = _needed(view, rules)
+    if rules.order == "submission":
+        unsettled = unsettled[:needed]
+    elif sum(group in view.groups for group in unsettled) >= needed:
+        return None
+    return next((group for group in unsettled if group not in view.groups), None)
+
+
+def find(scene: Scene) -> Stuck | None:
+    """What this run waits for now, whether or not that has lasted long; None for a run that is over."""
+    view = scene.view
+    if scene.outage_s:
+        return Stuck(stage="broker", group=None, reason=f"the broker does not answer for {scene.outage_s:.0f} s")
+    if view.closed is not None:
+        last = [worker for role in ("evaluator", "tracker") for worker in _of(view, role)]
+        told = "; ".join(_state(scene, worker) for worker in last)
+        return Stuck(stage=last[0].role, group=None, reason=f"the run is closed; {told}") if last else None
+    rules = _rules(view)
+    if rules is None or view.opened is None:
+        return Stuck(stage="trainer", group=None, reason=f"the run is not opened yet; {_role(scene, 'trainer')}")
+    if (version := _missing_version(view, rules)) is not None:
+        return Stuck(stage="trainer", group=None, reason=f"waiting for version {version}; {_role(scene, 'trainer')}")
+    group = waiting_for(view)
+    if group is not None:
+        return _group(scene, rules, group)
+    if len(view.steps) == view.steps_planned:
+        return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(scene, 'trainer')}")
+    step, unsettled = len(view.steps), sum(fate not in _SETTLED for fate in fates(view).values())
+    if unsettled >= _needed(view, rules):
+        return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(scene, 'trainer')}")
+    if not _of(view, "rollout"):
+        return Stuck(stage="rollout", group=None, reason=_role(scene, "rollout"))
+    return Stuck(
+        stage="feeder", group=None, reason=f"step {step} waits for the prompt of group {len(fates(view))}; {_role(scene, 'feeder')}"
+    )
+
+
+def _group(scene: Scene, rules: Schedule, group: int) -> Stuck:
+    """Why a group that the next step needs has no outcome."""
+    view, drawn = scene.view, scene.drawn
+    opened = view.open.get(group)
+    step = f"step {len(view.steps)} waits for group {group}"
+    if opened is None:
+        return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(scene, 'feeder')}")
+    place = f"{step} (partition {opened.partition})"
+    if drawn is not None and drawn.samples >= rules.samples_per_prompt:
+        since = "" if drawn.newest_s is None else f" since {max(0.0, scene.now_s - drawn.newest_s):.0f} s"
+        return Stuck(stage="scorer", group=group, reason=f"{place}, complete{since}; {_role(scene, 'scorer', opened.partition)}")
+    admitted = f"prompt admitted {max(0.0, scene.now_s - opened.time_s):.0f} s ago"
+    there = "" if drawn is None else f", {drawn.samples} of {rules.samples_per_prompt} samples there"
+    owner = _role(scene, "rollout", opened.partition)
+    return Stuck(stage="rollout", group=group, reason=f"{place}: {admitted}{there}; {owner}")
+
+
+def _role(scene: Scene, role: str, partition: int | None = None) -> str:
+    """What those of a role do; with `partition` only its owner, where the log says who that is."""
+    there = _of(scene.view, role)
+    if not there:
+        gone = [worker for worker in scene.view.workers.values() if worker.role == role and "error" in worker.labels]
+        return f"no {role}{' worker' * (role == 'rollout')}" + "".join(f"; {one.worker} failed: {one.labels['error']}" for one in gone)
+    if partition is not None:
+        owners = [worker for worker in there if str(partition) in worker.labels.get("partitions", "").split(",")]
+        if owners:  # of two that claim it the one heard last: the other has not learnt yet that it lost it
+            there = [min(owners, key=lambda worker: scene.silent.get(worker.worker, 0.0))]
+        elif any(worker.labels.get("partitions") for worker in there):
+            return f"no {role} worker owns the partition yet; " + "; ".join(_state(scene, worker) for worker in there)
+    return "; ".join(_state(scene, worker) for worker in there)
+
+
+def _state(scene: Scene, worker: WorkerView) -> str:
+    silent_s, doing = scene.silent.get(worker.worker, 0.0), worker.labels.get("doing", "starting")
+    if worker.worker in scene.notes:
+        return f"{worker.worker} {scene.notes[worker.worker]}"
+    if silent_s > SILENT_S:
+        return f"{worker.worker} has been silent for {silent_s:.0f} s (then: {doing})"
+    return f"{worker.worker}: {doing}"
+
+
+def _of(view: RunView, role: str) -> list[WorkerView]:
+    """The workers of a role that have not ended."""
+    return [worker for worker in view.workers.values() if worker.role == role and not worker.ended]
+
+
+def _needed(view: RunView, rules: Schedule) -> int:
+    """Groups that the next step waits for: its own, or under `starts_on = "round"` those of the round that it begins."""
+    left = max(0, (view.steps_planned or 0) - len(view.steps)) * rules.prompts_per_step
+    begins = rules.starts_on == "round" and len(view.steps) % rules.steps_per_version == 0
+    return min(rules.round_groups if begins else rules.prompts_per_step, left)
+
+
+def _missing_version(view: RunView, rules: Schedule) -> int | None:
+    """The version that should have been published by now and is not."""
+    steps, every = len(view.steps), rules.steps_per_version
+    due = versions_of(steps, steps_per_version=every) if steps == view.steps_planned else version_after(steps, steps_per_version=every)
+    newest = view.version
+    return due if newest is None or newest < due else None
+
+
+def _rules(view: RunView) -> Schedule | None:
+    return None if view.record is None else from_json(view.record.config).rules
+
+
+def _timeless(reason: str) -> str:
+    return re.sub(r"\d+ s\b", "_ s", reason)
+
+
+_SETTLED = frozenset({"trained", "stale", "filtered", "failed", "abandoned"})

@@ -1,0 +1,1 @@
+"""A run's samples, groups, steps and intervals as Arrow tables."""

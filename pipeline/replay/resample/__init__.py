@@ -1,0 +1,1 @@
+"""Draw recorded samples again and compare them."""

@@ -1,0 +1,172 @@
+"""A new run made of a recorded one: the same prompts and samples under a new id, with the groups as they were judged again.
+
+The rule: it is registered last, so that what was written of it before an interruption is no run; the recorded run is only read.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any, Self
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Log, Producer, Transactions
+from penstock.pipeline.config.load import Config, ConfigError, to_json
+from penstock.pipeline.observe.explain.group_records import Run
+from penstock.pipeline.replay.rescore.cases import Left
+from penstock.pipeline.replay.rescore.judge import Rescored
+from penstock.pipeline.runtime.run_registry import find, write
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.pipeline.runtime.weight_sync import fetch, manifest_record, send_chunks
+from penstock.topics import groups, ledger, prompts, rollouts
+from penstock.topics.catalogue import check_run_id, topics_of
+from penstock.topics.groups import Group
+from penstock.topics.ledger import Entry
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Outgoing, Record
+
+WORKER = "replay-score"
+BATCH_BYTES = 8 << 20
+"""Groups of one transaction."""
+WAIT_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class NewRun:
+    """A run under construction; leaving the block without `finish` deletes its topics."""
+
+    log: Log
+    source: Run
+    run: str
+    config: Config
+    origin: dict[str, Any]
+    _producer: Producer
+    _transactions: Transactions
+    _waiting: list[Outgoing] = field(default_factory=list)
+    _bytes: int = 0
+    _written: int = 0
+    _done: bool = False
+
+    @classmethod
+    def begin(cls, log: Log, source: Run, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
+        """Make the topics of a run that does not exist. Raises `ConfigError` for an id that cannot be or is taken."""
+        try:
+            check_run_id(run)
+        except ValueError as error:
+            raise ConfigError(f"--write {error}") from error
+        if find(log, run) is not None or log.topics(f"{run}."):
+            raise ConfigError(f"--write {run}: that run exists already, or its topics do; choose another id")
+        count = log.partitions(f"{source.run}.prompts")
+        if not count or 0 not in source.past.story.manifests:
+            raise LogError(f"{source.run} has no topics, or its version 0 was never published: no run can be made of it")
+        log.create_topics(topics_of(run, partitions=count), replication_factor=config.kafka.replication_factor)
+        return cls(
+            log=log,
+            source=source,
+            run=run,
+            config=config,
+            origin=origin,
+            _producer=log.producer(),
+            _transactions=log.transactions(f"{run}.{WORKER}"),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._transactions.close()
+            self._producer.close()
+        finally:
+            if not self._done:
+                self.log.delete_topics(self.log.topics(f"{self.run}."))
+
+    def add(self, found: Rescored | Left) -> None:
+        """Write a group's outcome; one that could not be judged keeps the one it had, and one without any gets none."""
+        group = found.group
+        partition = found.partition if isinstance(found, Left) else found.case.partition
+        if group is None:
+            return
+        self._written += 1
+        for headers, value in groups.encode_parts(_stamped(found, group), run=self.run, worker=WORKER):
+            key = str(group.group).encode()
+            self._waiting.append(
+                Outgoing(topic=f"{self.run}.groups", partition=partition, key=key, headers=headers.encode(value), value=value)
+            )
+            self._bytes += len(value)
+        if self._bytes >= BATCH_BYTES:
+            self._commit()
+
+    def finish(self, *, say: Callable[[str], None]) -> RunRecord:
+        """Copy prompts, samples and version 0, close the story, and register the run."""
+        self._commit()
+        say(f"copying prompts and samples to {self.run}")
+        for topic, reader in (("prompts", prompts), ("rollouts", rollouts)):
+            for record, headers in _firsts(self.log, self.source, topic, reader):
+                changed = replace(headers, run=self.run).encode(record.value)
+                self._producer.send(
+                    Outgoing(topic=f"{self.run}.{topic}", partition=record.partition, key=record.key, headers=changed, value=record.value)
+                )
+        self._producer.flush(WAIT_S)
+        self._producer.check()
+        created_ns = time.time_ns()
+        info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": self.origin}
+        self._tell_story(info)
+        told, now = json.dumps(info), time.time_ns()
+        done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=told, created_ns=created_ns, updated_ns=now)
+        write(self.log, done)
+        self._done = True
+        return done
+
+    def _tell_story(self, info: dict[str, Any]) -> None:
+        """A ledger without a step, and the weights of version 0, which a training begins with, in chunks of their own."""
+        story = self.source.past.story
+        tensors = fetch(self.log, story.manifests[0], run=self.source.run)
+        chunks = (self.log.partitions(f"{self.run}.weights") or 2) - 1
+        size = self.config.weights.chunk_mib * 2**20
+        manifest = send_chunks(
+            self._producer, tensors, run=self.run, version=0, step=0, partitions=chunks, max_bytes=size, digest=story.manifests[0].digest
+        )
+        told = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
+        end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
+        now = time.time_ns()
+        entries = (
+            Entry(seq=0, kind="run-opened", time_ns=now, details=json.dumps(told)),
+            Entry(seq=1, kind="version", time_ns=now, version=0, step=0, digest=manifest.digest, metrics={"bytes": float(manifest.nbytes)}),
+            Entry(seq=2, kind="run-closed", time_ns=now, step=0, digest=manifest.digest, details=json.dumps(end)),
+        )
+        self._transactions.commit([manifest_record(manifest, run=self.run), *map(self._as_record, entries)])
+
+    def _as_record(self, entry: Entry) -> Outgoing:
+        value = ledger.encode(entry)
+        headers = ledger.headers(entry, run=self.run).encode(value)
+        return Outgoing(topic=f"{self.run}.ledger", partition=0, key=entry.kind.encode(), headers=headers, value=value)
+
+    def _commit(self) -> None:
+        if self._waiting:
+            self._transactions.commit(self._waiting)
+        self._waiting, self._bytes = [], 0
+
+
+def _stamped(found: Rescored | Left, group: Group) -> Group:
+    """A group that was never judged before is scored now; any other keeps its time, and so its place in an order of arrival."""
+    judged_first = isinstance(found, Rescored) and found.case.before is None
+    return replace(group, scored_ns=time.time_ns()) if judged_first else group
+
+
+def _firsts(log: Log, source: Run, topic: str, reader: ModuleType) -> Iterator[tuple[Record, Headers]]:
+    """The first record of each prompt, or of each sample, as far as it can be decoded."""
+    seen, killers = set[tuple[int | None, int | None]](), source.killers
+    for record in scan(log, f"{source.run}.{topic}"):
+        try:
+            headers = reader.check(record, run=source.run)
+            if (headers.group, headers.sample) in seen or (record.topic, record.partition, record.offset) in killers:
+                continue
+            reader.read(record, run=source.run)
+        except Unusable:
+            continue
+        seen.add((headers.group, headers.sample))
+        yield record, headers

@@ -1,0 +1,88 @@
+"""A re-scoring from beginning to end: read, judge, compare, and write a new run if one is wanted.
+
+The rule: group by group; what is held of a run are its prompts and numbers, never its samples.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.infra.log import Log
+from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.envs import rewards
+from penstock.pipeline.observe.explain.group_records import read_run
+from penstock.pipeline.replay.rescore.cases import cases
+from penstock.pipeline.replay.rescore.compare import Comparison
+from penstock.pipeline.replay.rescore.judge import changed, rescore
+from penstock.pipeline.replay.rescore.new_run import NewRun
+from penstock.pipeline.runtime.topic_reader import deleted
+
+PROGRESS_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is to be judged how."""
+
+    functions: Sequence[str] = ()
+    """Names or plug-ins instead of the run's; the run's own if empty."""
+    weights: Sequence[float] = ()
+    overrides: Sequence[str] = ()
+    threshold: float = 0.5
+    write: str | None = None
+    """Id of a new run."""
+    model: str | None = None
+    processes: int | None = None
+
+
+def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """The report as plain data, ready for JSON.
+
+    Raises `ConfigError` for a wish that makes no sense, `ValueError` for an unknown run, `PluginError` and `ChildError` for a reward that
+    cannot be loaded, `LogError`.
+    """
+    source = read_run(log, run)
+    config = changed(source.config, functions=wish.functions, weights=wish.weights, overrides=wish.overrides)
+    described = {"before": describe(source.config), "after": describe(config)}
+    check(config)
+    comparison, told = Comparison(wish.threshold), time.monotonic()
+    origin = {"run": run, "reward": described["after"], "was": described["before"]}
+    gone = [line for topic in ("prompts", "rollouts", "groups") for line in deleted(log, f"{run}.{topic}")]
+    begun = NewRun.begin(log, source, wish.write, config, origin=origin) if wish.write else nullcontext()
+    with begun as new:
+        say(f"judging the groups of {run}")
+        recorded, processes = cases(log, source, model=wish.model), wish.processes or config.scorer.processes
+        for number, found in enumerate(rescore(recorded, config, processes=processes)):
+            comparison.add(found)
+            if new is not None:
+                new.add(found)
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                say(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
+        if new is not None:
+            new.finish(say=say)
+    return {"run": run, "reward": described, **comparison.table(), "gone": gone, "written": wish.write}
+
+
+def check(config: Config) -> None:
+    """Raise `ConfigError` for a reward that is not here; a user's code is looked for and not run: that is done in child processes."""
+    names = config.reward.functions
+    try:
+        if builtin := [name for name in names if ":" not in name]:
+            rewards.resolve(builtin)
+        rewards.digests(names)
+    except PluginError as error:
+        raise ConfigError(f"reward.functions: {error}") from error
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """The reward functions with their weights, and the SHA-256 of the source that each has on this machine."""
+    reward = config.reward
+    try:
+        sources: dict[str, str] | None = rewards.digests(reward.functions)
+    except PluginError:  # the recorded ones need not be here
+        sources = None
+    return {"functions": reward.functions, "weights": reward.weights or [1.0] * len(reward.functions), "sources": sources}

@@ -1,0 +1,126 @@
+"""The model of a recorded run, brought to where a replay begins.
+
+The rule: it begins with the recorded version 0 and goes through the recorded steps; where that gives other bits than the ledger's,
+what follows would not be a replay.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.infra.errors import BackendError, PenstockError, Unrecoverable
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.learner import policy_trainer as courses
+from penstock.pipeline.learner.ledger_history import read_planned
+from penstock.pipeline.learner.policy_trainer import Course, Say
+from penstock.pipeline.learner.recovery import other_arithmetic
+from penstock.pipeline.learner.run_writer import arithmetic_of, open_store
+from penstock.pipeline.replay.plan_reader import check_kept
+from penstock.pipeline.replay.recording import Recording, with_model
+from penstock.pipeline.runtime.weight_sync import fetch
+
+PROGRESS_S = 3.0
+"""How often a replay says where it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a replay begins and how it got there."""
+
+    step: int
+    checkpoint: int | None
+    """Steps behind the checkpoint that was loaded."""
+    repeated: int
+    """Steps that were trained to get there, and compared with the ledger."""
+
+
+@contextmanager
+def opened(recording: Recording, config: Config, *, say: Say, steps: int | None = None) -> Iterator[Course]:
+    """The run's model with version 0 as it is recorded; the model directory needs no more than the architecture. Raises `PenstockError`.
+
+    `steps` is where a falling learning rate reaches zero: the run's own if absent.
+    """
+    with ExitStack() as held:
+        course = _open(recording, config, recording.planned_steps if steps is None else steps, held, say)
+        try:
+            yield course
+        finally:
+            course.backend.close()
+
+
+def bring_to(course: Course, recording: Recording, step: int, *, say: Say) -> Start:
+    """Go to where `step` begins: by the newest checkpoint before it that can be used, and by the recorded steps after that.
+
+    Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's, `PenstockError` where its groups are deleted.
+    """
+    store, loaded = open_store(recording.config, recording.run, to_read=True), None
+    if step and store is not None:
+        state = courses.load_newest(course, store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
+        loaded = state.steps if state else None
+    begin, told = course.steps_done, time.monotonic()
+    check_kept(recording, recording.steps[begin:step])
+    if step:
+        origin = (
+            f"from the checkpoint of step {loaded} on this machine"
+            if loaded
+            else "from the beginning: no checkpoint of it or of a step before is here"
+        )
+        say(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
+    for entry in recording.steps[begin:step]:
+        repetition = courses.repeat(course, entry, read_planned(recording.log, recording.run, entry.plan))
+        if repetition.differences:
+            numbers = " and ".join(map(str, repetition.differences))
+            raise Unrecoverable(f"on the way to step {step}, step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`")
+        if time.monotonic() - told > PROGRESS_S:
+            told = time.monotonic()
+            say(f"on the way to step {step}: {course.steps_done} done")
+    return Start(step=step, checkpoint=loaded, repeated=step - begin)
+
+
+def arithmetic(recording: Recording, course: Course) -> list[dict[str, object]]:
+    """What the last bits depend on and is not here as it was when the run was opened."""
+    changed = other_arithmetic(recording.past, arithmetic_of(course.backend, course.config))
+    return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
+
+
+def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
+    """The recorded weights of a version. Raises `LogError`."""
+    return fetch(recording.log, recording.story.manifests[version], run=recording.run)
+
+
+def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> Course:
+    manifest = recording.story.manifests.get(0)
+    if manifest is None:
+        raise PenstockError(f"{recording.run} has not published its initial weights yet; start its trainer first")
+    state = config.trainer.initial_state
+    if state is not None and not Path(state).is_dir():
+        raise PenstockError(f"the optimizer state that {recording.run} began with is not on this machine: {state} (it is not in the log)")
+
+    def open_at(settings: Config) -> Course:
+        return Course.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version))
+
+    same_dtype = config.trainer.dtype == recording.config.trainer.dtype
+    try:
+        course = open_at(config)
+        if course.weights().digest == manifest.digest:
+            return course
+        course.backend.close()
+        if same_dtype:
+            say(f"{config.model.path} holds other weights than version 0 of {recording.run}: those of the log are used")
+    except BackendError as error:
+        say(f"{error}: version 0 comes from the log")
+    except ValueError as error:
+        raise PenstockError(f"{error}; --model DIR says where one is: its config.json is enough, the weights are in the log") from error
+    from penstock.infra.backends.rebuilt import write_model
+
+    directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
+    write_model(config.model.path, weights_of(recording, 0), directory)
+    course = open_at(with_model(config, directory))
+    if same_dtype and course.weights().digest != manifest.digest:
+        course.backend.close()
+        raise Unrecoverable(f"version 0 of {recording.run} cannot be had from {config.model.path}: is it the run's architecture?")
+    return course

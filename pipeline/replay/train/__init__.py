@@ -1,0 +1,1 @@
+"""Repeat recorded optimizer steps, exactly or with other settings."""

@@ -1,0 +1,125 @@
+"""Plans made anew from recorded groups: which of them form which step of a what-if, under another filter, order or number of prompts.
+
+The rule: the trainer's own selector decides, but nothing is too old: what is off-policy here is so by intention, and labelled.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.log import Tail
+from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.replay.plan_reader import PlannedGroups
+from penstock.pipeline.replay.recording import POLL_S, Recording
+from penstock.pipeline.runtime.topic_reader import deleted, scan
+from penstock.pipeline.scheduling.step_selector import Candidate, Selector
+from penstock.topics import groups
+from penstock.topics.ledger import Planned
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+FOR_EVER = 1 << 40
+
+
+@dataclass(slots=True)
+class Selection:
+    """Hands out plans of `prompts_per_step` groups, in the configuration's order."""
+
+    recording: Recording
+    config: Config
+    follow: bool = False
+    """Whether to wait for groups until the run is closed."""
+    waited_s: list[float] = field(default_factory=lambda: [0.0])
+    _selector: Selector = field(init=False)
+    _tail: Tail | None = None
+
+    def __post_init__(self) -> None:
+        self._selector = Selector(replace(self.config.rules, max_lag=FOR_EVER))
+
+    def plans(self) -> Iterator[tuple[Planned, ...]]:
+        """Plan after plan; what does not fill a step at the end is not trained. Raises `PenstockError` where groups are deleted."""
+        if lost := deleted(self.recording.log, f"{self.recording.run}.groups"):
+            raise PenstockError(f"plans are made anew of all groups, and some are gone: {'; '.join(lost)}")
+        count, plan = self.config.schedule.prompts_per_step, list[Planned]()
+        records = self._follow() if self.follow else self._all()
+        for planned in self._taken(records):
+            if self._trained(planned):
+                plan.append(planned)
+            if len(plan) == count:
+                yield tuple(plan)
+                plan = []
+
+    def steps(self) -> int:
+        """How many plans there are; not for a selection that follows."""
+        return sum(1 for _ in Selection(self.recording, self.config).plans())
+
+    def _taken(self, batches: Iterator[list[Record]]) -> Iterator[Planned]:
+        for batch in batches:
+            for record in batch:
+                if (candidate := self._candidate(record)) is not None:
+                    self._selector.add(candidate)
+            yield from self._ready()
+        # Nothing more comes: a group that never got an outcome holds nobody up.
+        seen = self._selector.outcomes
+        self._selector.settle([number for number in range(max(seen, default=-1)) if number not in seen])
+        yield from self._ready()
+
+    def _ready(self) -> Iterator[Planned]:
+        while (found := self._selector.take(learner_version=0)) is not None:
+            yield Planned(group=found.group, sha256=found.sha256, partition=found.partition, offset=found.offset)
+
+    def _all(self) -> Iterator[list[Record]]:
+        """What is there now, in the order in which it was scored."""
+        found = []
+        for record in scan(self.recording.log, f"{self.recording.run}.groups"):
+            if (candidate := self._candidate(record)) is not None:
+                found.append((record.timestamp_ms, record.partition, record.offset, candidate))
+        for *_, candidate in sorted(found, key=lambda row: row[:3]):
+            self._selector.add(candidate)
+        yield []
+
+    def _follow(self) -> Iterator[list[Record]]:
+        topic, log = f"{self.recording.run}.groups", self.recording.log
+        places = [(topic, p) for p in range(log.partitions(topic) or 0)]
+        tail = log.tail(dict.fromkeys(places, "earliest"))
+        try:
+            while True:
+                over = self.recording.over
+                ends = log.end_offsets(places) if over else {}
+                while batch := tail.poll(POLL_S):
+                    yield batch
+                if over and all(tail.position(place) >= end for place, end in ends.items()):
+                    return
+                self.recording.wait(0.0)
+                self.waited_s[0] += POLL_S
+        finally:
+            tail.close()
+
+    def _candidate(self, record: Record) -> Candidate | None:
+        try:
+            headers = groups.check(record, run=self.recording.run)
+        except Unusable:
+            return None
+        assert headers.group is not None and headers.outcome is not None
+        if headers.part != 0:
+            return None
+        admitted = headers.outcome == "filtered" and bool(headers.samples) and not self.config.algorithm.filter_zero_variance
+        return Candidate(
+            group=headers.group,
+            outcome="scored" if admitted else headers.outcome,
+            policy_version_min=0,
+            partition=record.partition,
+            offset=record.offset,
+            parts=headers.parts or 1,
+            sha256=headers.sha256 or "",
+        )
+
+    def _trained(self, planned: Planned) -> bool:
+        """Whether the filter lets a group through that had passed without one."""
+        if not self.config.algorithm.filter_zero_variance or self.recording.config.algorithm.filter_zero_variance:
+            return True
+        found = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]
+        if found.group is None:
+            raise PenstockError(f"group {planned.group} cannot be read: {found.problem}")
+        return not zero_variance(found.group.rewards)

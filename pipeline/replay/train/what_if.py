@@ -1,0 +1,246 @@
+"""A what-if: a run's recorded groups trained under other settings, beside what was recorded.
+
+The rule: the samples stay those of the recorded policies, so everything here is off-policy, and says so wherever it is shown.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.infra.checkpoints import State
+from penstock.infra.errors import PenstockError
+from penstock.infra.mlflow.tracking import Point
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.learner.policy_trainer import Course, Say
+from penstock.pipeline.learner.train_step import StepOutcome
+from penstock.pipeline.replay.plan_reader import Found, PlannedGroups, ReadAhead, check_kept
+from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.restore_policy import PROGRESS_S, Start, arithmetic, bring_to, opened
+from penstock.pipeline.replay.train.overrides import WhatIf
+from penstock.pipeline.replay.train.reselect import Selection
+from penstock.pipeline.replay.train.verify import Asked, await_weights, check_steps, recorded_steps
+from penstock.pipeline.scheduling import schedule as rules
+from penstock.topics.ledger import Entry
+
+OFF_POLICY = "the samples are those of the recorded run's policies: read ess and kl_behaviour_k3 before the rest"
+CURVES = ("loss", "grad_norm", "reward_trained", "ess", "kl", "kl_behaviour_k1", "kl_behaviour_k3", "clip_fraction", "lr")
+"""Shown beside each other in the results; MLflow has all."""
+
+
+class Points(Protocol):
+    """Where curves go while they grow."""
+
+    def log(self, points: Sequence[Point]) -> None: ...
+
+
+@dataclass(slots=True)
+class Alternative:
+    """What a what-if came to, so far."""
+
+    run: str
+    changed: Mapping[str, tuple[Any, Any]]
+    plans: str = "recorded"
+    fingerprint: list[dict[str, object]] = field(default_factory=list)
+    start: Start | None = None
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """One row a step: its number, and the curves of the what-if and of the record."""
+    digest: str | None = None
+    recorded_digest: str | None = None
+    exported: str | None = None
+    mlflow_run_id: str | None = None
+    start_s: float = 0.0
+    replay_s: float = 0.0
+    waited_s: float = 0.0
+    whole: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        start = self.start
+        return {
+            "run": self.run,
+            "kind": "what-if",
+            "off_policy": OFF_POLICY,
+            "changed": {key: {"recorded": before, "here": now} for key, (before, now) in self.changed.items()},
+            "plans": self.plans,
+            "steps": len(self.steps),
+            "matching_steps": None,
+            "first_difference": None,
+            "whole": self.whole,
+            "curves": self.steps,
+            "digest": self.digest,
+            "recorded_digest": self.recorded_digest,
+            "exported": self.exported,
+            "mlflow_run_id": self.mlflow_run_id,
+            "fingerprint": self.fingerprint,
+            "start": start and {"step": start.step, "checkpoint": start.checkpoint, "repeated": start.repeated},
+            "times": {"start_s": self.start_s, "replay_s": self.replay_s - self.waited_s, "waited_s": self.waited_s},
+        }
+
+
+def train(
+    recording: Recording,
+    chosen: WhatIf,
+    asked: Asked,
+    *,
+    result: Alternative,
+    curves: AbstractContextManager[Points | None],
+    export: Path | None,
+    say: Say,
+) -> None:
+    """Train the recorded groups under the changed settings; what is found is in `result`, also when this is interrupted.
+
+    `curves` is entered when training begins.
+    """
+    began = time.monotonic()
+    selects = chosen.selects or not (recording.steps or (asked.follow and not recording.over))
+    if selects and asked.from_step:
+        raise ConfigError("--from-step: plans are made anew here, from step 0 on; a change of the loss or the optimizer may begin later")
+    if not selects:
+        check_steps(recording, asked)
+        check_kept(recording, recording.steps[asked.from_step : None if asked.to_step is None else asked.to_step + 1])
+    if export is not None:
+        check_place(export)
+    await_weights(recording, asked)
+    result.plans = "made anew from the scored groups" if selects else "recorded"
+    result.recorded_digest = recording.story.closed.digest if recording.story.closed and recording.steps else None
+    with ExitStack() as held:
+        course, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, say=say))
+        result.fingerprint = arithmetic(recording, course)
+        steps = _selected(recording, chosen, asked, result) if selects else _recorded(recording, asked, result, say)
+        result.start_s = time.monotonic() - began
+        _train(course, recording, steps, result, held.enter_context(curves), say)
+        if export is not None and result.whole:
+            _export(course, export)
+            result.exported = str(export)
+
+
+def _train(
+    course: Course,
+    recording: Recording,
+    steps: Iterator[tuple[int, list[Found]]],
+    result: Alternative,
+    points: Points | None,
+    say: Say,
+) -> None:
+    began = told = time.monotonic()
+    unsent: list[Point] = []
+    try:
+        for number, found in steps:
+            step = course.step()
+            for one in found:
+                if one.group is None or one.problem is not None:
+                    raise PenstockError(f"step {number}: {one.problem}; `penstock replay train {recording.run}` tells more")
+                step.add(one.group)
+            version = rules.version_after(number, steps_per_version=recording.config.schedule.steps_per_version)
+            outcome = step.finish(learner_version=version)
+            course.steps_done += 1
+            entry = recording.steps[number] if number < len(recording.steps) else None
+            result.steps.append(_row(number, outcome, entry))
+            unsent += _points(number, outcome, entry)
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                say(_progress(result.steps[-1]))
+                if points is not None:
+                    points.log(unsent)
+                    unsent = []
+        result.whole = True
+    finally:
+        result.replay_s = time.monotonic() - began
+        result.digest = course.weights().digest if result.steps else None
+        if points is not None and unsent:
+            points.log(unsent)
+
+
+@contextmanager
+def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool, say: Say) -> Iterator[tuple[Course, Start]]:
+    """The changed settings' model at the first step: the recorded run's own as it was before that step."""
+    steps = None
+    if selects and not asked.follow:
+        steps = Selection(recording, chosen.config).steps() if asked.to_step is None else asked.to_step + 1
+        if not steps:
+            raise PenstockError(
+                f"{recording.run} has fewer than {chosen.config.schedule.prompts_per_step} scored groups: too few for a step"
+            )
+    if not asked.from_step:
+        with opened(recording, chosen.config, say=say, steps=steps) as course:
+            yield course, Start(step=0, checkpoint=None, repeated=0)
+        return
+    if chosen.config.trainer.dtype != recording.config.trainer.dtype or chosen.config.trainer.backend != recording.config.trainer.backend:
+        raise ConfigError("--from-step: the optimizer's state at that step is of the recorded trainer.backend and trainer.dtype")
+    with tempfile.TemporaryDirectory(prefix="penstock-state-") as place:
+        with opened(recording, recording.config, say=say) as before:
+            start = bring_to(before, recording, asked.from_step, say=say)
+            before.backend.save(place)
+            state = State(run=recording.run, steps=asked.from_step, version=before.version, digest=before.weights().digest, seq=0)
+        with opened(recording, chosen.config, say=say) as course:
+            course.load(Path(place), state)
+            course.let_go()
+            yield course, start
+
+
+def _recorded(recording: Recording, asked: Asked, result: Alternative, say: Say) -> Iterator[tuple[int, list[Found]]]:
+    """The recorded plans, step by step."""
+    ahead, waited = ReadAhead(recording), [0.0]
+    try:
+        for entry in recorded_steps(recording, asked, waited, say):
+            result.waited_s = waited[0]
+            yield entry.step or 0, ahead.take(entry, last=asked.to_step)
+    finally:
+        ahead.close()
+        result.waited_s = waited[0]
+
+
+def _selected(recording: Recording, chosen: WhatIf, asked: Asked, result: Alternative) -> Iterator[tuple[int, list[Found]]]:
+    """Plans that are made anew."""
+    planned = PlannedGroups(recording.log, recording.run)
+    selection = Selection(recording, chosen.config, follow=asked.follow)
+    for number, plan in enumerate(selection.plans()):
+        if asked.to_step is not None and number > asked.to_step:
+            return
+        result.waited_s = selection.waited_s[0]
+        yield number, planned.read(plan)
+
+
+def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, Any]:
+    def curves(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {name: metrics[name] for name in CURVES if name in metrics}
+
+    return {"step": number, "what_if": curves(outcome.metrics), "recorded": None if entry is None else curves(entry.metrics)}
+
+
+def _points(number: int, outcome: StepOutcome, entry: Entry | None) -> Iterator[Point]:
+    """The what-if's values under the names that the run's own have, the recorded ones beside them."""
+    now_ms = time.time_ns() // 1_000_000
+    for name, value in outcome.metrics.items():
+        if not name.endswith("_at"):
+            yield Point(key=f"train/{name}", value=value, timestamp_ms=now_ms, step=number)
+    for name, value in entry.metrics.items() if entry is not None else ():
+        if not name.endswith("_at"):
+            yield Point(key=f"recorded/{name}", value=value, timestamp_ms=now_ms, step=number)
+
+
+def _progress(row: Mapping[str, Any]) -> str:
+    here, recorded = row["what_if"], row["recorded"] or {}
+    told = f"step {row['step']}: loss {here['loss']:.4g}" + (f" (recorded {recorded['loss']:.4g})" if "loss" in recorded else "")
+    return told + "".join(f", {name} {here[name]:.3g}" for name in ("ess", "kl_behaviour_k3") if name in here)
+
+
+def check_place(directory: Path) -> None:
+    """Raise `ConfigError` where no new directory can be made, before hours are spent on what it is for."""
+    if directory.exists():
+        raise ConfigError(f"--export {directory}: it exists already")
+    parent = next(place for place in directory.absolute().parents if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--export {directory}: nothing can be written to {parent}")
+
+
+def _export(course: Course, directory: Path) -> None:
+    """Write the model, aside first: half a model never has the name."""
+    aside = directory.with_name(f".{directory.name}.new")
+    course.backend.export(aside)
+    aside.rename(directory)

@@ -1,0 +1,99 @@
+"""The entry of every worker process: arguments, signals, the wait for the run, and one place where errors become one line.
+
+The rule: a worker exits 0 when its run is over or it was asked to stop; otherwise one line says the cause, and the status is 1
+when starting again may help, 2 when it cannot: a person's mistake, a contradiction in what is recorded, another process in its place.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+
+from penstock.infra.errors import Fenced, PenstockError, Unrecoverable
+from penstock.pipeline.launch.restart_policy import FAILED, HOPELESS
+from penstock.pipeline.runtime.roles import ROLES
+from penstock.pipeline.runtime.session import Session, join, stop_on_signals
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one role until its run is over; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.workers", description="one worker of a Penstock run")
+    parser.add_argument("role", choices=list(ROLES))
+    parser.add_argument("--run", required=True, help="run id")
+    parser.add_argument("--bootstrap", required=True, help="HOST:PORT of a Kafka broker")
+    parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
+    parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
+    parser.add_argument(
+        "--security", default=os.environ.get("PENSTOCK_SECURITY", "{}"), help="Kafka client security settings, as a JSON object"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    chosen = parser.parse_args(arguments)
+    return work(
+        chosen.role,
+        run=chosen.run,
+        bootstrap=chosen.bootstrap,
+        slot=chosen.slot,
+        model=chosen.model,
+        security=chosen.security,
+        debug=chosen.debug,
+    )
+
+
+def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | None, security: str = "{}", debug: bool = False) -> int:
+    """Join the run as `role` and do its work; SIGTERM and SIGINT end it in an orderly way."""
+    from penstock.infra.kafka.log import KafkaLog
+
+    stop = threading.Event()
+    stop_on_signals(stop)
+    worker = None if slot is None and not ROLES[role].single else (role if ROLES[role].single else f"{role}-{slot}")
+    session: Session | None = None
+    try:
+        log = KafkaLog(bootstrap, security=json.loads(security), client_id=f"{run}.{worker or role}")
+        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop)
+        if session is None:
+            return 0
+        session.say(f"joined run {run}")
+        importlib.import_module(ROLES[role].module).main(session)
+        session.close(status="stopped" if stop.is_set() else "finished")
+        session.say("done")
+        return 0
+    except (PenstockError, ValueError, OSError) as error:
+        return _failed(role, session, error, debug=debug)
+    except ModuleNotFoundError as error:
+        told = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
+        return _failed(role, session, told, debug=debug)
+    except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
+        return _failed(role, session, error, debug=True)
+    finally:
+        sys.stdout.flush()
+
+
+def exit_status(error: BaseException) -> int:
+    """Whether starting again may help after this error (1) or cannot (2).
+
+    Text that cannot be decoded or parsed is a `ValueError` too, but a file half written is no person's mistake.
+
+    Example:
+        exit_status(ValueError("sampling.top_p = 3"))  # -> 2
+    """
+    if isinstance(error, UnicodeError | json.JSONDecodeError):
+        return FAILED
+    return HOPELESS if isinstance(error, Unrecoverable | Fenced | ValueError) else FAILED
+
+
+def _failed(role: str, session: Session | None, error: BaseException, *, debug: bool) -> int:
+    """Print the cause, tell the run, and end without waiting for client threads that may be stuck."""
+    if debug or os.environ.get("PENSTOCK_DEBUG"):
+        traceback.print_exception(error)
+    text = f"{error}: is the run attended twice?" if isinstance(error, Fenced) else str(error)
+    print(f"penstock: {role}: {text}", file=sys.stderr, flush=True)
+    if session is not None:
+        with contextlib.suppress(Exception):  # the run may be beyond reach: the cause is already printed
+            session.labels["error"] = text
+            session.close(status="failed")
+    return exit_status(error)

@@ -1,0 +1,59 @@
+"""Between the log and an engine: from a prompt to what is asked for, from what comes back to the record in `rollouts`.
+
+The rule: a token is trained unless it was drawn under a version that is too old to be trained.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.infra.engines.base import Completion, GroupRequest, Sampling
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.schema import SamplingSection
+from penstock.topics.prompts import Prompt
+from penstock.topics.samples import Rollout
+
+
+def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_ids: Sequence[int]) -> GroupRequest:
+    """These samples of a prompt's group, under the run's sampling settings and seed."""
+    chosen = config.sampling
+    sampling = Sampling(
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        max_new_tokens=chosen.max_new_tokens,
+        stop_ids=tuple(stop_ids),
+    )
+    return GroupRequest(
+        group=prompt.group,
+        prompt_ids=prompt.token_ids,
+        samples=tuple(samples),
+        rows=prompt.samples_per_prompt + config.schedule.oversample,
+        seed=config.run.seed,
+        sampling=sampling,
+        stream=config.data.first_group + prompt.group,
+    )
+
+
+def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str, oldest_trained: int = 0) -> Rollout:
+    """One sample as it is published; tokens of versions below `oldest_trained` stay in it and out of the loss."""
+    spans = completion.spans
+    versions = np.array([span.version for span in spans], np.int32)
+    starts = np.array([span.start for span in spans], np.int32)
+    tokens = len(completion.token_ids)
+    return Rollout(
+        group=completion.group,
+        sample=completion.sample,
+        token_ids=completion.token_ids,
+        behaviour_logprobs=completion.logprobs,
+        loss_mask=np.repeat(versions >= oldest_trained, np.diff(starts, append=tokens)),
+        span_versions=versions,
+        span_starts=starts,
+        finish=completion.finish,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        started_ns=completion.started_ns,
+        ended_ns=completion.ended_ns,
+        worker=worker,
+    )

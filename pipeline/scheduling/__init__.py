@@ -1,0 +1,1 @@
+"""Who may draw, train and publish, and when: integers only."""

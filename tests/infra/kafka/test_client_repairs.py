@@ -1,0 +1,161 @@
+"""Each repair of the client library against the fault it repairs, on a real broker; the faults are shown on the library as it is."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import kafka
+import pytest
+from kafka.net.transport import KafkaTCPTransport
+
+from penstock.infra.errors import SendFailed
+from penstock.infra.kafka.client_repairs import faults, private_api
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.kafka.member import KafkaMember
+from penstock.topics.catalogue import TopicSpec
+from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def small_topics(log: KafkaLog, run_id: str) -> list[str]:
+    """Two topics that refuse records above 1 MB."""
+    names = [f"{run_id}.stock", f"{run_id}.repaired"]
+    log.create_topics({name: TopicSpec(name=name, partitions=1, configs={"max.message.bytes": "1000000"}) for name in names})
+    return names
+
+
+def shown(fault: str, broker: str, topics: Sequence[str]) -> list[dict[str, Any]]:
+    """What `fault` looks like with the library as it is, and repaired; both at once, each in a process and a topic of its own."""
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "tests.support.stock_faults", fault, how, broker, topic], stdout=subprocess.PIPE, text=True)
+        for how, topic in zip(("stock", "repaired"), topics, strict=True)
+    ]
+    return [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
+
+
+def test_the_repairs_are_for_the_installed_version_and_refuse_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kafka.__version__ == faults.VERSION, "kafka-python has moved: read each repair's reason again before changing VERSION"
+    faults.apply()
+    monkeypatch.setattr(faults, "_applied", [])
+    monkeypatch.setattr(kafka, "__version__", "3.0.13")
+    with pytest.raises(RuntimeError, match=r"kafka-python==3\.0\.12"):
+        faults.apply()
+
+
+def test_without_the_fast_checksum_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_applied", [])
+    monkeypatch.setattr(faults.record_util, "crc32c_c", None)
+    with pytest.raises(RuntimeError, match="install crc32c"):
+        faults.apply()
+
+
+def test_a_join_that_outlasts_a_poll_is_not_forgotten(broker: str, log: KafkaLog, run_id: str) -> None:
+    stock, repaired = shown("late_second_join", broker, make_topics(log, run_id, "stock", "repaired", partitions=2))
+    assert stock == {"stable": False, "late_joins": True, "owned": 2}
+    assert repaired == {"stable": True, "late_joins": True, "owned": 4}
+
+
+def test_a_join_that_ends_between_two_polls_is_used(broker: str, log: KafkaLog, run_id: str) -> None:
+    stock, repaired = shown("short_polls", broker, make_topics(log, run_id, "stock", "repaired", partitions=2))
+    assert stock["joins"] > 5
+    assert repaired["owned"] == 2
+    assert repaired["joins"] <= 3
+
+
+def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("refused_record", broker, small_topics)
+    refused = "MessageSizeTooLargeError"
+    assert stock["outcomes"] == ["written", refused, refused, refused]
+    assert repaired["outcomes"] == ["written", refused, "written", "written"]
+
+
+def test_our_producer_goes_on_after_a_refused_record_and_the_flush_tells_of_it(log: KafkaLog, small_topics: list[str]) -> None:
+    producer = log.producer()
+    pending = [producer.send(outgoing(small_topics[0], value)) for value in (b"a", bytes(2 << 20), b"b")]
+    with pytest.raises(SendFailed, match="cannot write to"):
+        producer.flush(WAIT_S)
+    assert [pending[0].offset(WAIT_S), pending[2].offset(WAIT_S)] == [0, 1]
+    assert pending[1].done()
+    assert isinstance(pending[1].error(), SendFailed)
+    producer.flush(WAIT_S)
+    producer.close()
+
+
+def test_a_committed_transaction_has_all_its_records(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("commit_without_its_record", broker, small_topics)
+    assert stock == {"committed": ["0", "1", "2"], "found": []}
+    assert repaired == {"committed": ["0", "1", "2"], "found": ["0", "1", "2"]}
+
+
+def test_our_transactions_go_on_after_a_refused_record(log: KafkaLog, small_topics: list[str]) -> None:
+    topic, _ = small_topics
+    writer = log.transactions("our-transactions-go-on")
+    for number in range(2):
+        with pytest.raises(SendFailed, match="nothing was written"):
+            writer.commit([outgoing(topic, b"lost"), outgoing(topic, bytes(2 << 20))])
+        writer.commit([outgoing(topic, b"%d" % number)])
+    writer.close()
+    assert values_in(log, topic) == [b"0", b"1"]
+
+
+def test_a_large_answer_is_read_in_few_calls() -> None:
+    faults.apply()
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    sent = theirs.send(bytes(200_000))
+    calls = []
+
+    class Counting:
+        def recv(self, size: int) -> bytes:
+            calls.append(size)
+            return ours.recv(size)
+
+    data, failure = KafkaTCPTransport._sock_recv(SimpleNamespace(_sock=Counting()))
+    assert (len(data), failure) == (sent, None)
+    assert len(calls) <= 3
+    theirs.close()
+    _, failure = KafkaTCPTransport._sock_recv(SimpleNamespace(_sock=ours))
+    assert "disconnected" in str(failure)
+    ours.close()
+
+
+def test_a_lone_member_needs_one_join(log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"x"])
+    heard = Heard(log.member(f"{run_id}.group", [topic]))
+    listen(heard, until=lambda: bool(heard.records))
+    heard.events += heard.member.take(1.5)
+    assert heard.assigned.membership.generation == 1
+    assert len(heard.records) == 1
+    heard.member.close()
+
+
+def test_a_member_without_a_completed_join_is_made_anew(log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"x"])
+    joined, consumers = private_api.has_joined, []
+
+    def hangs_at_first(consumer: Any) -> bool:
+        if consumer not in consumers:
+            consumers.append(consumer)
+        return consumer is not consumers[0] and joined(consumer)
+
+    monkeypatch.setattr(private_api, "has_joined", hangs_at_first)
+    parts = (log._connection, log._costs, log._contact, log._admin)
+    member = KafkaMember(*parts, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, start_at=None, join_limit_s=1.0)
+    heard = Heard(member)
+    listen(heard, until=lambda: len(consumers) == 2 and len(heard.records) == 2 and len(heard.owned) == 4)
+    member.close()

@@ -1,0 +1,224 @@
+"""Transactions on a real broker when the answer to the commit is lost, when they take too long, and while they are open."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kafka import KafkaProducer
+from kafka.errors import KafkaTimeoutError
+
+from penstock.infra.errors import Fenced, LogError, OutcomeUnknown
+from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.log import KafkaLog
+from tests.support.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
+from tests.support.paths import ROOT
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def topic(log: KafkaLog, run_id: str) -> str:
+    (name,) = make_topics(log, run_id, "a", partitions=1)
+    return name
+
+
+def lose_one_answer(monkeypatch: pytest.MonkeyPatch, *, after_commit: bool) -> None:
+    """The next commit gets no answer: it is lost on its way back, or already on its way there."""
+    commit, lost = private_api.commit_transaction, []
+
+    def commit_transaction(producer: Any, timeout_s: float) -> None:
+        if lost:
+            commit(producer, timeout_s)
+            return
+        lost.append(True)
+        if after_commit:
+            commit(producer, timeout_s)
+        raise KafkaTimeoutError("no answer")
+
+    monkeypatch.setattr(private_api, "commit_transaction", commit_transaction)
+
+
+@pytest.mark.parametrize("after_commit", [True, False])
+def test_a_commit_without_an_answer_is_looked_up_and_done_once(
+    log: KafkaLog, topic: str, run_id: str, monkeypatch: pytest.MonkeyPatch, after_commit: bool
+) -> None:
+    writer = log.transactions(f"{run_id}.writer")
+    writer.commit([outgoing(topic, b"0")])
+    lose_one_answer(monkeypatch, after_commit=after_commit)
+    offsets = writer.commit([outgoing(topic, b"1"), outgoing(topic, b"2")])
+    writer.commit([outgoing(topic, b"3")])
+    writer.close()
+    assert [record.value for record in log.read(topic, 0, offsets)] == [b"1", b"2"]
+    assert values_in(log, topic) == [b"0", b"1", b"2", b"3"]
+
+
+def test_a_commit_that_cannot_be_looked_up_is_unknown_and_the_writer_goes_on(
+    log: KafkaLog, topic: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = log.transactions(f"{run_id}.writer")
+    lose_one_answer(monkeypatch, after_commit=True)
+
+    def unreadable(*_: object) -> bool:
+        raise LogError("cannot be read")
+
+    monkeypatch.setattr(writer, "_visible", unreadable)
+    with pytest.raises(OutcomeUnknown, match="read the log"):
+        writer.commit([outgoing(topic, b"1")])
+    writer.commit([outgoing(topic, b"2")])
+    writer.close()
+    assert values_in(log, topic) == [b"1", b"2"]
+
+
+def test_a_transaction_that_overstays_its_time_is_done_again_not_taken_for_a_foreign_one(
+    log: KafkaLog, topic: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = log.transactions(f"{run_id}.writer", timeout_s=1)
+    commit, attempts = private_api.commit_transaction, []
+
+    def slow_at_first(producer: Any, timeout_s: float) -> None:
+        attempts.append(timeout_s)
+        if len(attempts) == 1:
+            time.sleep(5)  # the time-out may be two seconds longer, and the broker looks for overdue transactions each second
+        commit(producer, 10)
+
+    monkeypatch.setattr(private_api, "commit_transaction", slow_at_first)
+    (offset,) = writer.commit([outgoing(topic, b"once")])
+    writer.close()
+    assert len(attempts) == 2
+    assert [record.offset for record in log.read(topic, 0, [offset])] == [offset]
+    assert values_in(log, topic) == [b"once"]
+
+
+def test_a_writer_whose_own_renewal_was_done_but_not_answered_is_not_taken_for_fenced(log: KafkaLog, topic: str, run_id: str) -> None:
+    """A broker that dies between raising the epoch and answering leaves exactly this behind."""
+    writer = log.transactions(f"{run_id}.writer")
+    writer.commit([outgoing(topic, b"1")])
+    writer._drop()
+    identity = writer._identity
+    for _ in range(2):  # a broker that has not been restarted still knows the epoch before the newest
+        renewed = KafkaProducer(**writer._configs)
+        private_api.init_transactions(renewed, identity, 10.0)
+        identity = private_api.producer_identity(renewed)
+        private_api.close_producer(renewed, 3.0)
+    writer.commit([outgoing(topic, b"2")])
+    writer.close()
+    assert values_in(log, topic) == [b"1", b"2"]
+
+
+def test_a_writer_that_lost_an_answer_does_not_take_the_id_back_from_its_successor(
+    log: KafkaLog, topic: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = log.transactions(f"{run_id}.writer")
+    old.commit([outgoing(topic, b"old")])
+    new: list[Any] = []
+
+    def succeeded_meanwhile(*_: object) -> None:
+        monkeypatch.undo()
+        new.append(log.transactions(f"{run_id}.writer"))
+        raise KafkaTimeoutError("no answer")
+
+    monkeypatch.setattr(private_api, "commit_transaction", succeeded_meanwhile)
+    with pytest.raises(Fenced):
+        old.commit([outgoing(topic, b"zombie")])
+    new[0].commit([outgoing(topic, b"new")])
+    assert values_in(log, topic) == [b"old", b"new"]
+    old.close()
+    new[0].close()
+
+
+def test_an_open_transaction_holds_up_only_those_who_ask_for_committed_records(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
+    write(log, topic, [b"before"])
+    foreign = KafkaProducer(bootstrap_servers=broker, transactional_id=f"{run_id}.foreign", retry_backoff_ms=2)
+    foreign.init_transactions()
+    foreign.begin_transaction()
+    foreign.send(topic, b"aborted", partition=0).get(WAIT_S)
+    write(log, topic, [b"behind"])
+    place = (topic, 0)
+    assert (log.end_offsets([place])[place], log.end_offsets([place], committed=False)[place]) == (1, 3)
+    careless = log.tail({place: "earliest"}, committed=False)
+    careful = log.tail({place: "earliest"})
+    assert [record.value for record in careless.read_to_end(WAIT_S)] == [b"before", b"aborted", b"behind"]
+    assert [record.value for record in careful.read_to_end(WAIT_S)] == [b"before"]
+    foreign.abort_transaction()
+    foreign.close(5)
+    settle(log, topic)
+    assert [record.value for record in careful.read_to_end(WAIT_S)] == [b"behind"]
+    with pytest.raises(LogError, match="no committed record at offset 1"):
+        log.read(topic, 0, [0, 1])
+    careless.close()
+    careful.close()
+
+
+def test_a_dead_writers_open_transaction_is_ended_by_the_next_one_at_once(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
+    dead = KafkaProducer(bootstrap_servers=broker, transactional_id=f"{run_id}.writer", retry_backoff_ms=2)
+    dead.init_transactions()
+    dead.begin_transaction()
+    dead.send(topic, b"half", partition=0).get(WAIT_S)
+    began = time.monotonic()
+    writer = log.transactions(f"{run_id}.writer")
+    writer.commit([outgoing(topic, b"whole")])
+    assert values_in(log, topic) == [b"whole"]
+    assert time.monotonic() - began < 5  # far below the dead one's own time limit of a minute
+    writer.close()
+    dead.close(0)
+
+
+_HANGS_IN_ITS_TRANSACTION = """
+import sys, time
+from penstock.infra.kafka.client_repairs import private_api as internals
+from penstock.infra.kafka.log import KafkaLog
+from penstock.topics.wire.record import Outgoing
+
+def hang(*_):
+    print("open", flush=True)
+    time.sleep(600)
+
+bootstrap, writer, topic, partition = sys.argv[1:]
+internals.commit_transaction = hang
+KafkaLog(bootstrap).transactions(writer).commit([Outgoing(topic=topic, partition=int(partition), key=None, headers=(), value=b"half")])
+"""
+
+
+def killed_inside_its_transaction(broker: str, writer: str, topic: str, partition: int) -> None:
+    """A process writes as `writer`, gets its record acknowledged, and is killed before it commits."""
+    command = [sys.executable, "-c", _HANGS_IN_ITS_TRANSACTION, broker, writer, topic, str(partition)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "open\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def readable_after_s(log: KafkaLog, place: tuple[str, int]) -> float:
+    """Seconds until readers of committed records get past everything that stands in a partition."""
+    began = time.monotonic()
+    while log.end_offsets([place]) != log.end_offsets([place], committed=False):
+        assert time.monotonic() - began < WAIT_S
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def test_a_killed_writer_holds_readers_up_for_15_s_at_most_and_not_at_all_once_it_is_back(broker: str, log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=2)
+    gone, back = (topic, 0), (topic, 1)
+    killed_inside_its_transaction(broker, f"{run_id}.gone", *gone)
+    began = time.monotonic()
+    killed_inside_its_transaction(broker, f"{run_id}.back", *back)
+    returned = time.monotonic()
+    writer = log.transactions(f"{run_id}.back")
+    assert readable_after_s(log, back) < 2
+    assert time.monotonic() - returned < 4  # a client is made meanwhile
+    assert log.end_offsets([gone]) != log.end_offsets([gone], committed=False)
+    readable_after_s(log, gone)
+    assert time.monotonic() - began < 15
+    assert values_in(log, topic) == []
+    writer.close()

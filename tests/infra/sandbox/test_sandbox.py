@@ -1,0 +1,275 @@
+"""Child processes: whatever the code in them does, a call ends in bounded time with a result or a reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.infra.sandbox.pool import ChildError, ChildPool, Done, Failed
+from tests.support.paths import ROOT
+
+SERVED = """
+import os, re, signal, subprocess, sys, time
+
+def serve(init):
+    if init == "breaks":
+        raise LookupError("nothing here")
+    if init == "dies":
+        os._exit(7)
+    def handle(payload):
+        what = payload.get("do")
+        if what == "hang":
+            time.sleep(600)
+        if what == "regex":
+            re.match("(a+)+$", "a" * 64 + "b")
+        if what == "exit":
+            os._exit(5)
+        if what == "leave":
+            sys.exit("bye")
+        if what == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if what == "raise":
+            raise KeyError("missing")
+        if what == "odd":
+            return object()
+        if what == "print":
+            print("to python's stdout" * 1000, flush=True)
+            os.write(1, b"to the descriptor\\n")
+            subprocess.run(["echo", "from a grandchild"])
+            return [sys.stdin.read(), input.__name__]
+        if what == "grandchild":
+            child = subprocess.Popen(["sleep", "600"])
+            open(payload["note"], "w").write(f"{os.getpid()} {child.pid}")
+            time.sleep(600)
+        if what == "once":
+            if not os.path.exists(payload["note"]):
+                open(payload["note"], "w").write("tried")
+                os._exit(1)
+            return "second time"
+        heavy = [name for name in ("numpy", "pyarrow", "torch", "pydantic", "asyncio", "kafka") if name in sys.modules]
+        return {"echo": payload, "pid": os.getpid(), "heavy": heavy}
+    return handle
+"""
+Pool = Callable[..., ChildPool[Any]]
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    (tmp_path / "served_by_test.py").write_text(SERVED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made: list[ChildPool[Any]] = []
+
+    def make(**settings: Any) -> ChildPool[Any]:
+        made.append(ChildPool("served_by_test:serve", **{"size": 1, "timeout_s": 20.0, **settings}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def collect(pool: ChildPool[Any], within_s: float = 30.0) -> dict[Any, Done[Any] | Failed[Any]]:
+    """Everything pending, by key."""
+    end = time.monotonic() + within_s
+    ended: dict[Any, Done[Any] | Failed[Any]] = {}
+    while pool.pending and time.monotonic() < end:
+        ended |= {one.key: one for one in pool.poll(0.5)}
+    assert not pool.pending, f"still pending after {within_s} s"
+    return ended
+
+
+def reason(ended: Done[Any] | Failed[Any]) -> str:
+    assert isinstance(ended, Failed), ended
+    assert "\n" not in ended.reason
+    return ended.reason
+
+
+def test_calls_are_answered_and_children_live_on(pool: Pool) -> None:
+    ours = pool(size=2)
+    for key in range(20):
+        ours.submit(key, {"number": key, "text": "ä\n🙂"})
+    ended = collect(ours)
+    assert [ended[key].result["echo"]["number"] for key in range(20)] == list(range(20))  # type: ignore[union-attr]
+    assert ended[3].result["echo"]["text"] == "ä\n🙂"  # type: ignore[union-attr]
+    assert len({one.result["pid"] for one in ended.values()}) <= 2  # type: ignore[union-attr]
+    assert ours.poll(5.0) == []
+
+
+def test_a_payload_larger_than_the_pipe_goes_through(pool: Pool) -> None:
+    ours = pool()
+    ours.submit("big", {"text": "x" * 3_000_000})
+    assert len(collect(ours)["big"].result["echo"]["text"]) == 3_000_000  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["hang", "regex"])
+def test_a_hung_call_is_killed_and_fails_after_one_retry_in_bounded_time(pool: Pool, what: str) -> None:
+    ours = pool(timeout_s=0.4)
+    ours.submit("warm", {})
+    collect(ours)
+    started = time.monotonic()
+    ours.submit("hung", {"do": what})
+    ours.submit("after", {})
+    ended = collect(ours)
+    assert reason(ended["hung"]) == "took longer than 0.4 s and was killed"
+    assert isinstance(ended["after"], Done)
+    assert 0.8 <= time.monotonic() - started < 10.0
+
+
+@pytest.mark.parametrize(("what", "words"), [("exit", "died with exit status 5"), ("crash", "died with signal SIGSEGV")])
+def test_a_crash_fails_its_own_call_only(pool: Pool, what: str, words: str) -> None:
+    ours = pool()
+    for key, payload in (("before", {}), ("crash", {"do": what}), ("after", {})):
+        ours.submit(key, payload)
+    ended = collect(ours)
+    assert reason(ended["crash"]) == words
+    assert isinstance(ended["before"], Done)
+    assert isinstance(ended["after"], Done)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("raise", "KeyError: 'missing' (served_by_test.py line"), ("leave", "SystemExit: bye"), ("odd", "the result is no JSON value")],
+)
+def test_an_exception_is_a_failure_with_its_reason_and_the_child_lives_on(pool: Pool, what: str, words: str) -> None:
+    ours = pool()
+    ours.submit("warm", {})
+    before = collect(ours)["warm"].result["pid"]  # type: ignore[union-attr]
+    ours.submit("broken", {"do": what})
+    ours.submit("after", {})
+    ended = collect(ours)
+    assert words in reason(ended["broken"])
+    assert ended["after"].result["pid"] == before  # type: ignore[union-attr]
+
+
+def test_a_call_that_succeeds_the_second_time_is_done(pool: Pool, tmp_path: Path) -> None:
+    ours = pool()
+    ours.submit("call", {"do": "once", "note": str(tmp_path / "note")})
+    assert collect(ours)["call"].result == "second time"  # type: ignore[union-attr]
+
+
+def test_without_retries_the_first_failure_counts(pool: Pool, tmp_path: Path) -> None:
+    ours = pool(retries=0)
+    ours.submit("call", {"do": "once", "note": str(tmp_path / "note")})
+    assert reason(collect(ours)["call"]) == "died with exit status 1"
+
+
+def test_prints_and_reads_of_the_code_do_not_touch_the_pipes(pool: Pool) -> None:
+    ours = pool()
+    ours.submit("prints", {"do": "print"})
+    ours.submit("after", {})
+    ended = collect(ours)
+    assert ended["prints"].result == ["", "input"]  # type: ignore[union-attr]
+    assert isinstance(ended["after"], Done)
+
+
+def test_an_answer_that_waits_while_the_caller_is_busy_is_not_late(pool: Pool) -> None:
+    ours = pool(timeout_s=0.3)
+    ours.submit("warm", {})
+    collect(ours)
+    ours.submit("call", {})
+    time.sleep(0.8)
+    assert isinstance(collect(ours)["call"], Done)
+
+
+def test_a_target_that_does_not_load_stops_the_pool_with_its_reason(pool: Pool) -> None:
+    for init, words in (("breaks", "nothing here"), ("dies", "3 children were lost at their start; the last one died with exit status 7")):
+        ours = pool(init=init)
+        ours.submit("call", {})
+        with pytest.raises(ChildError, match="cannot serve served_by_test:serve: ") as caught:
+            collect(ours)
+        assert words in str(caught.value)
+
+
+def test_a_start_that_hangs_is_not_waited_for_for_ever(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "served_by_test.py").write_text("import time\ntime.sleep(600)\n")
+    ours = pool(start_timeout_s=0.3)
+    ours.submit("call", {})
+    with pytest.raises(ChildError, match=r"took longer than 0.3 s and was killed"):
+        collect(ours)
+
+
+def gone(*pids: int) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def until(condition: Callable[[], bool], within_s: float = 15.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path) -> None:
+    ours = pool(timeout_s=1.0, retries=0)
+    ours.submit("call", {"do": "grandchild", "note": str(tmp_path / "note")})
+    reason(collect(ours)["call"])
+    pids = [int(word) for word in (tmp_path / "note").read_text().split()]
+    until(lambda: gone(*pids))
+
+
+@pytest.mark.parametrize("what", ["grandchild", "regex"])
+def test_children_end_with_a_parent_that_is_killed_even_in_a_hung_regular_expression(tmp_path: Path, what: str) -> None:
+    (tmp_path / "served_by_test.py").write_text(SERVED)
+    script = (
+        "from penstock.infra.sandbox.pool import ChildPool\n"
+        "pool = ChildPool('served_by_test:serve', size=1, timeout_s=600)\n"
+        "pool.submit('warm', {})\n"
+        "print(pool.poll(60)[0].result['pid'], flush=True)\n"
+        f"pool.submit('call', {{'do': {what!r}, 'note': {str(tmp_path / 'note')!r}}})\n"
+        "print('called', flush=True)\n"
+        "pool.poll(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline())]
+    assert parent.stdout.readline() == "called\n"
+    if what == "grandchild":
+        until(lambda: (tmp_path / "note").is_file() and len((tmp_path / "note").read_text().split()) == 2)
+        pids = [int(word) for word in (tmp_path / "note").read_text().split()]
+    assert not gone(*pids)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    until(lambda: gone(*pids))
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_the_children(pool: Pool) -> None:
+    ours = pool()
+    ours.submit("warm", {})
+    pid = collect(ours)["warm"].result["pid"]  # type: ignore[union-attr]
+    assert os.getpgid(pid) == os.getsid(pid) == pid != os.getpgid(0)
+
+
+def test_closing_leaves_no_child(pool: Pool) -> None:
+    ours = pool(size=2)
+    ours.submit("call", {"do": "hang"})
+    ours.submit("warm", {})
+    ended = ours.poll(30.0)
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]  # other tests' may lie about
+    mine = [child.pid for child in living if "served_by_test:serve" in child.cmdline()]
+    assert len(mine) == 2
+    assert len(ended) == 1
+    ours.close()
+    assert gone(*mine)
+
+
+def test_a_call_costs_less_than_a_millisecond_and_a_child_imports_nothing_heavy(pool: Pool) -> None:
+    ours = pool()
+    ours.submit("warm", {})
+    assert collect(ours)["warm"].result["heavy"] == []  # type: ignore[union-attr]
+    costs = []
+    for number in range(200):
+        started = time.perf_counter()
+        ours.submit(number, {"completions": ["some text"] * 16})
+        assert ours.poll(5.0)
+        costs.append(time.perf_counter() - started)
+    # The quick tenth: what a call costs, not what else the machine does.
+    assert sorted(costs)[len(costs) // 10] < 1e-3

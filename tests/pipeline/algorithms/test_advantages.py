@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.pipeline.algorithms.advantages import (
+    ADVANTAGES,
+    dr_grpo_advantages,
+    group_advantages,
+    handle_truncated,
+    leave_one_out_advantages,
+    overlong_penalty,
+    zero_variance,
+)
+
+REWARDS = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16)
+
+
+def test_grpo_advantages_worked_out_by_hand():
+    # mean 0.25, sample std 0.5
+    expected = np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + 1e-4)
+    np.testing.assert_allclose(group_advantages([1, 0, 0, 0]), expected, rtol=1e-6)
+    np.testing.assert_allclose(group_advantages([1, 0, 0, 0], eps=1e-6), np.array([1.5, -0.5, -0.5, -0.5]), rtol=1e-5)
+
+
+def test_dr_grpo_only_subtracts_the_mean():
+    np.testing.assert_array_equal(dr_grpo_advantages([1, 0, 0, 0]), np.float32([0.75, -0.25, -0.25, -0.25]))
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    rewards = np.array([0.5, 2.0, -1.0, 3.0])
+    expected = [reward - np.delete(rewards, index).mean() for index, reward in enumerate(rewards)]
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), expected, rtol=1e-6)
+
+
+@settings(deadline=None)
+@given(REWARDS, st.sampled_from(sorted(ADVANTAGES)))
+def test_advantages_of_a_group_sum_to_zero_and_keep_the_order_of_its_rewards(rewards, name):
+    advantages = ADVANTAGES[name](rewards)
+    assert advantages.dtype == np.float32
+    assert advantages.shape == (len(rewards),)
+    assert abs(advantages.sum(dtype=np.float64)) <= 1e-4 * max(1.0, np.abs(advantages).max()) * len(rewards)
+    assert (np.diff(advantages[np.argsort(rewards, kind="stable")]) >= 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+@pytest.mark.parametrize("rewards", [[1.0], [0.1, 0.1, 0.1], [0.1 + 0.2, 0.1 + 0.2, 0.1 + 0.2]])
+def test_equal_rewards_teach_nothing(name, rewards):
+    assert zero_variance(rewards)
+    assert not ADVANTAGES[name](rewards).any()
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0, float("nan")], [[1.0, 2.0]], [float("inf")]])
+def test_rewards_that_are_no_numbers_are_refused(rewards):
+    with pytest.raises(ValueError, match="group's rewards"):
+        group_advantages(rewards)
+
+
+def test_the_soft_overlong_penalty_falls_over_the_last_tokens_only():
+    np.testing.assert_allclose(overlong_penalty([10, 80, 90, 100], max_tokens=100, buffer_tokens=20), [0, 0, -0.5, -1])
+    np.testing.assert_allclose(overlong_penalty([99, 100], max_tokens=100), [0, -1])
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty([1], max_tokens=10, buffer_tokens=11)
+
+
+@pytest.mark.parametrize(("rule", "rewards", "trained"), [
+    ("train", [1, 0.5, 0], [True, True, True]),
+    ("mask", [1, 0.5, 0], [True, False, True]),
+    ("penalise", [1, -0.5, 0], [True, True, True]),
+])  # fmt: skip
+def test_truncated_samples_follow_the_rule(rule, rewards, trained):
+    got_rewards, got_trained = handle_truncated([1, 0.5, 0], truncated=[False, True, False], rule=rule)
+    np.testing.assert_array_equal(got_rewards, rewards)
+    np.testing.assert_array_equal(got_trained, trained)
+
+
+def test_an_unknown_rule_for_truncated_samples_is_named():
+    with pytest.raises(ValueError, match=r"'drop'.*train, mask, penalise"):
+        handle_truncated([1.0], truncated=[True], rule="drop")
+    with pytest.raises(ValueError, match="2 rewards but 1"):
+        handle_truncated([1.0, 2.0], truncated=[True], rule="mask")

@@ -1,0 +1,226 @@
+"""Importance weights between the behaviour and the proximal policy, and which of them a configuration means."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.pipeline.algorithms.importance_weights import CORRECTIONS, correction_weights
+from penstock.pipeline.algorithms.losses import batch_loss, summarise
+from penstock.pipeline.config.load import ConfigError, from_json, from_table, to_json
+from penstock.pipeline.learner.train_step import Objective
+from tests.pipeline.algorithms.test_losses import batch_of
+
+LOG2 = math.log(2.0)
+RATIOS = [[8.0, 0.25, 1.0, 2.0], [0.1, 4.0, 4.0, 99.0]]
+MASK = [[True, True, True, False], [True, True, True, False]]
+
+
+def weights_of(correction, **bounds):
+    ratios, mask = torch.tensor(RATIOS), torch.tensor(MASK)
+    behaviour = torch.full(ratios.shape, -2.0)
+    found, sums = correction_weights(behaviour + ratios.log(), behaviour, mask, correction=correction, **bounds)
+    assert not found.requires_grad
+    return torch.where(mask, found, -1.0).tolist(), {name: float(value) for name, value in sums.items()}
+
+
+@pytest.mark.parametrize(("correction", "bounds", "expected", "changed"), [
+    ("tis", {}, [[5, 0.25, 1], [0.1, 4, 4]], 1),
+    ("tis", {"high": 2.0}, [[2, 0.25, 1], [0.1, 2, 2]], 3),
+    ("sequence_tis", {"high": 1.5}, [[1.5] * 3, [1.5] * 3], 6),  # products 2 and 1.6
+    ("mis", {}, [[0, 0.25, 1], [0.1, 4, 4]], 1),
+    ("mis", {"low": 0.2, "high": 4.5}, [[0, 0.25, 1], [0, 4, 4]], 2),
+    ("sequence_mis", {"high": 1.8}, [[0] * 3, [1.6] * 3], 3),
+    ("icepop", {}, [[0, 0, 1], [0, 4, 4]], 3),
+])  # fmt: skip
+def test_the_weights_of_every_correction_worked_out_by_hand(correction, bounds, expected, changed):
+    found, sums = weights_of(correction, **bounds)
+    assert found == [[*map(pytest.approx, row), -1.0] for row in expected]
+    by_sequence = CORRECTIONS[correction].by_sequence
+    raw = 3 * (2 + 1.6) if by_sequence else sum(sum(row[:3]) for row in RATIOS)
+    assert sums == pytest.approx({
+        "correction_weight_raw_sum": raw, "correction_weight_sum": sum(map(sum, expected)), "corrected_fraction_sum": changed,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("bounds", [{"low": 1.1}, {"high": 0.9}, {"low": -0.1}, {"high": math.nan}])
+def test_bounds_that_exclude_the_weight_one_are_refused(bounds):
+    with pytest.raises(ValueError, match="must enclose the weight 1"):
+        weights_of("mis", **bounds)
+
+
+LOG_RATIOS = st.sampled_from([-1e4, -80.0, -3.0, -0.1, 0.0, 0.1, 3.0, 80.0, 1e4])
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.lists(st.lists(st.tuples(LOG_RATIOS, st.booleans()), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.sampled_from([*CORRECTIONS]),
+)
+def test_a_correction_equals_its_definition_token_by_token_however_extreme(rows, correction):
+    chosen = CORRECTIONS[correction]
+    mask = torch.tensor([[trained for _, trained in row] for row in rows])
+    log_ratios = torch.tensor([[value for value, _ in row] for row in rows])
+    found, sums = correction_weights(log_ratios, torch.zeros(log_ratios.shape), mask, correction=correction)
+    assert found.isfinite().all() and all(value.isfinite() for value in sums.values())
+    for row, tokens in enumerate(rows):
+        for column, (value, trained) in enumerate(tokens):
+            if trained:
+                log_weight = sum(other for other, counts in tokens if counts) if chosen.by_sequence else value
+                weight = math.exp(min(log_weight, 600.0))
+                bounded = min(weight, chosen.high) if not chosen.masks else weight if chosen.low <= weight <= chosen.high else 0.0
+                assert float(found[row, column]) == pytest.approx(bounded, rel=1e-4, abs=1e-8)
+
+
+def decoupled_in_plain_words(logprobs, near, behaviour, advantages, mask, *, cap, clip):
+    """AReaL's objective (arXiv 2505.24298) token by token, with the weight cut at `cap`."""
+    total = logprobs.sum() * 0
+    for row, column in np.argwhere(mask):
+        weight = min(cap, math.exp(float(near[row, column] - behaviour[row, column])))
+        ratio = torch.exp(logprobs[row, column] - near[row, column])
+        total = total - weight * torch.minimum(ratio * advantages[row], torch.clip(ratio, 1 - clip, 1 + clip) * advantages[row])
+    return total
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(0, 10_000))
+def test_decoupled_ppo_has_the_value_and_the_gradient_of_its_objective_written_out(seed):
+    random = np.random.default_rng(seed)
+    batch = batch_of(random.random((3, 5)) < 0.6, behaviour=-1.0, advantages=random.normal(size=3))
+    near = (-1.0 + random.normal(size=(3, 5))).astype(np.float32)
+    current = torch.tensor(near + 0.3 * random.normal(size=(3, 5)).astype(np.float32))
+    mine, theirs = current.clone().requires_grad_(), current.clone().requires_grad_()
+    loss, _ = batch_loss(mine, batch, proximal=near, correction="tis", correction_high=2.0)
+    expected = decoupled_in_plain_words(theirs, near, batch.behaviour_logprobs, batch.advantages, batch.completion_mask, cap=2.0, clip=0.2)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_without_a_snapshot_it_is_reinforce_with_truncated_weights():
+    batch = batch_of([[1, 1]], behaviour=-5.0, advantages=[2.0])
+    logprobs = torch.tensor([[-5.0 + math.log(9.0), -5.0 + math.log(0.5)]], requires_grad=True)
+    loss, _ = batch_loss(logprobs, batch, correction="tis")
+    loss.backward()
+    assert logprobs.grad.tolist() == [[pytest.approx(-2 * 5.0), pytest.approx(-2 * 0.5)]]
+
+
+def test_cispo_against_the_behaviour_policy_has_the_gradient_of_truncated_weights():
+    random = np.random.default_rng(1)
+    batch = batch_of(random.random((3, 5)) < 0.6, behaviour=-1.0, advantages=random.normal(size=3))
+    values = torch.tensor(-1.0 + 2 * random.normal(size=(3, 5)), dtype=torch.float32)
+    one, other = values.clone().requires_grad_(), values.clone().requires_grad_()
+    batch_loss(one, batch, correction="tis")[0].backward()
+    batch_loss(other, batch, proximal=batch.behaviour_logprobs, surrogate="cispo", clip_low=1.0, clip_high=4.0)[0].backward()
+    torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "constant"])
+def test_masked_tokens_stay_in_what_a_step_is_divided_by(aggregate):
+    batch = batch_of([[1, 1, 1, 1], [1, 1, 0, 0]])
+    logprobs = torch.tensor([[math.log(9.0), 0, 0, 0], [math.log(9.0), math.log(9.0), 0, 0]], requires_grad=True)
+    arguments = {"aggregate": aggregate, "max_tokens": 4}
+    plain, before = batch_loss(logprobs, batch, **arguments)
+    loss, after = batch_loss(logprobs, batch, correction="mis", **arguments)
+    assert after["denominator"] == before["denominator"]
+    loss.backward()
+    assert (logprobs.grad != 0).tolist() == [[False, True, True, True], [False] * 4]
+    summary = summarise(after)
+    assert summary["corrected_fraction"] == pytest.approx(3 / 6)
+    assert (summary["correction_weight_raw"], summary["correction_weight"]) == (pytest.approx(30 / 6), pytest.approx(3 / 6))
+    assert "correction_weight" not in summarise(before)
+    assert float(loss.detach()) != float(plain.detach())
+
+
+def test_no_correction_weighs_the_divergence_from_the_reference():
+    batch = batch_of([[1]])
+    logprobs = torch.tensor([[math.log(9.0)]], requires_grad=True)
+    loss, _ = batch_loss(logprobs, batch, correction="mis", kl_coef=1.0, reference=np.zeros((1, 1), np.float32))
+    assert float(loss.detach()) == pytest.approx(1 / 9 - 1 + math.log(9))
+
+
+# ---- what a configuration means
+
+
+def config_of(*, mode="one_step_off", per_version=1, **algorithm):
+    return from_table({
+        "run": {"steps": 4}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}, "rollout": {"engine": "vllm"},
+        "schedule": {"mode": mode, "steps_per_version": per_version}, "algorithm": algorithm,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(("given_", "proximal", "correction"), [
+    ({"mode": "pipelined"}, "current", "none"),
+    ({"mode": "pipelined", "per_version": 2}, "behaviour", "none"),
+    ({}, "behaviour", "none"),
+    ({"mode": "in_flight", "loss": "cispo"}, "behaviour", "none"),
+    ({"per_version": 2}, "behaviour", "none"),
+    ({"correction": "icepop"}, "current", "icepop"),
+    ({"correction": "mis", "per_version": 2}, "snapshot", "mis"),
+    ({"proximal": "current"}, "current", "tis"),
+    ({"proximal": "snapshot", "per_version": 2}, "snapshot", "tis"),
+    ({"proximal": "snapshot", "per_version": 2, "mode": "pipelined"}, "snapshot", "none"),
+    ({"proximal": "current", "correction": "none"}, "current", "none"),
+    ({"loss": "gspo"}, "current", "sequence_tis"),
+    ({"loss": "gspo", "per_version": 2}, "snapshot", "sequence_tis"),
+    ({"loss": "gspo", "mode": "pipelined", "per_version": 2}, "behaviour", "none"),
+])  # fmt: skip
+def test_what_is_left_out_follows_from_the_schedule_and_is_corrected_once(given_, proximal, correction):
+    config = config_of(**given_)
+    assert (config.proximal, config.correction) == (proximal, correction)
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(("loss", "expected"), [
+    ("grpo", (0.2, 0.2, "sequence_mean", "grpo")),
+    ("dapo", (0.2, 0.28, "token_mean", "grpo")),
+    ("gspo", (3e-4, 4e-4, "sequence_mean", "grpo")),
+    ("cispo", (1.0, 4.0, "token_mean", "grpo")),
+])  # fmt: skip
+def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expected):
+    config = config_of(loss=loss)
+    assert (config.clip_low, config.clip_high, config.aggregate, config.advantage) == expected
+    assert config_of(loss=loss, clip_low=0.5).clip_low == 0.5
+
+
+@pytest.mark.parametrize(("settings_", "message"), [
+    ({"proximal": "behaviour", "correction": "tis"}, "'tis' would correct twice.*set algorithm.proximal = 'current'"),
+    ({"proximal": "behaviour", "correction": "icepop", "per_version": 2}, "set algorithm.proximal = 'snapshot'"),
+    ({"proximal": "current", "per_version": 2}, "'current' needs schedule.steps_per_version = 1, not 2; use 'snapshot'"),
+    ({"proximal": "snapshot"}, "'snapshot' is the current policy at schedule.steps_per_version = 1; use 'current'"),
+    ({"correction_high": 2.0}, "correction_high: 2.0 bounds nothing without a correction"),
+    ({"correction": "none", "correction_low": 0.5}, "correction_low: 0.5 bounds nothing without a correction"),
+    ({"correction": "tis", "correction_low": 0.5}, "'tis' cuts from above only.*correction = 'mis'"),
+    ({"correction": "mis", "correction_low": 1.5}, "algorithm.correction_low = 1.5"),
+    ({"correction": "mis", "correction_high": 0.5}, "algorithm.correction_high = 0.5"),
+    ({"correction": "mis", "correction_high": math.inf}, "algorithm.correction_high = inf"),
+    ({"clip_high": math.inf}, "algorithm.clip_high = inf"),
+    ({"correction": "vtrace"}, "algorithm.correction = 'vtrace'"),
+    ({"loss": "gsop"}, "'gsop' is none of grpo, dr_grpo, dapo, gspo, cispo.*gspo"),
+])  # fmt: skip
+def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        config_of(**settings_)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("algorithm", "expected"), [
+    ({"loss": "gspo"},
+     {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean", "correction": "sequence_tis"}),
+    ({"loss": "cispo"}, {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
+    ({"correction": "icepop", "correction_high": 1.5, "loss": "dapo"},
+     {"clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean", "correction": "icepop", "correction_high": 1.5}),
+])  # fmt: skip
+def test_what_is_configured_is_what_a_step_computes(algorithm, expected):
+    objective = Objective.of(config_of(**algorithm))
+    batch = batch_of([[1, 1, 1], [1, 0, 1]], behaviour=-1.0, advantages=[1.0, -2.0])
+    logprobs = torch.tensor([[-1.1, -0.2, -0.5], [-0.7, -1.0, -2.0]])
+    near = batch.behaviour_logprobs if objective.proximal == "behaviour" else logprobs.numpy()
+    loss, stats = objective.batch_loss(logprobs, batch, proximal=near)
+    same, same_stats = batch_loss(logprobs, batch, proximal=near, **expected)
+    assert (float(loss), stats) == (float(same), same_stats)
+    assert float(loss) != float(batch_loss(logprobs, batch, proximal=near)[0])

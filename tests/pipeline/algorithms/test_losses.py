@@ -1,0 +1,327 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.infra.backends.batch import TokenBatch
+from penstock.pipeline.algorithms.losses import add_stats, batch_loss, kl_k3, summarise, token_weights
+from penstock.pipeline.algorithms.surrogates import SURROGATES, cispo_loss, gspo_loss, policy_loss
+from penstock.pipeline.learner.training_samples import AGGREGATES, denominator
+
+LOG2 = math.log(2.0)
+
+
+def batch_of(mask, *, behaviour=0.0, advantages=None):
+    mask = np.array(mask, bool)
+    rows, width = mask.shape
+    return TokenBatch(
+        input_ids=np.zeros((rows, width + 1), np.int64),
+        attention_mask=np.ones((rows, width + 1), bool),
+        completion_mask=mask,
+        behaviour_logprobs=np.full(mask.shape, behaviour, np.float32) * mask,
+        advantages=np.ones(rows, np.float32) if advantages is None else np.array(advantages, np.float32),
+        temperatures=np.ones(rows, np.float32),
+        groups=np.zeros(rows, np.int64),
+        samples=np.arange(rows),
+    )
+
+
+def random_batch(seed, rows=4, width=6):
+    random = np.random.default_rng(seed)
+    mask = random.random((rows, width)) < 0.6
+    batch = batch_of(mask, behaviour=-1.0, advantages=random.normal(size=rows))
+    logprobs = torch.tensor(-1.0 + 0.4 * random.normal(size=(rows, width)), dtype=torch.float32)
+    return logprobs, batch
+
+
+# ---- the clipped surrogate
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "expected", "clipped"), [
+    (2.0, 1.0, -1.3, 1),  # clip-higher binds: min(2, 1.3)
+    (2.0, -1.0, 2.0, 0),  # a bad token that became likelier is never clipped
+    (0.5, 1.0, -0.5, 0),
+    (0.5, -1.0, 0.8, 1),  # min(-0.5, -0.8)
+    (1.0, 3.0, -3.0, 0),
+])  # fmt: skip
+def test_the_clipped_surrogate_worked_out_by_hand(ratio, advantage, expected, clipped):
+    loss, stats = policy_loss(
+        torch.tensor([[math.log(ratio), 9.0]]), torch.zeros(1, 2), torch.tensor([advantage]), torch.tensor([[True, False]]),
+        clip_low=0.2, clip_high=0.3,
+    )  # fmt: skip
+    assert loss.tolist() == [[pytest.approx(expected), 0.0]]
+    assert (float(stats["clip_fraction_sum"]), float(stats["ratio_sum"])) == (clipped, pytest.approx(ratio))
+    ends = float(stats["clip_fraction_low_sum"]), float(stats["clip_fraction_high_sum"])
+    assert ends == ((clipped, 0) if ratio < 1 else (0, clipped))
+    assert float(stats["kl_sum"]) == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+
+
+def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_that_of_the_policy_gradient():
+    logprobs = torch.tensor([[LOG2, 0.1]], requires_grad=True)
+    loss, _ = policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([1.5]), torch.ones(1, 2, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [[0.0, pytest.approx(-1.5 * math.exp(0.1))]]
+
+
+def test_with_the_current_policy_as_proximal_it_is_reinforce():
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
+    loss, stats = policy_loss(logprobs, logprobs, torch.tensor([2.0, -1.0]), torch.ones(2, 2, dtype=torch.bool))
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [[-2.0, -2.0], [1.0, 1.0]]
+    assert float(stats["kl_sum"]) == 0.0
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_autograd_agrees_with_finite_differences(aggregate):
+    random = np.random.default_rng(3)
+    mask = torch.tensor(random.random((3, 4)) < 0.7)
+    logprobs, near, reference = (torch.tensor(random.normal(size=(3, 4)) * 0.5 - 1) for _ in range(3))
+    advantages = torch.tensor(random.normal(size=3))
+    weights, _ = token_weights(mask, aggregate=aggregate, max_tokens=7)
+
+    def loss(current):
+        per_token, _ = policy_loss(current, near, advantages, mask, clip_low=0.2, clip_high=0.28)
+        return ((per_token + 0.1 * kl_k3(current, reference, mask)) * weights.double()).sum()
+
+    assert torch.autograd.gradcheck(loss, (logprobs.requires_grad_(),))
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_wild_values_outside_the_mask_change_nothing(surrogate):
+    mask = torch.tensor([[True, False]])
+    logprobs = torch.tensor([[-1.0, 1e4]], requires_grad=True)
+    far = torch.tensor([[-1.0, -1e4]])
+    loss, _ = SURROGATES[surrogate](logprobs, far, torch.ones(1), mask)
+    (loss + kl_k3(logprobs, -far, mask)).sum().backward()
+    assert torch.isfinite(loss).all()
+    assert logprobs.grad.isfinite().all()
+    assert logprobs.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_every_surrogate_at_ratio_one_has_the_plain_policy_gradient(surrogate, aggregate):
+    current, batch = random_batch(4)
+    weights, _ = token_weights(torch.tensor(batch.completion_mask), aggregate=aggregate, max_tokens=7)
+    for proximal in (None, current.numpy()):
+        logprobs = current.clone().requires_grad_()
+        loss, stats = batch_loss(
+            logprobs, batch, proximal=proximal, surrogate=surrogate, clip_low=1e-3, clip_high=1e-3, aggregate=aggregate, max_tokens=7
+        )
+        loss.backward()
+        torch.testing.assert_close(logprobs.grad, -torch.tensor(batch.advantages)[:, None] * weights)
+        assert stats["clip_fraction_sum"] == 0.0
+        assert loss.dtype == torch.float32
+
+
+# ---- sequence ratios and clipped weights
+
+
+def gspo_in_plain_words(logprobs, near, advantages, mask, *, clip_low, clip_high):
+    """GSPO's objective (arXiv 2507.18071, equation 5) row by row, differentiated as it stands; also which rows were clipped."""
+    total, clipped = logprobs.sum() * 0, []
+    for row in range(len(mask)):
+        drawn = [t for t in range(mask.shape[1]) if mask[row, t]]
+        if drawn:
+            ratio = torch.exp(sum(logprobs[row, t] - near[row, t] for t in drawn) / len(drawn))
+            plain, cut = ratio * advantages[row], torch.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages[row]
+            total = total - torch.minimum(plain, cut)
+            clipped.append(bool(cut < plain))
+    return total, clipped
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(st.integers(0, 10_000))
+def test_gspo_has_the_value_and_the_gradient_of_its_objective_written_out(seed):
+    current, batch = random_batch(seed)
+    near, advantages, mask = (torch.tensor(part) for part in (batch.behaviour_logprobs, batch.advantages, batch.completion_mask))
+    bounds = {"clip_low": 0.1, "clip_high": 0.15}
+    mine, theirs = current.clone().requires_grad_(), current.clone().requires_grad_()
+    loss, stats = batch_loss(mine, batch, proximal=batch.behaviour_logprobs, surrogate="gspo", aggregate="sequence_mean", **bounds)
+    expected, clipped = gspo_in_plain_words(theirs, near, advantages, mask, **bounds)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+    rows = [int(row.sum()) for row in batch.completion_mask if row.any()]
+    assert stats["clip_fraction_sum"] == sum(count for count, cut in zip(rows, clipped, strict=True) if cut)
+
+
+def test_the_reference_that_gspo_is_compared_with_passes_a_finite_difference_check():
+    random = np.random.default_rng(5)
+    logprobs, near = (torch.tensor(random.normal(size=(3, 4)) * 0.5 - 1) for _ in range(2))
+    mask, advantages = torch.tensor(random.random((3, 4)) < 0.7), torch.tensor(random.normal(size=3))
+    bounds = {"clip_low": 0.1, "clip_high": 0.15}
+    assert torch.autograd.gradcheck(lambda x: gspo_in_plain_words(x, near, advantages, mask, **bounds)[0], (logprobs.requires_grad_(),))
+
+
+def test_a_clipped_sequence_has_no_gradient_though_each_of_its_tokens_is_near():
+    logprobs = torch.full((1, 3), 0.01, requires_grad=True)
+    loss, stats = gspo_loss(logprobs, torch.zeros(1, 3), torch.ones(1), torch.ones(1, 3, dtype=torch.bool))
+    loss.sum().backward()
+    assert loss.tolist() == [[pytest.approx(-1.0004)] * 3]
+    assert logprobs.grad.tolist() == [[0.0] * 3]
+    assert float(stats["clip_fraction_high_sum"]) == 3
+
+
+def test_cispo_cuts_the_weight_and_keeps_every_gradient():
+    ratios, advantages = [8.0, 1.5, 0.1], [2.0]
+    logprobs = torch.tensor([[math.log(ratio) for ratio in ratios]], requires_grad=True)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    loss, stats = cispo_loss(logprobs, torch.zeros(1, 3), torch.tensor(advantages), mask)
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [[pytest.approx(-2 * weight) for weight in (5.0, 1.5, 0.1)]]
+    assert loss.tolist() == [[pytest.approx(-2 * min(ratio, 5.0) * math.log(ratio)) for ratio in ratios]]
+    assert (float(stats["clip_fraction_low_sum"]), float(stats["clip_fraction_high_sum"])) == (0, 1)
+    _, both = cispo_loss(logprobs, torch.zeros(1, 3), torch.tensor(advantages), mask, clip_low=0.2, clip_high=0.2)
+    assert (float(both["clip_fraction_low_sum"]), float(both["clip_fraction_high_sum"])) == (1, 2)
+
+
+# ---- extremes
+
+
+EXTREMES = st.sampled_from([-1e4, -800.0, -80.0, -1.0, 0.0, 1.0, 80.0, 800.0, 1e4])
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.lists(st.tuples(EXTREMES, st.booleans(), st.sampled_from([-3.0, 0.0, 3.0])), min_size=1, max_size=6),
+    st.sampled_from([*SURROGATES]),
+    st.sampled_from(["none", "tis", "sequence_tis", "mis", "sequence_mis", "icepop"]),
+    st.sampled_from(AGGREGATES),
+)
+def test_extreme_log_ratios_empty_masks_and_single_tokens_give_finite_numbers(rows, surrogate, correction, aggregate):
+    batch = batch_of([[trained] for _, trained, _ in rows], behaviour=-1.0, advantages=[advantage for _, _, advantage in rows])
+    far = np.array([[-1.0 + log_ratio] for log_ratio, _, _ in rows], np.float32)
+    for current, near in ((far, batch.behaviour_logprobs), (far * 0, far), (far, far)):
+        logprobs = torch.tensor(current, requires_grad=True)
+        loss, stats = batch_loss(
+            logprobs, batch, proximal=near, surrogate=surrogate, correction=correction, aggregate=aggregate, kl_coef=0.1, reference=far * 0
+        )
+        loss.backward()
+        assert loss.isfinite()
+        assert logprobs.grad.isfinite().all()
+        assert not logprobs.grad[~torch.tensor(batch.completion_mask)].any()
+        summary = summarise(stats)
+        assert np.isfinite(list(summary.values())).all(), summary
+        assert 0 <= summary.get("ess", 1.0) <= 1 + 1e-9
+
+
+# ---- importance, KL, effective sample size
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.floats(-5, 5), st.floats(-5, 5))
+def test_k3_is_never_negative_and_zero_only_for_equal_policies(current, reference):
+    pair = torch.tensor([[[current]], [[reference]]], dtype=torch.float64)
+    value = float(kl_k3(pair[0], pair[1], torch.tensor([[True]])))
+    assert value == pytest.approx(math.exp(reference - current) - (reference - current) - 1, abs=1e-9)
+    assert value >= 0
+    assert (value == 0) == (current == reference) or abs(current - reference) < 1e-6
+
+
+def test_k1_and_k3_average_to_the_divergence_of_the_learner_from_the_behaviour_policy():
+    behaviour, current = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    drawn = [0, 0, 1, 2]  # as often as the behaviour policy draws them
+    batch = batch_of(np.ones((1, 4)))
+    batch.behaviour_logprobs[:] = behaviour.log()[drawn]
+    found = summarise(batch_loss(current.log()[drawn][None], batch)[1])
+    expected = pytest.approx(float((behaviour * (behaviour / current).log()).sum()), abs=1e-6)
+    assert (found["kl_behaviour_k1"], found["kl_behaviour_k3"]) == (expected, expected)
+
+
+def test_k3_averages_to_the_true_divergence_under_the_current_policy():
+    current, reference = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
+    mean = (current * kl_k3(current.log(), reference.log(), torch.ones(3, dtype=torch.bool))).sum()
+    assert float(mean) == pytest.approx(float((current * (current / reference).log()).sum()))
+
+
+def test_the_effective_sample_size_is_of_unclamped_weights():
+    # log-normal weights, sigma 0.5: (E w)^2 / E w^2 = exp(-sigma^2) = 0.779
+    log_weights = torch.tensor(np.random.default_rng(0).normal(scale=0.5, size=(100, 1000)), dtype=torch.float32)
+    _, stats = batch_loss(log_weights - 1.0, batch_of(np.ones((100, 1000)), behaviour=-1.0), correction="tis", correction_high=1.0)
+    assert summarise(stats)["ess"] == pytest.approx(math.exp(-0.25), abs=0.01)
+
+
+def test_statistics_worked_out_by_hand_and_added_over_micro_batches():
+    on_policy = batch_loss(torch.zeros(1, 2), batch_of([[1, 0]]))[1]
+    moved = batch_loss(torch.full((1, 2), LOG2), batch_of([[1, 1]]), proximal=np.zeros((1, 2), np.float32))[1]
+    total = summarise(add_stats([on_policy | {"loss_sum": -1.0, "entropy_sum": 3.0}, moved | {"loss_sum": -2.4, "entropy_sum": 6.0}]))
+    assert total == pytest.approx({
+        "tokens": 3, "clip_fraction": 2 / 3, "clip_fraction_low": 0.0, "clip_fraction_high": 2 / 3, "ratio": 5 / 3,
+        "kl": 2 * (1 - LOG2) / 3, "kl_behaviour_k1": -2 * LOG2 / 3, "kl_behaviour_k3": 2 * (1 - LOG2) / 3,
+        "weight": 5 / 3, "ess": 25 / (3 * 9), "loss": -3.4 / 3, "entropy": 3.0,
+    }, abs=1e-6)  # fmt: skip
+    assert summarise(add_stats([batch_loss(torch.zeros(1, 2), batch_of([[0, 0]]))[1]])) == {"tokens": 0.0}
+
+
+# ---- aggregation
+
+MASK = [[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("aggregate", "first", "second", "count"), [
+    ("token_mean", 1.0, 1.0, 4.0), ("sequence_mean", 1 / 3, 1.0, 2.0), ("constant", 0.1, 0.1, 2.0),
+])  # fmt: skip
+def test_token_weights_worked_out_by_hand(aggregate, first, second, count):
+    weights, contribution = token_weights(torch.tensor(MASK, dtype=torch.bool), aggregate=aggregate, max_tokens=10)
+    np.testing.assert_allclose(weights, np.float32([[first] * 3 + [0], [second, 0, 0, 0], [0] * 4]), rtol=1e-6)
+    assert contribution == count == denominator(np.array(MASK, bool), aggregate=aggregate)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(AGGREGATES),
+    st.integers(1, 3),
+    st.sampled_from([*SURROGATES]),
+    st.sampled_from(["none", "sequence_mis"]),
+)
+def test_a_step_cut_into_micro_batches_has_the_loss_of_the_whole(seed, aggregate, cut, surrogate, correction):
+    logprobs, batch = random_batch(seed)
+    arguments = {"aggregate": aggregate, "max_tokens": 9, "clip_high": 0.28, "surrogate": surrogate, "correction": correction}
+
+    def part(rows):
+        fields = {name: getattr(batch, name)[rows] for name in batch.__slots__}
+        piece = TokenBatch(**fields)
+        return batch_loss(logprobs[rows], piece, proximal=logprobs[rows].numpy() * 0.9, **arguments)
+
+    whole, stats = part(slice(None))
+    pieces = [part(slice(0, cut)), part(slice(cut, None))]
+    assert sum(float(loss) for loss, _ in pieces) == pytest.approx(float(whole), abs=1e-5)
+    assert add_stats(stats for _, stats in pieces) == pytest.approx(stats, abs=1e-5)
+    assert stats["denominator"] == denominator(batch.completion_mask, aggregate=aggregate)
+
+
+def test_kl_sits_in_the_loss_with_its_coefficient():
+    batch = batch_of([[1, 1]])
+    logprobs = torch.full((1, 2), -1.0)
+    reference = np.full((1, 2), -1.0 + LOG2, np.float32)
+    plain, _ = batch_loss(logprobs, batch)
+    with_kl, stats = batch_loss(logprobs, batch, kl_coef=0.5, reference=reference)
+    assert float(with_kl - plain) == pytest.approx(0.5 * 2 * (2 - LOG2 - 1), abs=1e-6)
+    assert summarise(stats)["kl_reference"] == pytest.approx(1 - LOG2, abs=1e-6)
+    with pytest.raises(ValueError, match="reference"):
+        batch_loss(logprobs, batch, kl_coef=0.5)
+
+
+def test_an_unknown_surrogate_or_correction_is_named():
+    logprobs, batch = random_batch(0)
+    with pytest.raises(ValueError, match=r"'ppo'.*clip, gspo, cispo"):
+        batch_loss(logprobs, batch, surrogate="ppo")
+    with pytest.raises(ValueError, match=r"'is'.*tis, sequence_tis, mis, sequence_mis, icepop"):
+        batch_loss(logprobs, batch, correction="is")
+
+
+@pytest.mark.parametrize("call", [
+    lambda: token_weights(torch.ones(1, 1, dtype=torch.bool), aggregate="mean", max_tokens=1),
+    lambda: denominator(np.ones((1, 1), bool), aggregate="mean"),
+])  # fmt: skip
+def test_an_unknown_aggregation_is_named(call):
+    with pytest.raises(ValueError, match=r"'mean'.*token_mean, sequence_mean, constant"):
+        call()
+    with pytest.raises(ValueError, match="max_tokens"):
+        token_weights(torch.ones(1, 1, dtype=torch.bool), aggregate="constant", max_tokens=0)

@@ -1,0 +1,370 @@
+"""Export, import, delete and SQL on the real broker, with a run that is told record by record, gaps of every kind included."""
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from penstock.infra.errors import LogError
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive import import_run as importing
+from penstock.pipeline.archive.archived_log import ArchivedLog
+from penstock.pipeline.archive.delete import delete, doomed
+from penstock.pipeline.archive.export import Exported, export
+from penstock.pipeline.archive.files import UNFINISHED, Archive
+from penstock.pipeline.archive.import_run import find_archive, import_run
+from penstock.pipeline.archive.layout import KINDS, Kind
+from penstock.pipeline.archive.source import TopicRows
+from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
+from penstock.pipeline.cli import main
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.observe.report.summary import collect, load, summarise
+from penstock.pipeline.observe.tables.samples_groups_steps import groups, samples, steps
+from penstock.pipeline.observe.tables.timeline import timeline
+from penstock.pipeline.runtime.run_registry import all_runs, find
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
+from penstock.topics.wire.record import Outgoing, Record
+from tests.support.a_run import Teller
+from tests.support.paths import ROOT
+
+STEPS = 3
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    found = KafkaLog(broker, client_id="test")
+    yield found
+    found.close()
+
+
+def tell(log: KafkaLog, run: str, told: list[Outgoing], *, seed: int = 0) -> None:
+    """Write records alone or in transactions, with aborted transactions and strangers' records between them."""
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
+    log.create_topics(topics_of(run, partitions=2), replication_factor=1)
+    rng, producer, transactions = random.Random(seed), log.producer(), log.transactions(f"{run}.test")
+    aborting = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": f"{run}.aborting"})
+    aborting.init_transactions()
+    for number, record in enumerate(told):
+        if record.topic == RUNS_TOPIC or rng.random() < 0.5:
+            producer.send(record).offset(30.0)
+        else:
+            transactions.commit([record, replace(record, partition=0, key=None, headers=())][: rng.randint(1, 2)])
+        if number % 9 == 4:
+            aborting.begin_transaction()
+            for _ in range(rng.randint(1, 3)):
+                aborting.produce(f"{run}.groups", partition=1, value=b"never")
+                aborting.produce(record.topic if record.topic != RUNS_TOPIC else f"{run}.ledger", partition=0, value=b"never")
+            aborting.flush()
+            aborting.abort_transaction()
+    producer.close()
+    transactions.close()
+
+
+def everything(log: KafkaLog | ArchivedLog, run: str) -> dict[str, list[Record]]:
+    """All records by place."""
+    return {topic: sorted(scan(log, f"{run}.{topic}"), key=lambda r: (r.partition, r.offset)) for topic in TOPICS}  # type: ignore[arg-type]
+
+
+def ends(log: KafkaLog, run: str) -> dict[Any, int]:
+    return {t: log.end_offsets([(f"{run}.{t}", p) for p in range(log.partitions(f"{run}.{t}") or 0)]) for t in TOPICS}
+
+
+def written(log: KafkaLog, run: str, directory: Path, **chosen: Any) -> Exported:
+    return export(log, run, directory, **chosen)
+
+
+def deleted(log: KafkaLog, run: str) -> None:
+    delete(log, doomed(log, run), bootstrap=log.bootstrap)
+    while log.topics(f"{run}."):
+        time.sleep(0.05)
+
+
+def test_an_imported_run_is_the_exported_one_at_the_same_offsets(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    before, report, reached = everything(log, run_id), collect(log, run_id), ends(log, run_id)
+    done = written(log, run_id, tmp_path)
+    assert done.rows == {kind: count for kind, count in done.rows.items() if count}
+    assert sum(done.rows.values()) - done.rows["runs"] == sum(map(len, before.values()))
+    archived = ArchivedLog(find_archive(tmp_path))
+    assert everything(archived, run_id) == before
+    assert summarise(load(archived, run_id)) == report  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match="exists already on this broker"):
+        import_run(log, find_archive(tmp_path), bootstrap=log.bootstrap)
+    deleted(log, run_id)
+    imported = import_run(log, find_archive(tmp_path / run_id), bootstrap=log.bootstrap)
+    assert imported.records == {topic: len(records) for topic, records in before.items()}
+    assert everything(log, run_id) == before
+    assert ends(log, run_id) == reached
+    assert collect(log, run_id) == report
+    assert importing.MARK not in {name.rpartition(".")[2] for name in log.topics(run_id)}
+
+    other = f"{run_id}-b"
+    import_run(log, find_archive(tmp_path), becomes=other, bootstrap=log.bootstrap)
+    assert {**collect(log, other), "run": run_id} == report
+    assert ends(log, other) == {t: {(f"{other}.{t}", p): end for (_, p), end in found.items()} for t, found in reached.items()}
+
+
+def test_a_second_export_adds_what_is_new_and_a_third_nothing(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    told = list(Teller(run_id, steps=STEPS).whole())
+    tell(log, run_id, told[: len(told) // 2])
+    written(log, run_id, tmp_path)
+    first = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
+    tell(log, run_id, told[len(told) // 2 :], seed=1)
+    written(log, run_id, tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in first} == first
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+    again = written(log, run_id, tmp_path)
+    assert (again.rows, again.files) == ({}, 0)
+
+
+def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    with pytest.raises(ConfigError, match="there is no topic 'rolouts'"):
+        written(log, run_id, tmp_path, topics=["rolouts"])
+    assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "rollouts"}
+    with pytest.raises(ValueError, match=r"no whole export, prompts, groups, .* missing: `penstock topics export` goes on with it"):
+        import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b", bootstrap=log.bootstrap)
+    written(log, run_id, tmp_path)
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+
+
+def test_an_interrupted_export_leaves_whole_files_only_and_the_next_one_completes_it(
+    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    read, kinds = TopicRows.read, list[str]()
+
+    def interrupted(self: TopicRows, kind: Kind, partition: int, **between: int) -> Iterator[tuple[pa.Table, int]]:
+        yield from read(self, kind, partition, **between)
+        kinds.append(kind.name)
+        if kind.name == "groups":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TopicRows, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            written(log, run_id, tmp_path)
+    assert not list(tmp_path.rglob(f"*{UNFINISHED}")) and not list(tmp_path.rglob("groups/*/*.parquet"))
+    assert {kind.name for kind in Archive(tmp_path, run_id).tables()} == set(kinds) - {"groups"} != set()
+    written(log, run_id, tmp_path)
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive import files
+from penstock.pipeline.archive.export import export
+
+bootstrap, run, directory, when = sys.argv[1:]
+left = int(when)
+finish = files.PartitionFile.finish
+
+
+def dying(self, offset):
+    global left
+    left -= 1
+    if left < 0:
+        assert "pandas" not in sys.modules  # half a second of every export
+        self._flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return finish(self, offset)
+
+
+files.PartitionFile.finish = dying
+export(KafkaLog(bootstrap), run, Path(directory))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    for when in (0, 3):
+        command = [sys.executable, "-c", KILLED, log.bootstrap, run_id, str(tmp_path), str(when)]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60, check=False)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
+        for path in tmp_path.rglob("*.parquet"):
+            assert pq.read_table(path).num_rows
+        with pytest.raises(ValueError, match="no whole export"):
+            import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b", bootstrap=log.bootstrap)
+    written(log, run_id, tmp_path)
+    assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+
+
+def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    tell(log, run_id, [Teller(run_id, steps=1).record()])
+    written(log, run_id, tmp_path)
+    deleted(log, run_id)
+    tell(log, run_id, [Teller(run_id, steps=1, created_s=1_690_000_000.0).record()])
+    with pytest.raises(ValueError, match="created at another time; export into another directory"):
+        written(log, run_id, tmp_path)
+
+
+def test_an_import_that_was_killed_is_begun_anew(log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    before, other, said = everything(log, run_id), f"{run_id}-b", list[str]()
+    written(log, run_id, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(importing, "_wait_for_ends", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            import_run(log, find_archive(tmp_path), becomes=other, bootstrap=log.bootstrap)
+    assert find(log, other) is None
+    import_run(log, find_archive(tmp_path), becomes=other, bootstrap=log.bootstrap, say=said.append)
+    assert said == [f"an import of {other} was begun before and not finished: beginning anew"]
+    assert [len(records) for records in everything(log, other).values()] == [len(records) for records in before.values()]
+
+
+def remove_below(log: KafkaLog, topic: str, partition: int, offset: int) -> None:
+    admin = AdminClient({"bootstrap.servers": log.bootstrap})
+    for future in admin.delete_records([TopicPartition(topic, partition, offset)]).values():
+        future.result(30)
+
+
+def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    topic = f"{run_id}.rollouts"
+    offsets = [record.offset for record in scan(log, topic) if record.partition == 0]
+    written(log, run_id, tmp_path)
+    remove_below(log, topic, 0, offsets[4])
+    with pytest.raises(
+        LogError, match=rf"^{topic}/0: the records at offsets 0 to 1, .* were deleted, the first one that is kept is {offsets[4]}$"
+    ):
+        log.read(topic, 0, [0, 1, offsets[3], offsets[5]])
+    with pytest.raises(LogError, match=rf"{topic}/0 has no committed record at offset 9000"):
+        log.read(topic, 0, [offsets[5], 9000])
+    # What an export has is not lost, what a new one cannot have is where the import begins.
+    assert written(log, run_id, tmp_path).gone == []
+    written(log, run_id, tmp_path / "late")
+    other = f"{run_id}-b"
+    import_run(log, find_archive(tmp_path / "late"), becomes=other, bootstrap=log.bootstrap)
+    assert log.begin_offsets([(f"{other}.rollouts", 0)]) == {(f"{other}.rollouts", 0): offsets[4]}
+    assert [record.offset for record in everything(log, other)["rollouts"] if record.partition == 0] == offsets[4:]
+
+
+def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
+    log: KafkaLog, broker: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teller = Teller(run_id, steps=1, created_s=time.time())
+    tell(log, run_id, [teller.record("running"), teller.opened(), teller.measured_by("trainer")])
+    with pytest.raises(ValueError, match=f"run {run_id} is running, trainer at work: stop it first"):
+        doomed(log, run_id)
+    told = teller.measured_by("trainer", "final")
+    tell(log, run_id, [told])
+    found = doomed(log, run_id)
+    assert found.offsets[f"{run_id}.metrics"] > 1
+    command = ["topics", "delete", run_id, "--bootstrap", broker]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"{run_id}.metrics" in shown and "nothing was deleted" in shown
+    assert find(log, run_id) is not None
+    assert main([*command, "--yes"]) == 0
+    assert run_id not in [record.run for record in all_runs(log)]
+    with pytest.raises(ValueError, match=f"no run '{run_id}' on this broker"):
+        doomed(log, run_id)
+
+
+@pytest.mark.slow
+def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    told = list(Teller(run_id, steps=STEPS).whole())
+    again = next(record for record in told if record.topic.endswith(".rollouts"))
+    tell(log, run_id, [*told, again, replace(again, headers=(("run", b"other"),), value=b"?")])
+    written(log, run_id, tmp_path)
+    report = collect(log, run_id)
+    live = LiveTables(log, run_id)
+    for tables in (live, ArchivedTables(find_archive(tmp_path))):
+        found = ask(tables, "select * from samples")
+        expected = samples(log, run_id)
+        for name in (
+            "group",
+            "sample",
+            "policy_version_min",
+            "token_ids",
+            "behaviour_logprobs",
+            "completion",
+            "reward",
+            "components",
+            "worker",
+        ):
+            assert found[name].to_pylist() == expected[name].to_pylist(), name
+        found, wanted = ask(tables, "select * from groups"), groups(log, run_id)
+        for name in ("group", "fate", "reason", "samples", "reward_mean", "prompt", "prompt_ids", "policy_version_max"):
+            assert found[name].to_pylist() == wanted[name].to_pylist(), name
+        found, wanted = ask(tables, "select * from steps"), steps(log, run_id)
+        for name in ("step", "version", "groups", "loss", "reward_trained"):
+            assert found[name].to_pylist() == wanted[name].to_pylist(), name
+        assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
+        assert ask(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
+        assert ask(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("select * from sampels", 'Did you mean "samples"'),
+        ("select rewrd from samples", 'Candidate bindings: "reward"'),
+        ("selec 1", "syntax error"),
+        ("select 1; select 2", "one question at a time"),
+        ("copy (select 1) to 'x.csv'", "one question at a time"),
+        ("select * from read_text('/etc/passwd')", "file system operations are disabled"),
+        ("select * from '/etc/passwd'", "does not exist"),
+        ("install httpfs", "one question at a time"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_one_line(log: KafkaLog, run_id: str, query: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        ask(LiveTables(log, run_id), query)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
+    log: KafkaLog, broker: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--topics", "ledger,groups"]) == 0
+    assert f"{tmp_path / run_id}: 1 runs, " in capsys.readouterr().out
+    assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 1
+    assert "is no whole export" in capsys.readouterr().err
+    assert main(["topics", "export", run_id, str(tmp_path), "--bootstrap", broker, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["rollouts"] == len(everything(log, run_id)["rollouts"])
+    assert main(["topics", "import", str(tmp_path), "--bootstrap", broker]) == 2
+    assert main(["topics", "import", str(tmp_path), "--run-id", f"{run_id}-b", "--bootstrap", broker]) == 0
+    assert f"run {run_id}-b: " in capsys.readouterr().out
+    assert {**collect(log, f"{run_id}-b"), "run": run_id} == collect(log, run_id)
+
+    def printed(*words: str) -> str:
+        main(["sql", str(tmp_path), *words])
+        found = capsys.readouterr()
+        return found.out + found.err
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("select step, groups from steps"))
+    assert json.loads(printed("-", "--json")) == [{"step": step, "groups": [2 * step + 1, 2 * step + 2]} for step in range(STEPS)]
+    assert printed("select step, loss from steps limit 2", "--csv") == "step,loss\n0,1.0\n1,0.5\n"
+    assert "0.3333" in printed("select loss from steps")
+    assert "samples: group BIGINT, sample BIGINT" in printed()
+    assert printed("select nothing from steps").startswith("penstock: Binder Error")
+
+
+def test_a_table_of_every_topic_is_named(tmp_path: Path) -> None:
+    assert {kind.topic for kind in KINDS.values()} == {RUNS_TOPIC, *TOPICS}
+    with pytest.raises(ValueError, match="holds no export"):
+        find_archive(tmp_path)
+    assert Archive(tmp_path, "x").note() is None

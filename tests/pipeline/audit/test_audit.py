@@ -1,0 +1,298 @@
+"""The audit's own parts: what it imports, how it reads a broker, how it recomputes a digest, how it states the rules."""
+
+import hashlib
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from confluent_kafka import Consumer, Producer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.tensors import stream
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.audit import chunk_digests
+from penstock.pipeline.audit.kafka_reader import KafkaSource, client_settings
+from penstock.pipeline.audit.report import as_table, as_text, audit, summary
+from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, terms_of
+from penstock.pipeline.audit.source import Listed, Unreadable
+from penstock.pipeline.scheduling import schedule
+from penstock.topics import weights
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.weights import Chunk, Manifest
+from penstock.topics.wire.record import Record
+from tests.support.a_run import RUN, Teller, as_records
+from tests.support.paths import ROOT
+
+
+def test_the_audit_imports_nothing_of_ours_but_topics_and_no_client_that_a_worker_uses() -> None:
+    code = """
+import importlib, pkgutil, sys
+import penstock.pipeline.audit
+for found in pkgutil.walk_packages(penstock.pipeline.audit.__path__, "penstock.pipeline.audit."):
+    importlib.import_module(found.name)
+from penstock.pipeline.audit.checks.registry import all_checks
+all_checks()
+ours = [name for name in sys.modules if name.split(".")[0] in ("penstock", "kafka")]
+allowed = ("penstock.pipeline.audit.", "penstock.topics.")
+print(*[name for name in ours if name not in ("penstock", "penstock.pipeline") and not (name + ".").startswith(allowed)])
+assert "confluent_kafka" in sys.modules and "penstock.topics.groups" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
+
+
+def test_security_settings_get_the_names_that_librdkafka_knows() -> None:
+    given_settings = {
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_plain_username": "ann",
+        "sasl_plain_password": "secret",
+        "ssl_check_hostname": "false",
+    }
+    found = client_settings("h:1", given_settings)
+    assert found["sasl.password"] == "secret"
+    assert found["ssl.endpoint.identification.algorithm"] == "none"
+    Consumer({**found, "group.id": "x"}).close()  # refuses a name it does not know
+    assert client_settings("h:1", {"ssl_check_hostname": "True"})["ssl.endpoint.identification.algorithm"] == "https"
+    with pytest.raises(ValueError, match="sasl_mechanims"):
+        client_settings("h:1", {"sasl_mechanims": "PLAIN"})
+
+
+def test_a_broker_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.pipeline.audit.kafka_reader.ANSWER_S", 1.0)
+    with pytest.raises(Unreadable, match=r"cannot read 127\.0\.0\.1:1"):
+        KafkaSource("127.0.0.1:1", "any")
+
+
+@pytest.fixture
+def run(broker: str, run_id: str) -> str:
+    """A run's empty topics."""
+    log = KafkaLog(broker, client_id="test")
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run_id, partitions=3)}, replication_factor=1)
+    log.close()
+    return run_id
+
+
+def test_a_run_whose_topics_are_gone_is_told_apart_from_a_clean_one(broker: str, run: str) -> None:
+    with pytest.raises(Unreadable, match=r"run nowhere has no topic 'nowhere\."):
+        KafkaSource(broker, "nowhere")
+    with pytest.raises(Unreadable, match="neither the register of runs nor the ledger"):
+        audit(KafkaSource(broker, run))
+
+
+def test_what_a_transaction_has_not_committed_is_not_read_and_holds_nobody_up(broker: str, run: str) -> None:
+    topic = f"{run}.groups"
+    plain = Producer({"bootstrap.servers": broker})
+    for number in range(5):
+        plain.produce(topic, b"plain %d" % number, partition=number % 3, headers=[("run", b"r"), ("none", None)])
+    assert plain.flush(30) == 0
+    writer = Producer({"bootstrap.servers": broker, "transactional.id": f"{run}.test"})
+    writer.init_transactions(30)
+    for end in ("commit", "abort", "leave open"):
+        writer.begin_transaction()
+        for number in range(6):
+            writer.produce(topic, f"{end} {number}".encode(), partition=number % 3, key=b"k")
+        assert writer.flush(30) == 0
+        if end == "commit":
+            writer.commit_transaction(30)
+        elif end == "abort":
+            writer.abort_transaction(30)
+    source = KafkaSource(broker, run)
+    plain.produce(topic, b"later", partition=0)
+    assert plain.flush(30) == 0
+    found = list(source.read("groups"))
+    assert sorted(record.value for record in found) == sorted([b"plain %d" % n for n in range(5)] + [b"commit %d" % n for n in range(6)])
+    assert {record.headers for record in found if record.value.startswith(b"plain")} == {(("run", b"r"), ("none", None))}
+    for partition in range(3):
+        offsets = [record.offset for record in found if record.partition == partition]
+        assert offsets == sorted(offsets)
+        assert [record.offset for record in source.read("groups", [partition])] == offsets
+    writer.abort_transaction(30)
+    del plain, writer
+
+
+def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: str) -> None:
+    log = KafkaLog(broker, client_id="test")
+    producer = log.producer()
+    for outgoing in Teller(run, steps=3).whole():
+        producer.send(outgoing)
+    producer.flush(30.0)
+    tail = log.tail({(f"{run}.{topic}", 0): "earliest" for topic in ("prompts", "rollouts", "groups", "ledger", "metrics")})
+    ours = {(record.topic, record.partition, record.offset): record for record in tail.read_to_end(30.0)}
+    tail.close()
+    producer.close()
+    log.close()
+    source = KafkaSource(broker, run)
+    found = [record for topic in ("prompts", "rollouts", "groups", "ledger", "metrics") for record in source.read(topic)]
+    assert {(record.topic, record.partition, record.offset): record for record in found} == ours
+    assert ours
+
+
+# --- digests -----------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def a_model(draw: st.DrawFn) -> list[TensorBytes]:
+    names = draw(st.lists(st.text("abé.", min_size=1, max_size=4), min_size=1, max_size=5, unique=True))
+    found = []
+    for name in names:
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "bool", "float8_e4m3fn", "float64"]))
+        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        size = stream.expected_nbytes(dtype, shape)
+        found.append(TensorBytes(name=name, dtype=dtype, shape=shape, data=draw(st.binary(min_size=size, max_size=size))))
+    return found
+
+
+def published(model: list[TensorBytes], *, chunk_bytes: int, partitions: int) -> tuple[Manifest, list[Record]]:
+    """A manifest and its chunks, dealt to partitions 1 to `partitions` in turn behind a chunk that belongs to nobody."""
+    ordered = sorted(model, key=lambda tensor: tensor.name)
+    chunks = list(stream.split(ordered, max_bytes=chunk_bytes))
+    places = [(1 + index % partitions, 1 + index // partitions) for index in range(len(chunks))]
+    records = [_chunk_record(Chunk(version=9, index=0, data=b"x"), partition, 0) for partition in range(1, partitions + 1)]
+    records += [_chunk_record(Chunk(version=0, index=i, data=data), *places[i]) for i, data in enumerate(chunks)]
+    manifest = Manifest(
+        version=0,
+        step=0,
+        encoding="full",
+        base_version=None,
+        digest=stream.digest(model),
+        nbytes=sum(map(len, chunks)),
+        names=tuple(tensor.name for tensor in ordered),
+        dtypes=tuple(tensor.dtype for tensor in ordered),
+        shapes=tuple(tensor.shape for tensor in ordered),
+        chunk_partitions=tuple(partition for partition, _ in places),
+        chunk_offsets=tuple(offset for _, offset in places),
+        chunk_sizes=tuple(map(len, chunks)),
+        chunk_sha256=tuple(hashlib.sha256(data).hexdigest() for data in chunks),
+        created_ns=1,
+    )
+    return manifest, records
+
+
+def _chunk_record(chunk: Chunk, partition: int, offset: int) -> Record:
+    value = weights.encode_chunk(chunk)
+    headers = weights.chunk_headers(chunk, run=RUN).encode(value)
+    return Record(topic=f"{RUN}.weights", partition=partition, offset=offset, timestamp_ms=0, key=b"0", headers=headers, value=value)
+
+
+def manifest_record(manifest: Manifest) -> Record:
+    value = weights.encode(manifest)
+    headers = weights.headers(manifest, run=RUN).encode(value)
+    return Record(topic=f"{RUN}.weights", partition=0, offset=0, timestamp_ms=0, key=b"0", headers=headers, value=value)
+
+
+def a_story(*more: Record) -> list[Record]:
+    """A run that was opened, and more."""
+    teller = a_teller()
+    return [*as_records([teller.record(), teller.opened(), teller.version(0)]), *more]
+
+
+def a_teller() -> Teller:
+    """One that says all of the schedule."""
+    return Teller(steps=2, config={"schedule": {**Teller().config["schedule"], "max_lag": None, "order": "submission"}})
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=a_model(), chunk_bytes=st.integers(1, 40), partitions=st.integers(1, 3), turn=st.integers(0, 10**6))
+def test_the_digest_is_recomputed_from_chunks_however_they_were_cut_and_dealt(
+    model: list[TensorBytes], chunk_bytes: int, partitions: int, turn: int
+) -> None:
+    manifest, chunks = published(model, chunk_bytes=chunk_bytes, partitions=partitions)
+    found = audit(Listed(RUN, a_story(manifest_record(manifest), *chunks)))
+    assert found.facts.recomputed[0].digest == manifest.digest, found.facts.recomputed[0]
+    assert as_table(found)["duplicates"] == {"chunks of no manifest": partitions}
+    if manifest.nbytes:
+        whole = bytearray(b"".join(bytes(tensor.data) for tensor in sorted(model, key=lambda tensor: tensor.name)))
+        whole[turn % len(whole)] ^= 1 << turn % 8
+        assert chunk_digests.digest(manifest, iter([memoryview(whole)])) != manifest.digest
+        with pytest.raises(ValueError, match="end 1 bytes before"):
+            chunk_digests.digest(manifest, iter([memoryview(whole)[:-1]]))
+    with pytest.raises(ValueError, match="more bytes"):
+        chunk_digests.digest(manifest, iter([memoryview(bytes(manifest.nbytes + 1))]))
+
+
+# --- rules -------------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    mode=st.sampled_from(sorted(schedule.MODES)),
+    u=st.integers(1, 9),
+    s=st.integers(1, 5),
+    max_lag=st.none() | st.integers(0, 4),
+    slot=st.integers(0, 500),
+    steps=st.integers(1, 60),
+    done=st.integers(0, 60),
+)
+def test_the_rules_stated_anew_are_those_that_the_workers_apply(
+    mode: str, u: int, s: int, max_lag: int | None, slot: int, steps: int, done: int
+) -> None:
+    said = {"mode": mode, "prompts_per_step": u, "samples_per_prompt": 2, "steps_per_version": s, "max_lag": max_lag, "order": "arrival"}
+    terms = terms_of({"schedule": said}, {"steps": steps})
+    rules = schedule.preset(mode, prompts_per_step=u, samples_per_prompt=2, steps_per_version=s, max_lag=max_lag)
+    assert terms.max_lag == rules.max_lag
+    assert terms.min_version(slot) == schedule.min_version(rules, slot=slot)
+    assert terms.learner_version(done) == schedule.version_after(done, steps_per_version=s)
+    assert terms.step_of(schedule.versions_of(steps, steps_per_version=s)) == steps
+    for newest in range(5):
+        limit = schedule.admission_limit(rules, newest_version=newest, dropped=0, steps=10**6)
+        assert (slot < limit) == (terms.needed_version(slot) <= newest)
+    if done <= steps:
+        out = [step for step in range(done) if schedule.publishes(step, steps=steps, steps_per_version=s)]
+        assert terms.newest_version(done) == len(out)
+        assert [terms.step_of(version) for version in range(1, len(out) + 1)] == [step + 1 for step in out]
+
+
+def test_every_mode_has_its_lag_stated_anew() -> None:
+    assert {name: mode.max_lag for name, mode in schedule.MODES.items()} == LAG_OF_MODE
+
+
+@pytest.mark.parametrize("config", [{}, {"schedule": {"mode": "pipelined"}}, {"schedule": 3}])
+def test_a_configuration_that_says_nothing_cannot_be_judged(config: Any) -> None:
+    with pytest.raises(Unreadable, match="does not say"):
+        terms_of(config, {"steps": 1})
+
+
+# --- text --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_check_with_many_violations_shows_five_with_coordinates_and_counts_the_rest() -> None:
+    records = a_story()
+    entry = records[-1]
+    records += [replace(entry, offset=entry.offset + number) for number in range(1, 3)]
+    found = audit(Listed(RUN, records))
+    assert as_table(found)["duplicates"] == {"ledger": 2}
+    assert not found.clean  # version 0 has an entry and no manifest
+    assert "version 0, ledger/0/1: version 0 has an entry in the ledger and no manifest" in as_text(found)
+    assert summary(found) == (
+        "audit: 1 violation, 0 groups, 0 steps, 0 versions, 2 duplicates, 0 dead letters, 0 groups open, the run is under way"
+    )
+    again = replace(found, results=tuple(replace(result, violations=result.violations * 7) for result in found.results))
+    shown = as_text(again).splitlines()
+    assert sum("no manifest" in line for line in shown) == 5
+    assert "    and 2 more; --json lists them" in shown
+
+
+def test_what_is_kept_of_a_sample_does_not_grow_with_its_tokens() -> None:
+    assert abs(kept(tokens=4096) - kept(tokens=4)) < 1000
+
+
+def kept(*, tokens: int) -> int:
+    """Bytes of the facts of 50 samples."""
+    teller = a_teller()
+    told = [teller.record(), teller.opened(), *(record for _ in range(25) for record in teller.group([1.0, 0.0], version=0, tokens=tokens))]
+    facts = audit(Listed(RUN, as_records(told))).facts
+    assert len(facts.samples) == 50
+    return len(pickle.dumps(facts))
+
+
+def test_terms_are_plain_numbers() -> None:
+    terms = Terms(prompts_per_step=4, samples_per_prompt=8, steps_per_version=2, max_lag=1, order="submission", steps=7)
+    assert (terms.round_groups, terms.newest_version(7), terms.newest_version(5), terms.step_of(4)) == (8, 4, 2, 7)
+    assert np.array([terms.min_version(slot) for slot in (0, 8, 16, 24)]).tolist() == [0, 0, 1, 2]

@@ -1,0 +1,68 @@
+"""The examples beyond a dry run: the own loss in a real optimizer step of a real model."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.topics import groups
+from tests.support.a_run import Teller
+from tests.support.paths import EXAMPLES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, barely taught."""
+    pytest.importorskip("torch")
+    from penstock.pipeline.envs.tiny.model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("example") / "model", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more"),
+    [
+        ([], set()),
+        (["algorithm.proximal=behaviour", "schedule.steps_per_version=2"], set()),
+        (["algorithm.kl_coef=0.1"], {"kl_reference"}),
+    ],
+    ids=["current", "behaviour", "with a reference"],
+)
+def test_the_example_loss_trains_and_is_summarised_like_the_built_in_one(model: Path, overrides: list[str], more: set[str]) -> None:
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.learner.train_step import Objective, Step
+    from penstock.pipeline.runtime.factories import make_backend
+
+    config = load(EXAMPLES / "own.toml", [f'model.path="{model}"', "trainer.device=cpu", *overrides])
+    group = groups.decode(Teller().group([1.0, 0.0], version=0)[-1].value)
+    found = {}
+    for name in (config.algorithm.loss, "grpo"):
+        chosen = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"loss": name})})
+        backend = make_backend(chosen, steps=1)
+        try:
+            step = Step(backend, Objective.of(chosen))
+            step.add(group)
+            found[name] = step.finish(learner_version=0)
+        finally:
+            backend.close()
+    own, built_in = found.values()
+    assert own.metrics.keys() == built_in.metrics.keys() >= {"loss", "grad_norm", "clip_fraction", "ess", "tokens", *more}
+    assert own.metrics["ess"] == built_in.metrics["ess"]
+    assert own.grad_norm > 0
+    assert own.loss != built_in.loss
+
+
+def test_the_example_loss_halves_what_mistakes_weigh_in_a_step(model: Path) -> None:
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.learner.train_step import Objective, Step
+    from penstock.pipeline.runtime.factories import make_backend
+
+    config = load(EXAMPLES / "own.toml", [f'model.path="{model}"', "trainer.device=cpu", "algorithm.advantage=dr_grpo"])
+    group = groups.decode(Teller().group([1.0, 0.0], version=0)[-1].value)
+    backend = make_backend(config, steps=1)
+    try:
+        step = Step(backend, Objective.of(config))
+        step.add(group)
+        # Advantages 1/2 and -1/2 under the current policy, whose ratio is 1: -(1/2 - 1/4) over two sequences.
+        assert step.finish(learner_version=0).loss == pytest.approx(-0.125)
+    finally:
+        backend.close()

@@ -1,0 +1,141 @@
+"""Rendering: a prompt is tokenised once, and whoever means other tokens has other digests."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.pipeline.envs.datasets import DataError
+from penstock.pipeline.envs.datasets.rows import Row
+from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests
+from tests.support.paths import ROOT
+
+TEMPLATE = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+
+
+def model(folder: Path, *, template: str | None = None) -> Path:
+    """A model directory with a byte-level tokenizer, `</s>` as its end, and no weights."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 257}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def row(prompt: str | None = "2+2=", messages: list[dict[str, Any]] | None = None) -> Row:
+    return Row(index=0, prompt=prompt, messages=messages, columns={"answer": "4"}, origin="train.jsonl:3")
+
+
+def test_a_prompt_becomes_text_and_ids_that_decode_to_it(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    text, ids = Renderer(folder).render(row("grüß Gott"))
+    assert text == "grüß Gott"
+    assert ids.dtype == np.int32
+    assert Decoder(folder).decode(ids) == "grüß Gott"
+
+
+def test_a_chat_template_is_applied_where_there_is_one_and_special_tokens_are_single_ids(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", template=TEMPLATE)
+    text, ids = Renderer(folder).render(row("hi"))
+    assert text == "<s>user:hi</s><s>assistant:"
+    assert list(ids).count(256) == 2
+    assert list(ids).count(257) == 1
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert Renderer(folder).render(row(None, talk))[0].startswith("<s>system:Be brief.</s>")
+    assert Renderer(folder, chat_template="off").render(row("hi"))[0] == "hi"
+    own = tmp_path / "own.jinja"
+    own.write_text("Q: {{ messages[0].content }}\nA:")
+    assert Renderer(folder, chat_template=str(own)).render(row("hi"))[0] == "Q: hi\nA:"
+
+
+def test_plain_prompts_get_the_same_ids_with_and_without_transformers(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    light = Renderer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    full = Renderer(folder)
+    for prompt in ("2+2=", "grüß 🙂", " a  b\n", "<s>x</s>"):
+        assert light.render(row(prompt))[1].tolist() == full.render(row(prompt))[1].tolist()
+
+
+def test_the_decoder_leaves_special_tokens_out(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    _, ids = Renderer(folder).render(row("42"))
+    assert Decoder(folder).decode([*ids, 257]) == "42"
+
+
+def test_a_prompt_that_cannot_be_rendered_is_named_with_its_place(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    with pytest.raises(DataError, match=r"^train.jsonl:3: the prompt has 9 tokens, more than data.max_prompt_tokens = 8$"):
+        Renderer(folder, max_prompt_tokens=8).render(row("123456789"))
+    assert len(Renderer(folder, max_prompt_tokens=8).render(row("12345678"))[1]) == 8
+    talk = [{"role": "user", "content": "hi"}]
+    with pytest.raises(DataError, match=r"^train.jsonl:3: the prompt is a list of messages, but the model has no chat template"):
+        Renderer(folder).render(row(None, talk))
+    refusing = tmp_path / "refusing.jinja"
+    refusing.write_text("{{ raise_exception('no system role') }}")
+    with pytest.raises(DataError, match=r"^train.jsonl:3: the chat template refuses the prompt: no system role"):
+        Renderer(folder, chat_template=str(refusing)).render(row("hi"))
+
+
+def test_what_a_model_directory_lacks_is_told_in_one_line(tmp_path: Path) -> None:
+    for use in (Renderer, Decoder, digests):
+        with pytest.raises(ValueError, match=r"model.path: there is no directory .*penstock model tiny"):
+            use(tmp_path / "nowhere")
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=r"has no tokenizer.json: save one with"):
+            use(tmp_path / "empty")
+    folder = model(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"data.chat_template: on, but .* has no chat template"):
+        Renderer(folder, chat_template="on")
+    with pytest.raises(ValueError, match=r"data.chat_template: cannot read .*auot"):
+        digests(folder, chat_template="auot")
+    (folder / "tokenizer.json").write_text("{")
+    for use in (Renderer, Decoder, digests):
+        with pytest.raises(ValueError, match=r"model.path: .*tokenizer"):
+            use(folder)
+
+
+def test_digests_are_equal_for_a_copy_and_differ_for_another_tokenizer_or_template(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", template=TEMPLATE)
+    first = digests(folder)
+    assert digests(shutil.copytree(folder, tmp_path / "copy")) == first
+    (tmp_path / "copy/chat_template.jinja").write_text(TEMPLATE + " ")
+    changed = digests(tmp_path / "copy")
+    assert changed["template"] != first["template"]
+    assert changed["tokenizer"] == first["tokenizer"]
+    assert digests(folder, chat_template="off")["template"] not in (first["template"], changed["template"])
+    (tmp_path / "copy/tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("</s>", "</t>"))
+    assert digests(tmp_path / "copy")["tokenizer"] != first["tokenizer"]
+
+
+def test_stop_ids_come_from_the_model_its_generation_config_and_its_tokenizer(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    assert digests(folder)["stop_ids"] == [257]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 3]}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": None, "text_config": {"eos_token_id": 5}}))
+    assert digests(folder)["stop_ids"] == [3, 5, 9, 257]
+
+
+def test_digests_decoder_and_plain_prompts_do_without_transformers(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests\n"
+        f"digests({str(folder)!r}); Decoder({str(folder)!r}).decode([1, 2]); Renderer({str(folder)!r})\n"
+        "print([name for name in ('transformers', 'torch') if name in sys.modules])\n"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", script], check=True, capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,74 @@
+"""The embedded broker under a launcher's eyes: one that died comes back, one that was stopped does not."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.broker import embedded
+from penstock.pipeline.launch.broker_keeper import BrokerKeeper
+from penstock.pipeline.launch.restart_policy import Rules
+
+
+def keeper_of(bootstrap: str, said: list[str], *, max_restarts: int = 5) -> BrokerKeeper:
+    return BrokerKeeper(bootstrap, Rules(max_restarts=max_restarts), said.append)
+
+
+def look_until(keeper: BrokerKeeper, holds: Callable[[], bool], *, limit_s: float = 60.0) -> str | None:
+    """Look as the launcher does, until that holds or the broker is given up."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to that"
+        given_up = keeper.look(now_s=time.monotonic())
+        if given_up is not None:
+            return given_up
+        time.sleep(0.1)
+    return None
+
+
+def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so(
+    new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PENSTOCK_HOME", str(new_home()))
+    said: list[str] = []
+    bootstrap = embedded.start().bootstrap
+    keeper = keeper_of(bootstrap, said)
+    first = embedded.status().pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert look_until(keeper, lambda: bool(said) and keeper.up) is None
+    assert embedded.status().pid not in (None, first)
+    assert said[0] == "the broker was killed: it left no error in its log; it is started again"
+    assert said[1] == f"the broker at {bootstrap} serves again"
+    embedded.stop()
+    assert look_until(keeper, lambda: not keeper.up) is None
+    for _ in range(10):
+        assert keeper.look(now_s=time.monotonic()) is None
+        time.sleep(0.1)
+    assert not embedded.status().running
+    assert "was stopped" in said[2]
+
+
+def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PENSTOCK_HOME", str(new_home()))
+    said: list[str] = []
+    found = embedded.start()
+    keeper = keeper_of(found.bootstrap, said, max_restarts=1)
+    (found.home / "broker" / "data" / "meta.properties").write_text("version=1\ncluster.id=another\nnode.id=7\n")
+    assert found.pid is not None
+    os.kill(found.pid, signal.SIGKILL)
+    given_up = look_until(keeper, lambda: False)
+    assert given_up is not None
+    assert "the broker stopped while starting" in given_up
+    assert "2 times in a row, run.max_restarts = 1" in given_up
+    assert not any("was stopped" in line for line in said)
+
+
+def test_another_broker_is_somebody_elses():
+    keeper = keeper_of("kafka.example:9092", [])
+    assert not keeper.ours
+    assert keeper.look(now_s=time.monotonic()) is None
+    assert keeper.up

@@ -1,0 +1,80 @@
+"""The doctor: one finding per thing, `fail` only for what no role can do without, and always what to do."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from penstock.pipeline.launch import doctor
+from penstock.pipeline.launch.doctor import Need
+
+
+def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it() -> None:
+    found = doctor._package(Need(module="nowhere", package="no-such-package-penstock", purpose="tests", extra="data"))
+    assert (found.level, found.do) == ("warn", "pip install 'penstock[data]'")
+
+
+def test_a_missing_package_that_every_role_needs_is_a_failure() -> None:
+    found = doctor._package(Need(module="nowhere", package="no-such-package-penstock", purpose="tests", extra=""))
+    assert (found.level, found.do) == ("fail", "pip install penstock")
+
+
+def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "pinned", lambda: {"numpy": "<1.0"})
+    found = doctor._package(Need(module="numpy", package="numpy", purpose="payloads", extra=""))
+    assert found.level == "fail"
+    assert "wanted <1.0" in found.found
+
+
+def test_a_package_that_breaks_while_it_is_imported_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_for_doctor.py").write_text("print('hello')\nraise RuntimeError('no\\nway')\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = doctor._package(Need(module="broken_for_doctor", package="numpy", purpose="tests", extra="data"))
+    assert found.level == "fail"
+    assert "RuntimeError: no way" in found.found
+
+
+def test_a_state_directory_that_cannot_be_written_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file" / "home"))
+    assert doctor._state().level == "fail"
+
+
+def test_a_full_disk_is_worth_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MIN_DISK_GIB", 1e9)
+    assert doctor._state().level == "warn"
+
+
+def test_a_broker_is_reached_or_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert doctor._broker(f"127.0.0.1:1,{address}").level == "ok"
+    gone = doctor._broker(address)
+    assert gone.level == "fail"
+    assert address in gone.found
+    assert gone.do
+
+
+def test_the_embedded_broker_of_the_session_answers(broker: str) -> None:
+    found = doctor._embedded()
+    assert (found.level, found.found) == ("ok", f"answers at {broker}")
+
+
+def test_what_is_not_well_always_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Importing every library takes minutes on a cold machine: their presence is looked at, one is imported.
+    monkeypatch.setattr(doctor, "NEEDS", [need for need in doctor.NEEDS if need.module in ("numpy", "kafka")])
+    findings = doctor.examine(bootstrap="127.0.0.1:1")
+    assert {finding.name for finding in findings} >= {
+        "python",
+        "numpy",
+        "kafka-python",
+        "crc32c in C",
+        "state directory",
+        "memory",
+        "cores",
+        "broker",
+    }
+    assert all(finding.do for finding in findings if finding.level != "ok")
+    text = doctor.as_text(findings)
+    assert len(text.splitlines()) == len(findings) + 1
+    assert "1 failed" in text.splitlines()[-1]

@@ -1,0 +1,67 @@
+"""GPUs: each belongs to one worker, what does not fit is one line, and what nobody placed is left as it is."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.launch.gpu_placement import VISIBLE, place, visible_gpus
+
+
+def config_of(*, trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, evaluated: bool = False) -> Config:
+    table: dict[str, Any] = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
+    table |= {"trainer": trainer or {}, "rollout": rollout or {}}
+    return from_table(table | ({"eval": {"source": "e.jsonl"}} if evaluated else {}))
+
+
+def test_the_map_names_every_worker_that_has_gpus() -> None:
+    placement = place(config_of(trainer={"gpus": 1}, rollout={"workers": 2, "gpus_per_worker": 1}, evaluated=True), list("3567"))
+    assert str(placement) == "trainer: GPU 3; rollout-0: GPU 5; rollout-1: GPU 6; evaluator: GPU 7; the others: none"
+    assert placement.environment("rollout-1") == {VISIBLE: "6"}
+    assert placement.environment("scorer-0") == {VISIBLE: ""}
+
+
+def test_what_nobody_placed_is_left_as_it_is() -> None:
+    placement = place(config_of(), ["0", "1"])
+    assert placement.environment("trainer") == {}
+    assert "every worker sees all" in str(placement)
+
+
+@given(workers=st.integers(1, 8), each=st.integers(1, 4), trainer=st.integers(0, 1), available=st.integers(0, 40), evaluated=st.booleans())
+def test_no_gpu_is_given_twice_and_too_few_are_refused(workers: int, each: int, trainer: int, available: int, evaluated: bool) -> None:
+    rollout = {"engine": "vllm", "workers": workers, "gpus_per_worker": each, "vllm": {"tensor_parallel_size": each}}
+    config = config_of(trainer={"gpus": trainer}, rollout=rollout, evaluated=evaluated)
+    needed = trainer + each * (workers + evaluated)
+    if needed > available:
+        with pytest.raises(ConfigError, match=f"{needed} GPUs are wanted .* {available} are visible"):
+            place(config, [str(number) for number in range(available)])
+        return
+    gpus = place(config, [str(number) for number in range(available)]).gpus
+    assert gpus is not None
+    given_out = [number for numbers in gpus.values() for number in numbers]
+    assert len(given_out) == len(set(given_out)) == needed
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "said"),
+    [
+        ({"gpus": 2}, {"gpus_per_worker": 1}, "trainer.gpus: 2, but the trainer is one process"),
+        ({"gpus": 1, "device": "cpu"}, {}, "trainer.gpus: 1 for trainer.device = 'cpu'"),
+        ({"gpus": 1}, {"device": "cuda"}, "rollout.gpus_per_worker: 0 for rollout.device = 'cuda'"),
+        ({}, {"gpus_per_worker": 2}, "the transformers engine computes on one GPU"),
+        ({}, {"engine": "vllm", "gpus_per_worker": 2}, "set rollout.vllm.tensor_parallel_size = 2"),
+    ],
+)
+def test_what_cannot_be_is_one_line_that_names_the_key(trainer: dict[str, Any], rollout: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        place(config_of(trainer=trainer, rollout=rollout), list("01234567"))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_environment_says_which_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "2, GPU-5a")
+    assert visible_gpus() == ("2", "GPU-5a")
+    monkeypatch.setenv(VISIBLE, "")
+    assert visible_gpus() == ()

@@ -1,0 +1,305 @@
+"""A launcher's processes, with cheap ones in the workers' places: replaced when they die, ended with their launcher, never two crews."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.infra.errors import PenstockError
+from penstock.pipeline.config.load import from_table
+from penstock.pipeline.launch import run_lock
+from penstock.pipeline.launch.supervisor import Crew, Failure
+from penstock.pipeline.launch.worker_process import Worker
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import GroupFacts, WorkerView
+from penstock.topics.ledger import Entry
+
+PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
+FAILING = "import sys; print('the reason'); sys.exit(1)"
+MISTAKEN = "import sys; print('sampling.top_p = 3'); sys.exit(2)"
+
+
+class CheapCrew(Crew):
+    """Everybody runs `PATIENT`, but for the worker whose program is given."""
+
+    programs: dict[str, str]
+
+    def _place(self, role: str, slot: int) -> Worker:
+        worker = super()._place(role, slot)
+        worker.command = [sys.executable, "-c", self.programs.get(worker.name, PATIENT)]
+        return worker
+
+
+def crew_of(directory: Path, *, said: list[str], programs: dict[str, str] | None = None, **run: Any) -> CheapCrew:
+    table = {"run": {"steps": 1, **run}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "rollout": {"workers": 1}}
+    crew = CheapCrew("r", "127.0.0.1:1", from_table(table), directory, said.append)
+    crew.programs = programs or {}
+    return crew
+
+
+@contextmanager
+def working(crew: Crew) -> Iterator[Crew]:
+    crew.start()
+    try:
+        yield crew
+    finally:
+        crew.stop(limit_s=5.0)
+
+
+def until(holds: Callable[[], Any], *, limit_s: float = 20.0) -> Any:
+    """What `holds` gives once that is true."""
+    deadline = time.monotonic() + limit_s
+    while not (found := holds()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+    return found
+
+
+def seen(*, over: bool = False, progress: int = 0) -> RunView:
+    """A run with so many outcomes of groups, closed or not."""
+    closed = Entry(seq=0, kind="run-closed", time_ns=0) if over else None
+    return RunView(run="r", closed=closed, groups={group: GroupFacts("scored", 1, 1, 0.0, 0) for group in range(progress)})
+
+
+def tend(crew: Crew, view: RunView | None = None, *, later_s: float = 0.0, reachable: bool = True) -> Failure | None:
+    return crew.tend(view or seen(), now_s=time.monotonic() + later_s, reachable=reachable)
+
+
+def at_work(crew: Crew) -> bool:
+    return all("at work" in worker.last_words() for worker in crew.workers)
+
+
+def worker_named(crew: Crew, name: str) -> Worker:
+    return next(worker for worker in crew.workers if worker.name == name)
+
+
+def pids(directory: Path) -> dict[str, int]:
+    return json.loads((directory / "workers.json").read_text())["workers"]
+
+
+def test_a_killed_worker_is_replaced_at_once_and_the_list_and_the_log_say_so(tmp_path: Path):
+    said: list[str] = []
+    with working(crew_of(tmp_path, said=said)) as crew:
+        until(lambda: at_work(crew))
+        before = pids(tmp_path)
+        os.kill(before["scorer-0"], signal.SIGKILL)
+        until(lambda: tend(crew) or pids(tmp_path) != before)
+        after = pids(tmp_path)
+        assert {name for name in before if before[name] != after[name]} == {"scorer-0"}
+        assert said == ["scorer-0 was killed by SIGKILL and is started again (start 2)"]
+        log = (tmp_path / "logs" / "scorer-0.log").read_text()
+        assert "scorer-0: start 1\n" in log
+        assert "scorer-0: start 2, scorer-0 was killed by SIGKILL before\n" in log
+    assert not any(psutil.pid_exists(pid) for pid in [*before.values(), *after.values()])
+    assert not (tmp_path / "workers.json").exists()
+
+
+def test_a_worker_that_fails_again_and_again_is_given_up_with_the_last_words_of_its_last_process(tmp_path: Path):
+    said: list[str] = []
+    with working(crew_of(tmp_path, said=said, programs={"feeder": FAILING}, max_restarts=2)) as crew:
+        failure = until(lambda: tend(crew))
+        assert "feeder ended with status 1 (3 times in a row, run.max_restarts = 2)" in failure.line
+        assert str(tmp_path / "logs" / "feeder.log") in failure.line
+        assert failure.last_words == "  | the reason"
+        assert len(said) == 2
+        assert len(pids(tmp_path)) == 5
+
+
+def test_a_persons_mistake_is_given_up_at_once(tmp_path: Path):
+    with working(crew_of(tmp_path, said=[], programs={"feeder": MISTAKEN})) as crew:
+        failure = until(lambda: tend(crew))
+        assert "feeder ended with status 2 (starting it again cannot help)" in failure.line
+        assert "sampling.top_p = 3" in failure.last_words
+        assert worker_named(crew, "feeder").starts == 1
+
+
+def test_nobody_is_started_without_a_broker_and_what_died_meanwhile_is_excused(tmp_path: Path):
+    said: list[str] = []
+    with working(crew_of(tmp_path, said=said, max_restarts=0)) as crew:
+        until(lambda: at_work(crew))
+        os.kill(pids(tmp_path)["trainer"], signal.SIGKILL)
+        until(lambda: worker_named(crew, "trainer").status is not None)
+        assert tend(crew, reachable=False) is None
+        assert tend(crew, reachable=False) is None
+        assert worker_named(crew, "trainer").starts == 1
+        assert "was killed by SIGKILL" in crew.notes(now_s=time.monotonic())["trainer"]
+        assert tend(crew) is None
+        assert worker_named(crew, "trainer").starts == 2
+
+
+def test_who_leaves_too_early_is_missed_and_who_leaves_a_closed_run_is_not(tmp_path: Path):
+    with working(crew_of(tmp_path, said=[], programs={"scorer-0": "pass", "feeder": FAILING})) as crew:
+        until(lambda: worker_named(crew, "scorer-0").status == 0 and worker_named(crew, "feeder").status == 1)
+        assert tend(crew, seen(over=True)) is None
+        assert worker_named(crew, "feeder").starts == 1, "the run is closed: there is nothing left for a feeder"
+        assert tend(crew) is None
+        missed = tend(crew, later_s=11.0)
+        assert missed is not None
+        assert "scorer-0 has ended although the run is not over" in missed.line
+
+
+def test_a_tracker_that_dies_after_the_end_is_still_started_again(tmp_path: Path):
+    with working(crew_of(tmp_path, said=[])) as crew:
+        os.kill(pids(tmp_path)["tracker"], signal.SIGKILL)
+        until(lambda: worker_named(crew, "tracker").status is not None)
+        assert tend(crew, seen(over=True)) is None
+        assert worker_named(crew, "tracker").starts == 2
+
+
+def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
+    with working(crew_of(tmp_path, said=[], max_restarts=0)) as crew:
+        trainer = worker_named(crew, "trainer")
+        trainer.heard(WorkerView(worker="trainer", role="trainer", values={"startup_s": 1.0}, labels={"pid": str(trainer.pid)}), now_s=0.0)
+        for now_s, moved, progress in ((9.0, 5, False), (11.0, 0, False), (11.0, 5, True)):
+            trainer.died(-9, now_s=now_s, moved=moved, excused=False)
+            assert trainer.deaths[-1].progress == progress
+
+
+def test_a_stopped_process_that_was_ready_is_killed_after_two_stalls_and_a_silent_one_that_computes_is_not(tmp_path: Path):
+    said: list[str] = []
+    busy = "print('at work', flush=True)\nwhile True: pass"
+    with working(crew_of(tmp_path, said=said, programs={"trainer": busy})) as crew:
+        until(lambda: at_work(crew))
+        view = seen()
+        for name in ("trainer", "scorer-0"):
+            view.workers[name] = WorkerView(worker=name, role="x", values={"startup_s": 1.0}, labels={"pid": str(pids(tmp_path)[name])})
+        tend(crew, view)
+        os.kill(pids(tmp_path)["scorer-0"], signal.SIGSTOP)
+        began = time.monotonic()
+
+        def looked() -> bool:
+            silent = {name: 10.0 + time.monotonic() - began for name in view.workers}
+            crew.kill_hung(silent, now_s=time.monotonic(), stall_s=0.5, reachable=True)
+            return bool(said)
+
+        until(looked)
+        until(lambda: worker_named(crew, "scorer-0").status == -signal.SIGKILL)
+        until(lambda: looked() and time.monotonic() - began > 1.5)
+        assert worker_named(crew, "trainer").status is None
+        assert all("scorer-0 has reported nothing" in line for line in said)
+
+
+def test_who_does_not_end_when_asked_is_killed(tmp_path: Path):
+    said: list[str] = []
+    crew = crew_of(tmp_path, said=said, programs={"rollout-0": DEAF})
+    crew.start()
+    until(lambda: at_work(crew))
+    before = pids(tmp_path)
+    crew.stop(limit_s=0.3)
+    assert said == ["rollout-0 did not end within 0.3 s and was killed"]
+    assert not any(psutil.pid_exists(pid) for pid in before.values())
+
+
+def test_a_second_ctrl_c_kills_what_is_left_at_once(tmp_path: Path):
+    crew = crew_of(tmp_path, said=[], programs={"feeder": DEAF})
+    crew.start()
+    until(lambda: at_work(crew))
+    before = pids(tmp_path)
+    second = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    second.start()
+    with pytest.raises(KeyboardInterrupt):
+        crew.stop(limit_s=60.0)
+    second.join()
+    assert not any(psutil.pid_exists(pid) for pid in before.values())
+
+
+ATTENDED = """
+import sys, time
+from pathlib import Path
+from penstock.pipeline.launch.run_lock import attending
+with attending(Path(sys.argv[1]), "r"):
+    print("in", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_run_has_one_launcher_and_a_killed_one_makes_room(tmp_path: Path):
+    other = subprocess.Popen([sys.executable, "-c", ATTENDED, str(tmp_path)], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    assert other.stdout.readline() == b"in\n"
+    with pytest.raises(PenstockError, match=f"run r is attended already, by process {other.pid}"), run_lock.attending(tmp_path, "r"):
+        pass
+    other.kill()
+    other.wait()
+    with run_lock.attending(tmp_path, "r"):
+        pass
+
+
+def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path):
+    said: list[str] = []
+    worker = ["-m", "penstock.workers", "rollout", "--run", "r", "--bootstrap", "b", "--slot", "0"]
+    stranger = ["-m", "penstock.workers", "rollout", "--run", "r2", "--bootstrap", "b", "--slot", "0"]
+    left, foreign, deaf = (
+        subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
+        for program, words in ((PATIENT, worker), (PATIENT, stranger), (DEAF, worker))
+    )
+    try:
+        for process in (left, foreign, deaf):
+            assert process.stdout is not None
+            process.stdout.readline()
+        os.kill(left.pid, signal.SIGSTOP)
+        names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
+        run_lock.note(tmp_path, pids=names, started={}, starts={})
+        run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=1.0)
+        assert (left.wait(5), deaf.wait(5)) == (-signal.SIGTERM, -signal.SIGKILL)
+        assert foreign.poll() is None
+        assert said == ["ending what an earlier launcher of run r left behind: rollout-0, rollout-2"]
+    finally:
+        for process in (left, foreign, deaf):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"workers": {"a": "x"}}', '{"workers": 3}'])
+def test_a_list_that_a_power_cut_left_half_written_is_no_list(tmp_path: Path, text: str):
+    (tmp_path / "workers.json").write_text(text)
+    run_lock.end_leftovers(tmp_path, "r", say=pytest.fail, limit_s=0.1)
+
+
+LASTING = """
+import sys, threading
+from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
+with lasting_output(), asked_to_stop() as stop:
+    print("ready", flush=True)
+    while not stop.wait(0.05):
+        print("talking", flush=True)
+    for _ in range(3):
+        print("stopping", flush=True)
+        print("stopping", file=sys.stderr, flush=True)
+sys.exit(130)
+"""
+
+
+def test_a_closed_terminal_ends_in_the_orderly_stop():
+    ours, theirs = os.openpty()
+    program = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{LASTING}"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    while b"talking" not in os.read(ours, 4096):
+        pass
+    os.close(ours)  # the kernel sends SIGHUP, and every write fails from now on
+    assert process.wait(20) == 130
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LASTING}"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        for _ in range(5):
+            assert process.stdout.readline() == b"talking\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == 130

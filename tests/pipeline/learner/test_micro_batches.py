@@ -1,0 +1,108 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.pipeline.learner.micro_batches import MicroBatcher, TokenSequence, boundaries, micro_batches, pack
+
+
+def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0, temperature=1.0):
+    first = 10 * group + 100 * sample + 1
+    return TokenSequence(
+        group=group,
+        sample=sample,
+        prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
+        completion_ids=np.arange(first + prompt, first + prompt + tokens, dtype=np.int32),
+        behaviour_logprobs=-np.arange(1, tokens + 1, dtype=np.float32),
+        loss_mask=np.ones(tokens, bool) if mask is None else np.array(mask, bool),
+        advantage=advantage,
+        temperature=temperature,
+    )
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 12)), max_size=30)
+BUDGETS = st.integers(1, 60)
+
+
+def made(lengths):
+    return [sequence(prompt, tokens, sample=index) for index, (prompt, tokens) in enumerate(lengths)]
+
+
+@settings(deadline=None)
+@given(LENGTHS, BUDGETS)
+def test_micro_batches_keep_the_order_and_the_budget(lengths, budget):
+    sequences = made(lengths)
+    batches = list(micro_batches(sequences, token_budget=budget))
+    assert [s for batch in batches for s in batch] == sequences
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(s.length for s in batch) <= budget
+    assert boundaries(batches) == tuple(np.cumsum([len(batch) for batch in batches]))
+
+
+@settings(deadline=None)
+@given(LENGTHS, BUDGETS)
+def test_a_micro_batch_is_closed_only_by_a_sequence_that_does_not_fit(lengths, budget):
+    batches = list(micro_batches(made(lengths), token_budget=budget))
+    for batch, after in itertools.pairwise(batches):
+        widened = [*batch, after[0]]
+        assert len(widened) * max(s.length for s in widened) > budget
+
+
+@settings(deadline=None)
+@given(LENGTHS, BUDGETS, st.integers(0, 30))
+def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
+    sequences = made(lengths)
+    whole = list(micro_batches(sequences, token_budget=budget))
+    batcher = MicroBatcher(budget)
+    early = [closed for s in sequences[:cut] if (closed := batcher.add(s))]
+    assert early == whole[: len(early)]
+    late = [closed for s in sequences[cut:] if (closed := batcher.add(s))]
+    last = batcher.close()
+    assert early + late + ([last] if last else []) == whole
+    assert batcher.close() is None
+
+
+def test_a_sequence_longer_than_the_budget_goes_alone():
+    batches = list(micro_batches([sequence(2, 1), sequence(2, 9), sequence(2, 1)], token_budget=6))
+    assert boundaries(batches) == (1, 2, 3)
+
+
+def test_packed_arrays_are_aligned_to_next_token_positions():
+    batch = pack([sequence(2, 3, mask=[1, 0, 1], advantage=0.5, temperature=0.7), sequence(1, 1, group=4, sample=1, advantage=-1)])
+    np.testing.assert_array_equal(batch.input_ids, [[1, 2, 3, 4, 5], [141, 142, 0, 0, 0]])
+    np.testing.assert_array_equal(batch.attention_mask, [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(batch.completion_mask, [[0, 1, 0, 1], [1, 0, 0, 0]])
+    np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[0, -1, 0, -3], [-1, 0, 0, 0]]))
+    np.testing.assert_array_equal(batch.advantages, np.float32([0.5, -1]))
+    np.testing.assert_array_equal(batch.temperatures, np.float32([0.7, 1]))
+    assert (batch.groups.tolist(), batch.samples.tolist(), batch.tokens) == ([0, 4], [0, 1], 3)
+    assert batch.logit_columns().tolist() == [0, 1, 3]
+
+
+def test_a_batch_that_trains_nothing_still_has_a_column_to_run():
+    assert pack([sequence(1, 0)]).logit_columns().tolist() == [0]
+    assert pack([sequence(2, 2, mask=[0, 0])]).tokens == 0
+
+
+def test_a_logprob_the_model_did_not_draw_becomes_zero_and_a_trained_one_must_be_finite():
+    good = {"group": 0, "sample": 0, "prompt_ids": np.int32([1]), "completion_ids": np.int32([2, 3]), "advantage": 1.0}
+    logprobs = np.float32([np.nan, -1])
+    batch = pack([TokenSequence(**good, behaviour_logprobs=logprobs, loss_mask=np.array([False, True]))])
+    np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[0, -1]]))
+    with pytest.raises(ValueError, match="no finite logprob"):
+        TokenSequence(**good, behaviour_logprobs=logprobs, loss_mask=np.array([True, True]))
+
+
+def test_what_does_not_fit_together_is_refused():
+    with pytest.raises(ValueError, match="do not fit together"):
+        sequence(2, 3, mask=[1, 1])
+    with pytest.raises(ValueError, match="0 prompt tokens"):
+        sequence(0, 3)
+    with pytest.raises(ValueError, match="temperature 0"):
+        sequence(temperature=0.0)
+    with pytest.raises(ValueError, match="token budget"):
+        MicroBatcher(0)
+    with pytest.raises(ValueError, match="at least one sequence"):
+        pack([])

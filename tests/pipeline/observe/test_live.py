@@ -1,0 +1,201 @@
+"""The live view: what a person sees of a run, on a terminal and without one, and who is said to be the bottleneck."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe import bottleneck
+from penstock.pipeline.observe.live.frame import elapsed_s, frame, line, to_go_s
+from penstock.pipeline.observe.live.view import LiveView
+from penstock.pipeline.observe.run_view import RunView
+from penstock.topics.catalogue import RUNS_SPEC, topics_of
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import RUN, Teller, as_records
+
+
+def a_log(run: str = RUN) -> MemoryLog:
+    log = MemoryLog()
+    log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(run, partitions=1)})
+    return log
+
+
+def write(log: MemoryLog, told: Iterable[Outgoing]) -> None:
+    producer = log.producer()
+    for outgoing in told:
+        producer.send(outgoing)
+    producer.close()
+
+
+def view_of(told: Iterable[Outgoing]) -> RunView:
+    view = RunView(run=RUN)
+    for record in as_records(list(told)):
+        view.fold(record)
+    return view
+
+
+def shown(view: RunView, *, width: int = 120, **fields: Any) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(frame(view, **{"now_s": Teller().now_s + 60, "silent": {}, "width": width, **fields}))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def begun(*, steps: int = 5, planned: int = 10) -> tuple[Teller, list[Outgoing]]:
+    teller = Teller(steps=planned)
+    told = [teller.record(), teller.opened(), teller.version(0)]
+    for step in range(steps):
+        told += teller.round(step)
+    return teller, told
+
+
+def test_the_picture_has_a_line_for_every_worker_and_says_how_far_the_run_is() -> None:
+    teller, told = begun()
+    told.append(teller.measured_by("feeder", labels={"doing": "waiting for version 5"}, admitted=10.0))
+    text = shown(view_of(told), now_s=teller.now_s)
+    for piece in ("step 5 of 10", "50%", "0:05", "0:05 to go", "version 5", "rollout-0", "trainer", "waiting for version 5", "reward"):
+        assert piece in text, piece
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_picture_fits_any_terminal(width: int) -> None:
+    _, told = begun()
+    assert max(map(len, shown(view_of(told), width=width).splitlines())) <= width
+
+
+def test_more_workers_than_lines_are_counted_not_shown() -> None:
+    teller, told = begun()
+    told += [teller.measured_by(f"rollout-{number}") for number in range(30)]
+    text = shown(view_of(told), height=20)
+    assert "more" in text
+    assert len(text.splitlines()) <= 20
+
+
+def test_a_worker_that_fell_silent_is_marked() -> None:
+    _, told = begun()
+    assert "silent for 9 s" in shown(view_of(told), silent={"trainer": 9.0})
+
+
+def test_a_broker_that_does_not_answer_is_said() -> None:
+    _, told = begun()
+    assert "the broker does not answer (for 7 s)" in shown(view_of(told), outage_s=7.0)
+
+
+def test_time_to_go_follows_the_pace_of_the_last_steps() -> None:
+    _, told = begun(steps=3, planned=10)
+    assert to_go_s(view_of(told)) == pytest.approx(7.0)
+    teller, told = begun(steps=3, planned=10)
+    teller.now_s += 1000.0  # stopped, and resumed much later
+    told += teller.round(3)
+    assert to_go_s(view_of(told)) == pytest.approx(6.0)
+    _, told = begun(steps=1)
+    assert to_go_s(view_of(told)) is None
+
+
+def test_the_clock_stops_when_the_run_is_closed() -> None:
+    teller, told = begun(steps=2, planned=2)
+    view = view_of([*told, teller.closed()])
+    assert elapsed_s(view, now_s=teller.now_s + 1000) == pytest.approx(2.0)
+
+
+def test_one_line_tells_the_same_without_a_terminal() -> None:
+    teller, told = begun()
+    text = line(view_of(told), now_s=teller.now_s)
+    for piece in ("step 5/10", "version 5", "lag 0.0", "samples/s", "0:05, 0:05 to go"):
+        assert piece in text, piece
+    assert "waiting for the workers" in line(view_of([Teller().record()]), now_s=0.0)
+
+
+def shares(*, waits: float, generates: float | None, scores: float | None = None, doing: str = "generating") -> RunView:
+    """A run whose roles are busy for these shares of the time."""
+    teller, view = Teller(), RunView(run=RUN)
+    told = [teller.record(), teller.opened()]
+    for second in range(5):
+        if generates is not None:
+            told.append(teller.measured_by("rollout-0", labels={"doing": doing}, generate_s=generates * second))
+        if scores is not None:
+            told.append(teller.measured_by("scorer-0", reward_s=scores * second))
+        told.append(teller.entry("step", step=second, version=second, metrics={"wait_s": waits, "compute_s": 1 - waits}))
+        teller.now_s += 1
+    for record in as_records(told):
+        view.fold(record)
+    return view
+
+
+@pytest.mark.parametrize(
+    ("state", "who"),
+    [
+        (shares(waits=0.1, generates=0.9), "trainer"),
+        (shares(waits=0.8, generates=0.9), "rollout"),
+        (shares(waits=0.8, generates=0.5, scores=0.95), "scorer"),
+        (shares(waits=0.8, generates=0.1, doing="waiting for prompts"), "feeder"),
+        (shares(waits=0.5, generates=0.5), "turns"),
+    ],
+)
+def test_the_bottleneck_is_the_role_whose_busy_time_says_so(state: RunView, who: str) -> None:
+    found = bottleneck.find(state)
+    assert found is not None
+    assert found.who == who
+
+
+def test_no_bottleneck_is_named_before_there_is_anything_to_tell_it_from() -> None:
+    assert bottleneck.find(view_of([Teller().record()])) is None
+    assert bottleneck.find(shares(waits=0.8, generates=None)) is None
+
+
+def plain_view(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveView, io.StringIO]:
+    monkeypatch.setattr("penstock.pipeline.observe.live.view.LINE_EVERY_S", 0.0)
+    out = io.StringIO()
+    return LiveView(log, RUN, console=Console(file=out, width=200), plain=True), out
+
+
+def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = a_log()
+    live, out = plain_view(log, monkeypatch)
+    teller, told = begun(steps=2)
+    write(log, told)
+    live.poll(0.1)
+    assert "step 2/10" in out.getvalue()
+    write(log, [teller.measured_by("evaluator", "eval", version=2, greedy_accuracy=0.25), teller.letter()])
+    live.poll(0.1)
+    write(log, teller.round(2))
+    live.close()
+    text = out.getvalue()
+    assert "version 2: greedy accuracy 0.250" in text
+    assert "dead letter: groups/0/0 undecodable: not Arrow" in text
+    assert "\x1b" not in text
+
+
+def test_noise_in_the_topics_does_not_disturb_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = a_log()
+    live, out = plain_view(log, monkeypatch)
+    names = ("ledger", "metrics", "groups")
+    noise = [Outgoing(topic=f"{RUN}.{name}", partition=0, key=None, headers=(), value=b"\0" * 100) for name in names]
+    write(log, [*noise, *begun(steps=1)[1]])
+    live.poll(0.1)
+    live.close()
+    assert "step 1/10" in out.getvalue()
+
+
+def test_a_view_that_is_opened_before_its_run_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MemoryLog()
+    live, out = plain_view(log, monkeypatch)
+    live.poll(0.01)
+    log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(RUN, partitions=1)})
+    write(log, begun(steps=1)[1])
+    live.poll(0.1)
+    live.close()
+    assert "step 1/10" in out.getvalue()
+
+
+def test_on_a_terminal_the_last_picture_stays_on_the_screen() -> None:
+    log, out = a_log(), io.StringIO()
+    live = LiveView(log, RUN, console=Console(file=out, width=120, force_terminal=True), plain=False)
+    write(log, begun()[1])
+    live.poll(0.1)
+    live.close()
+    assert "step " in out.getvalue()
+    assert out.getvalue().rstrip().endswith("╯\x1b[0m")

@@ -1,0 +1,201 @@
+"""The report: every figure against a run whose numbers are known, and its text."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.pipeline.observe.report.summary import as_text, summarise, tenth
+from penstock.pipeline.observe.report.text import BARS, duration, sparkline
+from penstock.pipeline.observe.run_view import RunView
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import RUN, Teller, as_records
+
+
+def report_of(told: list[Outgoing]) -> dict[str, Any]:
+    view = RunView(run=RUN)
+    for record in as_records(told):
+        view.fold(record)
+    return summarise(view)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return report_of(list(Teller(steps=10).whole()))
+
+
+def test_every_admitted_group_has_exactly_one_fate(report: dict[str, Any]) -> None:
+    assert report["groups"] == {
+        "admitted": 22, "trained": 20, "filtered": 1, "stale": 0, "failed": 0, "abandoned": 0, "unused": 1, "open": 0
+    }  # fmt: skip
+
+
+def test_the_reward_is_a_mean_over_all_scored_samples_before_the_filter(report: dict[str, Any]) -> None:
+    assert report["reward"]["first"] == pytest.approx(0.0)
+    # The unused group of the last version was scored, so it counts.
+    assert report["reward"]["last"] == pytest.approx(1.0)
+    assert len(report["reward"]["curve"]) == 10
+    assert report["reward_trained"] == {"first": pytest.approx(0.0), "last": pytest.approx(1.0)}
+
+
+def test_the_last_reward_of_a_short_run_whose_samples_are_all_older_is_that_of_its_newest_version() -> None:
+    teller = Teller(steps=10)
+    told = [teller.record(), teller.opened(), teller.version(0)]
+    for step in range(10):
+        number = teller.next_group
+        told += teller.group([step / 10] * 4, version=min(step, 6))
+        told.append(teller.step(step, [number], begun_s=teller.now_s))
+    assert report_of([*told, teller.closed()])["reward"]["last"] == pytest.approx(0.75)
+
+
+def test_what_restarted_workers_did_is_added_up_once_and_their_restarts_are_counted() -> None:
+    teller = Teller(steps=2)
+    told = list(teller.whole())
+    before = report_of(told)
+    again = [
+        teller.measured_by("rollout-0", incarnation="b", generate_s=0.25),
+        teller.measured_by("rollout-0", "eval", incarnation="b", version=0),  # not a counter: adds nothing
+        teller.measured_by("rollout-0", incarnation="b", generate_s=1.0),
+        teller.measured_by("rollout-0", "final", incarnation="c", generate_s=0.5),
+        teller.measured_by("rollout-1", generate_s=2.0),
+        teller.measured_by("trainer", incarnation="b"),
+    ]
+    found = report_of([*told, *again, *again])
+    assert found["time"]["generate_s"] == pytest.approx(before["time"]["generate_s"] + 1.0 + 0.5 + 2.0)
+    assert (before["restarts"], found["restarts"]) == ({}, {"rollout": 2, "trainer": 1})
+    assert "restarts" not in as_text(before)
+    assert "rollout 2 · trainer 1" in as_text(found)
+
+
+def test_the_last_words_of_a_worker_that_was_started_again_are_no_longer_its_own() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.measured_by("scorer-0", "final", labels={"status": "failed", "error": "no memory"})]
+    view = RunView(run=RUN)
+    for record in as_records([*told, teller.measured_by("scorer-0", incarnation="b")]):
+        view.fold(record)
+    assert view.workers["scorer-0"].labels == {"doing": "working"}
+    assert not view.workers["scorer-0"].ended
+
+
+def test_samples_weigh_the_same_in_groups_of_any_size() -> None:
+    teller = Teller(steps=1)
+    told = [teller.record(), teller.opened(), *teller.group([1.0], version=0), *teller.group([0.0] * 3, version=0, outcome="filtered")]
+    found = report_of([*told, teller.step(0, [0], begun_s=teller.now_s)])
+    assert found["reward"]["first"] == pytest.approx(0.25)
+    assert found["groups"]["open"] == 0
+    assert found["groups"]["trained"] == 1
+
+
+def test_versions_map_to_the_steps_they_were_drawn_for_when_several_steps_share_one() -> None:
+    teller = Teller(steps=20, config={"schedule": {"mode": "pipelined", "steps_per_version": 5, "prompts_per_step": 1}})
+    told = [teller.record(), teller.opened()]
+    for version in range(4):
+        told += teller.group([float(version)] * 2, version=version)
+    told += [teller.step(step, [], begun_s=teller.now_s) for step in range(20)]
+    found = report_of(told)
+    # The first and the last two of 20 steps lie within versions 0 and 3.
+    assert (found["reward"]["first"], found["reward"]["last"]) == (0.0, 3.0)
+
+
+def test_times_run_from_creation_to_the_end(report: dict[str, Any]) -> None:
+    time = report["time"]
+    assert (time["wall_s"], time["start_s"], time["train_s"]) == (pytest.approx(12.0), pytest.approx(2.0), pytest.approx(10.0))
+    assert time["rollout_to_train_end_s"] == [pytest.approx(1.0)] * 10
+    assert time["trainer_waiting_ratio"] == pytest.approx(0.6)
+    assert report["throughput"]["samples_per_s"] == pytest.approx(88 / 10)
+
+
+def test_the_cost_of_the_topics_is_shared_among_the_samples(report: dict[str, Any]) -> None:
+    # Four workers on a sample's way paid 0.1 s each, for 88 samples and 40 s of CPU time; the evaluator pays for nothing.
+    assert report["samples"] == 88
+    assert report["time"]["topics_overhead_ms_per_sample"] == pytest.approx(400 / 88)
+    assert report["time"]["topics_overhead_ratio"] == pytest.approx(0.4 / 40)
+
+
+def test_an_overlapping_round_is_one_whose_training_began_before_its_last_sample_ended(report: dict[str, Any]) -> None:
+    assert report["overlap"] == {"rounds": 10, "first_backward_before_last_sample": 10, "share": 1.0}
+
+
+def test_lengths_are_told_by_what_became_of_the_samples(report: dict[str, Any]) -> None:
+    assert report["length"]["trained"] == 3.0
+    assert report["length"]["unused"] == 9.0
+    assert report["length"]["admitted"] == pytest.approx((84 * 3 + 4 * 9) / 88)
+    assert report["length"]["stale"] is None
+    assert report["tokens"] == 84 * 3 + 4 * 9
+
+
+def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> None:
+    assert report["weights"] == {"versions": 11, "bytes": 11_000, "digest": f"{10:064x}"}
+    assert (report["steps"], report["versions"]) == (10, 10)
+    assert [(found["version"], found["greedy_accuracy"]) for found in report["eval"]] == [(0, 0.0), (10, 0.9)]
+    assert (report["lag"]["mean"], report["lag"]["max"]) == (0.0, 0.0)
+    assert report["lag"]["tokens"]["shares"] == {}
+    assert report["engines"] == dict.fromkeys(report["engines"]) | {"swaps": 0.0, "aborted_groups": 0.0}
+
+
+def test_what_was_refused_is_counted_once_and_by_kind() -> None:
+    teller = Teller(steps=2)
+    told = [*teller.whole(), teller.letter(offset=1), teller.letter(offset=1), teller.letter(offset=2, kind="foreign-run")]
+    found = report_of(told)
+    assert found["dead_letters"] == {"total": 2, "by_kind": {"foreign-run": 1, "undecodable": 1}, "by_topic": {"groups": 2}}
+    assert found["duplicates"] == 1
+
+
+def test_a_stale_group_is_stale_although_it_was_scored() -> None:
+    teller = Teller(steps=2)
+    told = [teller.record(), teller.opened(), *teller.group([1.0], version=0), teller.entry("stale", groups=(0,), step=1)]
+    assert report_of(told)["groups"]["stale"] == 1
+
+
+def test_a_run_that_has_hardly_begun_has_a_report_of_what_is_known() -> None:
+    found = report_of([Teller().record()])
+    assert found["status"] == "created"
+    assert found["reward"] == {"first": None, "last": None, "curve": []}
+    assert found["time"]["trainer_waiting_ratio"] is None
+    assert "0 of 10 steps" in as_text(found)
+
+
+def test_the_report_is_strict_json_even_when_a_loss_was_not_a_number() -> None:
+    teller = Teller(steps=1)
+    told = [teller.record(), teller.opened(), teller.step(0, [], begun_s=float("nan")), teller.closed()]
+    json.dumps(report_of(told), allow_nan=False)
+
+
+def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str, Any]) -> None:
+    report = {**report, "mlflow_uri": "sqlite:////state/mlflow.db", "mlflow_run_id": "abc"}
+    text = as_text(report)
+    assert "reward" in text
+    assert "0.000 → 1.000" in text
+    assert "greedy 0.000 → 0.900" in text
+    assert "22 admitted: 20 trained · 1 filtered · 1 unused" in text
+    assert "mlflow ui --backend-store-uri sqlite:////state/mlflow.db" in text
+    assert f"penstock topics list {RUN}" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_the_cause_of_a_failed_run_stands_in_its_text() -> None:
+    teller = Teller(steps=5)
+    told = [teller.record(), teller.opened(), teller.closed("failed", steps=0, reason="too many groups were filtered")]
+    assert "failed: too many groups were filtered" in as_text(report_of(told))
+
+
+@pytest.mark.parametrize(("steps", "window"), [(0, 0), (1, 1), (10, 1), (11, 2), (60, 6)])
+def test_the_first_and_last_tenth_are_rounded_up(steps: int, window: int) -> None:
+    assert tenth(steps) == window
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=200), st.integers(1, 80))
+def test_a_sparkline_fits_its_width_and_spans_all_bars(values: list[float | None], width: int) -> None:
+    found = sparkline(values, width=width)
+    known = [value for value in values if value is not None]
+    assert len(found) == min(width, len(known))
+    assert set(found) <= set(BARS)
+    if len(known) > 1 and width >= len(known) and max(known) > min(known):
+        assert {BARS[0], BARS[-1]} <= set(found)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")])
+def test_durations_read_as_clocks_do(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

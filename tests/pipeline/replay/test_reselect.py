@@ -1,0 +1,66 @@
+"""Plans made anew from recorded groups: which are taken, and in which order."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.train.overrides import what_if
+from penstock.pipeline.replay.train.reselect import Selection
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import RUN, Teller
+
+
+@pytest.fixture
+def log() -> MemoryLog:
+    made = MemoryLog()
+    made.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1)})
+    return made
+
+
+def told(log: MemoryLog, records: Sequence[Outgoing]) -> Recording:
+    producer = log.producer()
+    for record in records:
+        producer.send(record)
+    return Recording.open(log, RUN)
+
+
+def plans(recording: Recording, *overrides: str, follow: bool = False) -> list[list[int]]:
+    selection = Selection(recording, what_if(recording.config, overrides).config, follow=follow)
+    return [[planned.group for planned in plan] for plan in selection.plans()]
+
+
+def test_scored_groups_are_taken_in_their_order_and_those_nobody_trained_too(log: MemoryLog) -> None:
+    recording = told(log, list(Teller(steps=3).whole()))  # group 0 is filtered, 1 to 6 are trained, 7 is unused
+    assert plans(recording) == [[1, 2], [3, 4], [5, 6]]
+    assert plans(recording, "schedule.prompts_per_step=3") == [[1, 2, 3], [4, 5, 6]]
+    assert Selection(recording, recording.config).steps() == 3
+
+
+def test_without_the_filter_groups_of_equal_rewards_are_taken_and_with_it_they_are_not(log: MemoryLog) -> None:
+    recording = told(log, list(Teller(steps=3).whole()))
+    assert plans(recording, "algorithm.filter_zero_variance=false") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    recording.config = what_if(recording.config, ["algorithm.filter_zero_variance=false"]).config
+    # All rewards of a told group are equal.
+    assert plans(recording, "algorithm.filter_zero_variance=true") == []
+
+
+def test_the_order_of_arrival_is_that_of_the_records(log: MemoryLog) -> None:
+    teller = Teller(steps=2)
+    head, first, second = [teller.record(), teller.opened()], teller.group([1.0, 0.0], version=0), teller.group([0.0, 1.0], version=0)
+    recording = told(log, [*head, *second, *first, *second])  # written within a millisecond or not, offsets rise
+    assert plans(recording, "schedule.order=submission") == [[0, 1]]
+    assert plans(recording, "schedule.order=arrival") == [[1, 0]]
+
+
+def test_a_group_without_an_outcome_holds_nobody_up_once_the_run_is_over(log: MemoryLog) -> None:
+    teller = Teller(steps=1)
+    records = [teller.record(), teller.opened(), teller.version(0), *teller.group([1.0, 0.0], version=0)]
+    lost = teller.group([1.0, 0.0], version=0)
+    records += [record for record in lost if not record.topic.endswith(".groups")]
+    records += [*teller.group([1.0, 0.0], version=0), teller.closed()]
+    recording = told(log, records)
+    assert plans(recording) == [[0, 2]]
+    assert plans(recording, follow=True) == [[0, 2]]

@@ -1,0 +1,228 @@
+"""A small run told record by record with the real codecs, for the tests of those who only read."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.ledger import Entry, Planned
+from penstock.topics.metrics import Measurement
+from penstock.topics.rollouts import Rollout
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Outgoing, Record
+
+RUN = "demo-1"
+CREATED_S = 1_700_000_000.0
+CONFIG: dict[str, Any] = {
+    "run": {"name": "demo", "steps": 10, "seed": 0},
+    "model": {"path": "/models/tiny"},
+    "data": {"source": "tiny:successor", "size": 64},
+    "schedule": {"mode": "pipelined", "prompts_per_step": 2, "samples_per_prompt": 4, "steps_per_version": 1},
+}
+
+
+class Teller:
+    """Makes the records of a run of U = 2, K = 4, S = 1 on one partition; rewards grow from 0 to 1."""
+
+    def __init__(self, run: str = RUN, *, steps: int = 10, created_s: float = CREATED_S, config: dict[str, Any] | None = None) -> None:
+        self.run, self.steps, self.now_s = run, steps, created_s
+        self.config = {**CONFIG, "run": {**CONFIG["run"], "steps": steps}, **(config or {})}
+        self.created_ns = int(created_s * 1e9)
+        self.seq = 0
+        self.measured: Counter[str] = Counter()
+        self.next_group = 0
+
+    def record(self, status: Any = "created") -> Outgoing:
+        info = json.dumps({"steps": self.steps, "rows": 64, "git": "abc123"})
+        found = runs.RunRecord(
+            run=self.run, status=status, config=json.dumps(self.config), info=info, created_ns=self.created_ns, updated_ns=self._ns
+        )
+        value = runs.encode(found)
+        return Outgoing(topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(value), value=value)
+
+    def entry(self, kind: Any, **fields: Any) -> Outgoing:
+        entry = Entry(seq=self.seq, kind=kind, time_ns=self._ns, **fields)
+        self.seq += 1
+        return self._out("ledger", None, ledger.headers(entry, run=self.run), ledger.encode(entry))
+
+    def opened(self) -> Outgoing:
+        return self.entry("run-opened", details=json.dumps({"config": self.config, "info": {"steps": self.steps}}))
+
+    def version(self, version: int) -> Outgoing:
+        return self.entry("version", version=version, step=version, digest=f"{version:064x}", metrics={"bytes": 1000.0, "publish_s": 0.1})
+
+    def closed(self, status: str = "finished", *, steps: int | None = None, reason: str = "") -> Outgoing:
+        done = self.steps if steps is None else steps
+        details = json.dumps({"status": status, "reason": reason})
+        return self.entry("run-closed", step=done, digest=f"{done:064x}", details=details)
+
+    def measured_by(
+        self, worker: str, kind: Any = "status", *, incarnation: str = "a", version: int | None = None, labels: Any = None, **values: float
+    ) -> Outgoing:
+        seq = self.measured[worker + incarnation]
+        self.measured[worker + incarnation] += 1
+        found = Measurement(
+            worker=worker,
+            role=worker.partition("-")[0],
+            incarnation=incarnation,
+            seq=seq,
+            kind=kind,
+            time_ns=self._ns,
+            version=version,
+            values=values,
+            labels=labels or {"doing": "working"},
+        )
+        return self._out("metrics", worker.encode(), metrics.headers(found, run=self.run), metrics.encode(found))
+
+    def group(self, rewards: list[float], *, version: int, outcome: Any = "scored", tokens: int = 3) -> list[Outgoing]:
+        """A prompt, its samples and its outcome; `tokens` for each sample."""
+        number, self.next_group = self.next_group, self.next_group + 1
+        prompt = prompts.Prompt(
+            group=number,
+            slot=number,
+            min_version=version,
+            samples_per_prompt=len(rewards),
+            epoch=0,
+            row=number,
+            prompt="3 4",
+            messages=None,
+            token_ids=np.array([1, 2], np.int32),
+            columns="{}",
+            created_ns=self._ns,
+        )
+        samples = [self._rollout(number, sample, version=version, tokens=tokens) for sample in range(len(rewards))]
+        scored = tuple(
+            ScoredSample(rollout=rollout, completion="5", reward=reward, components=(reward,))
+            for rollout, reward in zip(samples, rewards, strict=True)
+        )
+        found = Group(
+            group=number,
+            outcome=outcome,
+            reason=None if outcome == "scored" else "because",
+            slot=number,
+            min_version=version,
+            samples_per_prompt=len(rewards),
+            epoch=0,
+            row=number,
+            prompt="3 4",
+            prompt_ids=np.array([1, 2], np.int32),
+            columns="{}",
+            reward_names=("exact_match",),
+            reward_weights=(1.0,),
+            samples=scored,
+            created_ns=self._ns,
+            scored_ns=self._ns,
+        )
+        key = str(number).encode()
+        parts = groups.encode_parts(found, run=self.run, worker="scorer-0")
+        return [
+            self._out("prompts", key, prompts.headers(prompt, run=self.run), prompts.encode(prompt)),
+            *(self._out("rollouts", key, rollouts.headers(rollout, run=self.run), rollouts.encode(rollout)) for rollout in samples),
+            *(self._out("groups", key, headers, value) for headers, value in parts),
+        ]
+
+    def step(self, step: int, members: list[int], *, begun_s: float, reward: float = 0.5) -> Outgoing:
+        found = {
+            "loss": 1.0 / (step + 1),
+            "grad_norm": 0.5,
+            "reward_trained": reward,
+            "groups": float(len(members)),
+            "samples": 4.0 * len(members),
+            "tokens": 12.0 * len(members),
+            "lag_mean": 0.0,
+            "lag_max": 0.0,
+            "ess": 1.0,
+            "wait_s": 0.6,
+            "compute_s": 0.4,
+            "first_sample_at": begun_s,
+            "last_sample_at": begun_s + 0.8,
+            "first_backward_at": begun_s + 0.5,
+        }
+        plan = tuple(Planned(group=group, sha256="0" * 64, partition=0, offset=group) for group in members)
+        return self.entry("step", step=step, version=step, plan=plan, metrics=found)
+
+    def letter(self, *, offset: int = 0, kind: str = "undecodable") -> Outgoing:
+        record = Record(topic=f"{self.run}.groups", partition=0, offset=offset, timestamp_ms=0, key=None, headers=(), value=b"?")
+        found = dead_letters.from_record(record, kind=kind, reason="not Arrow", worker="trainer", time_ns=self._ns)
+        return self._out("dead-letters", b"x", dead_letters.headers(found, run=self.run), dead_letters.encode(found))
+
+    def whole(self) -> Iterator[Outgoing]:
+        """A run of one second a step: one filtered group in it, one group unused at its end."""
+        yield self.record()
+        self.now_s += 2.0
+        yield self.opened()
+        yield self.version(0)
+        yield from self.group([0.0] * 4, version=0, outcome="filtered")
+        yield self.measured_by("evaluator", "eval", version=0, greedy_accuracy=0.0, sampled_accuracy=0.1, n=64.0)
+        for step in range(self.steps):
+            yield from self.round(step)
+        yield from self.group([1.0] * 4, version=self.steps - 1, tokens=9)
+        yield self.measured_by("evaluator", "eval", version=self.steps, greedy_accuracy=0.9, sampled_accuracy=0.8, n=64.0)
+        yield self.closed()
+        for worker in ("feeder", "rollout-0", "scorer-0", "trainer", "evaluator"):
+            yield self.measured_by(worker, "final", cpu_s=10.0, cost_send_s=0.05, cost_poll_s=0.05)
+
+    def round(self, step: int) -> Iterator[Outgoing]:
+        begun, reward = self.now_s, step / max(1, self.steps - 1)
+        members = [self.next_group, self.next_group + 1]
+        for _ in members:
+            yield from self.group([reward] * 4, version=step)
+        done = float(step + 1)
+        counts: dict[str, Any] = {"samples": 8 * done, "tokens": 24 * done, "groups": 2 * done}
+        yield self.measured_by("rollout-0", version=step, generate_s=0.7 * done, cpu_s=done, **counts)
+        yield self.measured_by("trainer", step=done, cpu_s=0.4 * done)
+        self.now_s += 1.0
+        yield self.step(step, members, begun_s=begun, reward=reward)
+        yield self.version(step + 1)
+
+    @property
+    def _ns(self) -> int:
+        return int(self.now_s * 1e9)
+
+    def _rollout(self, group: int, sample: int, *, version: int, tokens: int) -> Rollout:
+        return Rollout(
+            group=group,
+            sample=sample,
+            token_ids=np.arange(tokens, dtype=np.int32),
+            behaviour_logprobs=np.zeros(tokens, np.float32),
+            loss_mask=np.ones(tokens, np.bool_),
+            span_versions=np.array([version], np.int32),
+            span_starts=np.array([0], np.int32),
+            finish="stop",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            started_ns=self._ns,
+            ended_ns=self._ns,
+            worker="rollout-0",
+        )
+
+    def _out(self, topic: str, key: bytes | None, headers: Headers, value: bytes) -> Outgoing:
+        return Outgoing(topic=f"{self.run}.{topic}", partition=0, key=key, headers=headers.encode(value), value=value)
+
+
+def as_records(told: list[Outgoing]) -> list[Record]:
+    """The records as a log would deliver them: offsets by topic, a second between any two."""
+    offsets: Counter[str] = Counter()
+    found = []
+    for place, outgoing in enumerate(told):
+        offset = offsets[outgoing.topic]
+        offsets[outgoing.topic] += 1
+        when = int(CREATED_S * 1000) + 1000 * place
+        found.append(
+            Record(
+                topic=outgoing.topic,
+                partition=0,
+                offset=offset,
+                timestamp_ms=when,
+                key=outgoing.key,
+                headers=outgoing.headers,
+                value=bytes(outgoing.value),
+            )
+        )
+    return found

@@ -1,0 +1,133 @@
+"""A trainer by itself: its groups are in the log before it starts, so that a run takes a second and is the same every time."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.runtime.run_registry import create
+from penstock.topics import groups, ledger, prompts, weights
+from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.prompts import Prompt
+from penstock.topics.samples import Rollout
+from penstock.topics.wire.record import Outgoing
+from tests.support.crew import config_of
+
+SAMPLES = 2
+TOKENS = 6
+PROMPT = np.array([10, 11, 12], np.int32)
+
+
+def config_for(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Config:
+    """Six steps of two small groups, with a checkpoint after every second one."""
+    defaults: dict[str, dict[str, Any]] = {
+        "run": {"steps": 6, "seed": 7},
+        "schedule": {"mode": "one_step_off", "prompts_per_step": 2, "samples_per_prompt": SAMPLES},
+        "sampling": {"max_new_tokens": 8},
+        "trainer": {"checkpoint_every": 2},
+        "kafka": {"partitions": 2},
+    }
+    for name, section in sections.items():
+        defaults[name] = {**defaults.get(name, {}), **section}
+    return config_of(model, directory, **defaults)
+
+
+def group_of(number: int, *, version: int, outcome: str = "scored") -> Group:
+    """A group whose tokens and rewards follow from its number."""
+    drawn = np.random.default_rng(number)
+    samples = []
+    for sample in range(SAMPLES):
+        rollout = Rollout(
+            group=number,
+            sample=sample,
+            token_ids=drawn.integers(4, 90, TOKENS).astype(np.int32),
+            behaviour_logprobs=np.full(TOKENS, -4.5, np.float32),
+            loss_mask=np.ones(TOKENS, np.bool_),
+            span_versions=np.array([version], np.int32),
+            span_starts=np.array([0], np.int32),
+            finish="length",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            started_ns=1,
+            ended_ns=2,
+            worker="rollout-0",
+        )
+        reward = 0.5 if outcome == "filtered" else float(sample + drawn.random())
+        samples.append(ScoredSample(rollout=rollout, completion="?", reward=reward, components=(reward,)))
+    return Group(
+        group=number,
+        outcome=outcome,  # type: ignore[arg-type]
+        reason=None if outcome == "scored" else "zero variance",
+        slot=number,
+        min_version=0,
+        samples_per_prompt=SAMPLES,
+        epoch=0,
+        row=number,
+        prompt="1+2=",
+        prompt_ids=PROMPT,
+        columns="{}",
+        reward_names=("share",),
+        reward_weights=(1.0,),
+        samples=tuple(samples),
+        created_ns=1,
+        scored_ns=2,
+    )
+
+
+def write_groups(log: KafkaLog, run: str, found: Sequence[Group], *, partitions: int) -> None:
+    """What a feeder and a scorer would have written of these groups."""
+    producer = log.producer()
+    for group in found:
+        prompt = Prompt(
+            group=group.group, slot=group.slot, min_version=group.min_version, samples_per_prompt=SAMPLES, epoch=0, row=group.row,
+            prompt=group.prompt, messages=None, token_ids=PROMPT, columns="{}", created_ns=1,
+        )  # fmt: skip
+        value = prompts.encode(prompt)
+        records = [("prompts", prompts.headers(prompt, run=run), value)]
+        records += [("groups", headers, value) for headers, value in groups.encode_parts(group, run=run, worker="scorer-0")]
+        for topic, headers, value in records:
+            partition, key = group.group % partitions, str(group.group).encode()
+            producer.send(Outgoing(topic=f"{run}.{topic}", partition=partition, key=key, headers=headers.encode(value), value=value))
+    producer.flush(30.0)
+    producer.close()
+
+
+def written(log: KafkaLog, run: str, config: Config, found: Sequence[Group]) -> None:
+    """Create a run with these groups."""
+    create(config, log=log, run_id=run, say=lambda _: None)
+    write_groups(log, run, found, partitions=config.partitions)
+
+
+def outcome_of(log: KafkaLog, run: str) -> dict[str, Any]:
+    """What a run came to, without anything that depends on clocks."""
+    report = collect(log, run)
+    tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
+    records = tail.read_to_end(30.0)
+    tail.close()
+    entries = [ledger.read(record, run=run)[1] for record in records if record.topic.endswith("ledger")]
+    manifests = [weights.read(record, run=run)[1] for record in records if record.topic.endswith("weights")]
+    of_step = [(entry.step, entry.loss_bits, entry.grad_norm_bits, entry.metrics["dropped"]) for entry in entries if entry.kind == "step"]
+    return {
+        "status": report["status"],
+        "digest": report["weights"]["digest"],
+        "groups": report["groups"],
+        "steps": of_step,
+        "plans": [[planned.group for planned in entry.plan] for entry in entries if entry.kind == "step"],
+        "stale": [group for entry in entries if entry.kind == "stale" for group in entry.groups],
+        "versions": [(manifest.version, manifest.digest) for manifest in manifests],
+        "kinds": Counter(entry.kind for entry in entries if entry.kind != "checkpoint"),
+        "numbers": [entry.seq for entry in entries] == list(range(len(entries))),
+    }
+
+
+def digest_of(directory: Path) -> str:
+    """One digest over all files below a directory."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()

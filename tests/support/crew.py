@@ -1,0 +1,124 @@
+"""Whole runs inside one test process: every worker is a thread with its own connection to the real broker.
+
+Threads share one import of torch, so a run takes seconds; what differs from a live run is only the process boundary.
+"""
+
+import importlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.config.load import Config, from_table
+from penstock.pipeline.observe.report.summary import collect, load
+from penstock.pipeline.runtime.roles import ROLES
+from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.runtime.session import join
+
+LIMIT_S = 150.0
+
+
+class Crew:
+    """Starts and ends the workers of one run; leaving the block ends all of them."""
+
+    def __init__(self, bootstrap: str, run: str) -> None:
+        self.bootstrap, self.run = bootstrap, run
+        self.threads: dict[str, threading.Thread] = {}
+        self.stops: dict[str, threading.Event] = {}
+        self.failures: dict[str, BaseException] = {}
+        self.log = KafkaLog(bootstrap, client_id="tests")
+
+    def start(self, role: str, slot: int = 0) -> None:
+        """Start one worker, whether the run exists or not."""
+        name = role if ROLES[role].single else f"{role}-{slot}"
+        self.stops[name] = threading.Event()
+        self.threads[name] = threading.Thread(target=self._work, args=(role, name), name=name, daemon=True)
+        self.threads[name].start()
+
+    def stop(self, name: str) -> None:
+        """Ask one worker to hand back and end."""
+        self.stops[name].set()
+        self.threads[name].join(60.0)
+        assert not self.threads[name].is_alive(), f"{name} did not stop"
+
+    def wait(self, until: Callable[[], bool] | None = None, *, limit_s: float = LIMIT_S) -> None:
+        """Wait until every worker has ended, or `until` holds; a worker's failure is raised at once."""
+        tick = threading.Event()
+        for _ in range(int(limit_s / 0.1)):
+            if self.failures:
+                name, error = next(iter(self.failures.items()))
+                raise AssertionError(f"{name} failed: {error}") from error
+            if until is not None and until():
+                return
+            if until is None and not any(thread.is_alive() for thread in self.threads.values()):
+                return
+            tick.wait(0.1)
+        workers = load(self.log, self.run).workers
+        alive = {name: workers[name].labels.get("doing") for name, thread in self.threads.items() if thread.is_alive() and name in workers}
+        raise AssertionError(f"not done after {limit_s:g} s; still at work: {alive}")
+
+    def report(self) -> dict[str, Any]:
+        """What the log says of the run."""
+        return collect(self.log, self.run)
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stop in self.stops.values():
+            stop.set()
+        for thread in self.threads.values():
+            thread.join(30.0)
+        self.log.close()
+
+    def _work(self, role: str, name: str) -> None:
+        log = KafkaLog(self.bootstrap, client_id=f"{self.run}.{name}")
+        try:
+            session = join(run=self.run, role=role, log=log, worker=name, model=None, stop=self.stops[name])
+            if session is not None:
+                importlib.import_module(ROLES[role].module).main(session)
+                session.close(status="finished")
+        except BaseException as error:
+            self.failures[name] = error
+        finally:
+            log.close()
+
+
+def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Config:
+    """A small run on arithmetic prompts whose reward is the share of digits in the completion; sections are merged over the defaults."""
+    data, reward = directory / "data.jsonl", directory / "digits.py"
+    data.write_text("".join(json.dumps({"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1)}) + "\n" for i in range(40)))
+    reward.write_text(
+        "def share(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
+    )
+    table: dict[str, dict[str, Any]] = {
+        "run": {"steps": 4, "seed": 7},
+        "model": {"path": str(model)},
+        "data": {"source": str(data), "max_prompt_tokens": 32},
+        "reward": {"functions": [f"{reward}:share"]},
+        "schedule": {"mode": "pipelined", "prompts_per_step": 4, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 8},
+        "rollout": {"workers": 2},
+        "trainer": {"lr": 1e-3, "micro_batch_tokens": 80, "export": False},
+        "kafka": {"partitions": 8},
+        "mlflow": {"enabled": False},
+    }
+    for name, section in sections.items():
+        table[name] = {**table.get(name, {}), **section}
+    return from_table(table)
+
+
+def complete(
+    bootstrap: str, run: str, config: Config, *, roles: Sequence[str] = ("trainer", "rollout", "scorer", "feeder")
+) -> dict[str, Any]:
+    """A whole undisturbed run; returns its report."""
+    with Crew(bootstrap, run) as crew:
+        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        for role in roles:
+            count = {"rollout": config.rollout.workers, "scorer": config.scorer.workers}.get(role, 1)
+            for slot in range(count):
+                crew.start(role, slot)
+        crew.wait()
+        return crew.report()

@@ -1,0 +1,43 @@
+"""Makes a worker process die by SIGKILL whenever it decodes a certain payload, as by a fault in native code or too little memory."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.topics import rollouts
+from penstock.topics.samples import Rollout
+from penstock.topics.wire.codec import Codec
+
+
+def settings(schema: str, mark: bytes, *, deaths: Path, times: int) -> Mapping[str, str]:
+    """The environment for `install`: payloads of `schema` with `mark` in them kill `times` times; each death adds a byte to `deaths`."""
+    return {"DEADLY_SCHEMA": schema, "DEADLY_MARK": mark.hex(), "DEADLY_FILE": str(deaths), "DEADLY_TIMES": str(times)}
+
+
+def install() -> None:
+    """To be run first in the new process."""
+    schema, mark = os.environ["DEADLY_SCHEMA"], bytes.fromhex(os.environ["DEADLY_MARK"])
+    plain, plain_rollout = Codec.decode, rollouts.decode
+
+    def decode(self: Codec, value: Any, build: Any) -> Any:
+        if self.name == schema and mark in bytes(value):
+            _die()
+        return plain(self, value, build)
+
+    def decode_rollout(value: Any) -> Rollout:
+        if schema == rollouts.SCHEMA and mark in bytes(value):
+            _die()
+        return plain_rollout(value)
+
+    Codec.decode = decode  # type: ignore[method-assign]
+    rollouts.decode = decode_rollout
+
+
+def _die() -> None:
+    with Path(os.environ["DEADLY_FILE"]).open("ab") as file:
+        if file.tell() >= int(os.environ["DEADLY_TIMES"]):
+            return
+        file.write(b"+")
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,90 @@
+"""Short words for the tests of the log: topics, records, and waiting for what a member hears."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.infra.log import Assigned, Event, Log, Member, Partition, Records, Revoked
+from penstock.topics.catalogue import TopicSpec
+from penstock.topics.wire.record import Outgoing, Record
+
+WAIT_S = 30.0
+
+
+def make_topics(log: Log, run: str, *names: str, partitions: int = 4) -> list[str]:
+    """Create topics `<run>.<name>`; returns their names."""
+    topics = [f"{run}.{name}" for name in names]
+    log.create_topics({topic: TopicSpec(name=topic, partitions=partitions, configs={"retention.ms": "-1"}) for topic in topics})
+    return topics
+
+
+def outgoing(topic: str, value: bytes, *, partition: int = 0, key: bytes | None = None) -> Outgoing:
+    """A record with one header."""
+    return Outgoing(topic=topic, partition=partition, key=key, headers=(("schema", b"test/1"),), value=value)
+
+
+def write(log: Log, topic: str, values: Sequence[bytes], *, partition: int = 0) -> list[int]:
+    """Write single records and wait for them; returns their offsets."""
+    producer = log.producer()
+    try:
+        return [pending.offset(WAIT_S) for pending in [producer.send(outgoing(topic, value, partition=partition)) for value in values]]
+    finally:
+        producer.close()
+
+
+def settle(log: Log, *topics: str) -> None:
+    """Wait until no transaction is open in the topics' first partitions; its end is written some ms after its commit returned."""
+    places = [(topic, 0) for topic in topics]
+    deadline = time.monotonic() + WAIT_S
+    while log.end_offsets(places) != log.end_offsets(places, committed=False):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def values_in(log: Log, topic: str) -> list[bytes]:
+    """The values of all committed records of the first partition."""
+    settle(log, topic)
+    tail = log.tail({(topic, 0): "earliest"})
+    try:
+        return [record.value for record in tail.read_to_end(WAIT_S)]
+    finally:
+        tail.close()
+
+
+@dataclass
+class Heard:
+    """What a member has heard so far."""
+
+    member: Member
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for event in self.events if isinstance(event, Records) for record in event.records]
+
+    @property
+    def owned(self) -> set[Partition]:
+        """What the last Assigned or Revoked left it."""
+        for event in reversed(self.events):
+            if isinstance(event, Assigned):
+                return set(event.partitions)
+            if isinstance(event, Revoked):
+                return set()
+        return set()
+
+    @property
+    def summary(self) -> list[object]:
+        return [event if not isinstance(event, Records) else len(event.records) for event in self.events]
+
+    @property
+    def assigned(self) -> Assigned:
+        return [event for event in self.events if isinstance(event, Assigned)][-1]
+
+
+def listen(*heard: Heard, until: Callable[[], bool]) -> None:
+    """Take from members in turn until `until` holds; fails after half a minute."""
+    deadline = time.monotonic() + WAIT_S
+    while not until():
+        assert time.monotonic() < deadline, [one.summary for one in heard]
+        for one in heard:
+            one.events += one.member.take(0.05)

@@ -1,0 +1,98 @@
+"""Real worker processes that can be killed at any instant, forked from a server that has imported torch already.
+
+A process that imports torch and transformers itself takes ten seconds; a forked one is at work within one.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from penstock.pipeline.runtime.main import work
+from penstock.pipeline.runtime.roles import ROLES
+
+PRELOADED = [
+    "torch",
+    "transformers",
+    "transformers.models.auto.modeling_auto",  # with it comes what the first model loaded would import: six seconds
+    "transformers.models.qwen3.modeling_qwen3",
+    "penstock.infra.engines.transformers.engine",
+    "penstock.infra.backends.torch_backend",
+    "penstock.pipeline.runtime.main",
+    "penstock.infra.kafka.log",
+]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(PRELOADED)
+
+
+class Processes:
+    """The worker processes of one run; leaving the block kills what is left of them."""
+
+    def __init__(self, bootstrap: str, run: str, directory: Path) -> None:
+        self.bootstrap, self.run, self.directory = bootstrap, run, directory
+        self.running: dict[str, BaseProcess] = {}
+
+    def start(
+        self, role: str, slot: int = 0, *, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
+    ) -> str:
+        """Start a worker and return its name; `before` runs in the new process first, and must be importable by name."""
+        name = role if ROLES[role].single else f"{role}-{slot}"
+        settings = {"OMP_NUM_THREADS": "1", "PENSTOCK_HOME": os.environ["PENSTOCK_HOME"], **(environment or {})}
+        arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before)
+        process = _FORKS.Process(target=_work, args=arguments, name=f"{self.run}.{name}")
+        process.start()
+        self.running[name] = process
+        return name
+
+    def output(self, name: str) -> Path:
+        """Where a worker's output goes, that of all processes of this name."""
+        return self.directory / f"{self.run}.{name}.log"
+
+    def text(self, name: str) -> str:
+        """What the processes of this name have printed so far."""
+        return self.output(name).read_text(encoding="utf-8") if self.output(name).exists() else ""
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a worker a signal."""
+        pid = self.running[name].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self.signal(name, signal.SIGKILL)
+        self.ended(name)
+
+    def ended(self, name: str, *, limit_s: float = 60.0) -> int:
+        """Wait for the end of a worker and return its exit status, negative for a signal."""
+        self.running[name].join(limit_s)
+        status = self.running[name].exitcode
+        assert status is not None, f"{name} did not end within {limit_s:g} s; it printed:\n{self.text(name)}"
+        return status
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running.values():
+            if process.is_alive():
+                process.kill()
+            process.join(10.0)
+
+
+def _work(
+    role: str, slot: int, run: str, bootstrap: str, environment: dict[str, str], output: Path, before: Callable[[], None] | None
+) -> None:
+    """The whole life of a forked worker: what `python -m workers` does, with its output in a file."""
+    os.setsid()
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    if before is not None:
+        before()
+    os._exit(work(role, run=run, bootstrap=bootstrap, slot=slot, model=None))

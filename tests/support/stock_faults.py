@@ -1,0 +1,126 @@
+"""Faults of the client library, shown in a process each: `python -m tests.support.stock_faults FAULT stock|repaired BOOTSTRAP TOPIC`.
+
+Prints one JSON object; with `repaired` the same steps are taken after `faults.apply()`. Not a test by itself.
+"""
+
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.errors import KafkaError
+from kafka.future import Future
+from kafka.protocol.consumer import SyncGroupRequest
+
+
+def _with_late_answers(bootstrap: str, topic: str, *, late_s: float, which: Callable[[int], bool]) -> tuple[Any, list[Any]]:
+    """A lone member of a new group; its chosen SyncGroup answers reach it late. Also the answers so far."""
+    consumer = KafkaConsumer(topic, bootstrap_servers=bootstrap, group_id=uuid.uuid4().hex, metadata_max_age_ms=300)
+    manager = consumer._coordinator._manager
+    send, answers = manager.send, []
+
+    def late(request: Any, *args: Any, **options: Any) -> Any:
+        future = send(request, *args, **options)
+        if not isinstance(request, SyncGroupRequest):
+            return future
+        answers.append(future)
+        if not which(len(answers)):
+            return future
+        delayed = Future()
+        future.add_callback(lambda value: manager._net.call_later(late_s, lambda: delayed.success(value)))
+        future.add_errback(delayed.failure)
+        return delayed
+
+    manager.send = late
+    return consumer, answers
+
+
+def late_second_join(bootstrap: str, topic: str) -> dict[str, Any]:
+    """The topic of a lone member grows by two partitions, the answer to that join comes late, polls last 100 ms: does it own them ever?"""
+    late: list[int] = []
+    consumer, answers = _with_late_answers(bootstrap, topic, late_s=0.15, which=lambda number: number in late)
+    coordinator = consumer._coordinator
+    consumer.partitions_for_topic(topic)
+    _poll_until(consumer, 20, 1000, lambda: coordinator.stable() and len(consumer.assignment()) == 2)
+    _poll_until(consumer, 2, 500, lambda: False)  # whatever joins there are at the start are over
+    late.append(len(answers) + 1)
+    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    admin.create_partitions({topic: 4})
+    admin.close()
+    _poll_until(consumer, 5, 100, lambda: coordinator.stable() and len(consumer.assignment()) == 4)
+    return {"stable": coordinator.stable(), "late_joins": len(answers) >= late[0], "owned": len(consumer.assignment())}
+
+
+def _poll_until(consumer: Any, limit_s: float, timeout_ms: int, done: Callable[[], bool]) -> None:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end and not done():
+        consumer.poll(timeout_ms=timeout_ms)
+
+
+def short_polls(bootstrap: str, topic: str) -> dict[str, Any]:
+    """A lone member polled with no time to wait, so that its joins end between two polls: how many does it need?"""
+    consumer, answers = _with_late_answers(bootstrap, topic, late_s=0.02, which=lambda _: True)
+    end = time.monotonic() + 4
+    while time.monotonic() < end and not consumer.assignment():
+        consumer.poll(timeout_ms=0)
+        time.sleep(0.1)
+    return {"joins": len(answers), "owned": len(consumer.assignment())}
+
+
+def refused_record(bootstrap: str, topic: str) -> dict[str, Any]:
+    """An idempotent producer after one record that the broker refuses as too large: do later ones arrive?"""
+    producer = KafkaProducer(bootstrap_servers=bootstrap, max_request_size=32 << 20, delivery_timeout_ms=4000, request_timeout_ms=2000)
+    return {"outcomes": [_sent(producer, topic, value) for value in (b"a", bytes(2 << 20), b"b", b"c")]}
+
+
+def _sent(producer: Any, topic: str, value: bytes) -> str:
+    try:
+        producer.send(topic, value, partition=0).get(6)
+    except KafkaError as error:
+        return type(error).__name__
+    return "written"
+
+
+def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
+    """A transaction with a refused record, aborted; then one more: is everything there that was committed?"""
+    producer = KafkaProducer(
+        bootstrap_servers=bootstrap, transactional_id=uuid.uuid4().hex, max_request_size=32 << 20, retry_backoff_ms=2, max_block_ms=5000
+    )
+    producer.init_transactions()
+    committed = []
+    for number in range(3):
+        producer.begin_transaction()
+        producer.send(topic, bytes(2 << 20), partition=0)
+        try:
+            producer.commit_transaction()
+        except KafkaError:
+            producer.abort_transaction()
+        producer.begin_transaction()
+        producer.send(topic, b"%d" % number, partition=0)
+        try:
+            producer.commit_transaction()
+        except KafkaError:
+            break
+        committed.append(str(number))
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, isolation_level="read_committed", auto_offset_reset="earliest")
+    reader.assign([TopicPartition(topic, 0)])
+    found: list[str] = []
+    end = time.monotonic() + 4
+    while time.monotonic() < end and len(found) < len(committed):
+        found += [bytes(record.value).decode() for records in reader.poll(timeout_ms=500).values() for record in records]
+    return {"committed": committed, "found": found}
+
+
+FAULTS = {fault.__name__: fault for fault in (late_second_join, short_polls, refused_record, commit_without_its_record)}
+
+if __name__ == "__main__":
+    if sys.argv[2] == "repaired":
+        from penstock.infra.kafka.client_repairs import faults
+
+        faults.apply()
+    print(json.dumps(FAULTS[sys.argv[1]](sys.argv[3], sys.argv[4])), flush=True)
+    os._exit(0)  # a stuck client must not hold its process

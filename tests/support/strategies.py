@@ -1,0 +1,319 @@
+"""Hypothesis strategies and one fixed example for every record that flows."""
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+COUNT = st.integers(0, 2**63 - 1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NAME = st.text("abcdefghijklmnopqrstuvwxyz-0123456789", max_size=8)
+DOUBLE = st.floats(allow_nan=False)
+BYTES = st.binary(max_size=40)
+
+
+def arrays(dtype, size):
+    return hnp.arrays(dtype, size)
+
+
+@st.composite
+def rollout_records(draw, *, group=COUNT):
+    tokens = draw(st.integers(0, 9))
+    starts = sorted(draw(st.lists(st.integers(0, tokens), max_size=3)))
+    mask = draw(arrays(np.bool_, tokens))
+    logprobs = draw(hnp.arrays(np.float32, tokens, elements=st.floats(width=32, allow_nan=False)))
+    logprobs[~mask & draw(arrays(np.bool_, tokens))] = np.nan
+    return rollouts.Rollout(
+        group=draw(group),
+        sample=draw(COUNT),
+        token_ids=draw(arrays(np.int32, tokens)),
+        behaviour_logprobs=logprobs,
+        loss_mask=mask,
+        span_versions=draw(hnp.arrays(np.int32, len(starts) + 1, elements=st.integers(0, 2**31 - 1))),
+        span_starts=np.array([0, *starts], np.int32),
+        finish=draw(st.sampled_from(rollouts.FINISHES)),
+        temperature=draw(DOUBLE),
+        top_p=draw(DOUBLE),
+        top_k=draw(INT64),
+        started_ns=draw(INT64),
+        ended_ns=draw(INT64),
+        worker=draw(NAME),
+    )
+
+
+@st.composite
+def group_records(draw, *, max_samples=4):
+    group = draw(COUNT)
+    names = draw(st.lists(TEXT, max_size=3))
+    samples = st.builds(
+        groups.ScoredSample,
+        rollout=rollout_records(group=st.just(group)),
+        completion=TEXT,
+        reward=DOUBLE,
+        components=st.lists(st.none() | DOUBLE, max_size=3).map(tuple),
+    )
+    return groups.Group(
+        group=group,
+        outcome=draw(st.sampled_from(groups.OUTCOMES)),
+        reason=draw(st.none() | TEXT),
+        slot=draw(INT64),
+        min_version=draw(COUNT),
+        samples_per_prompt=draw(COUNT),
+        epoch=draw(INT64),
+        row=draw(INT64),
+        prompt=draw(TEXT),
+        prompt_ids=draw(arrays(np.int32, draw(st.integers(0, 5)))),
+        columns=draw(TEXT),
+        reward_names=tuple(names),
+        reward_weights=tuple(draw(st.lists(DOUBLE, min_size=len(names), max_size=len(names)))),
+        samples=tuple(draw(st.lists(samples, max_size=max_samples))),
+        created_ns=draw(INT64),
+        scored_ns=draw(INT64),
+    )
+
+
+@st.composite
+def manifest_records(draw):
+    tensors = draw(st.lists(st.tuples(TEXT, NAME, st.lists(COUNT, max_size=3).map(tuple)), max_size=4))
+    chunks = draw(st.lists(st.tuples(COUNT, COUNT, st.integers(0, 2**24), NAME), max_size=4))
+    names, dtypes, shapes = (tuple(column) for column in zip(*tensors, strict=True)) if tensors else ((), (), ())
+    partitions, offsets, sizes, digests = (tuple(column) for column in zip(*chunks, strict=True)) if chunks else ((), (), (), ())
+    return weights.Manifest(
+        version=draw(COUNT),
+        step=draw(INT64),
+        encoding="full",
+        base_version=draw(st.none() | COUNT),
+        digest=draw(NAME),
+        nbytes=sum(sizes),
+        names=names,
+        dtypes=dtypes,
+        shapes=shapes,
+        chunk_partitions=partitions,
+        chunk_offsets=offsets,
+        chunk_sizes=sizes,
+        chunk_sha256=digests,
+        created_ns=draw(INT64),
+    )
+
+
+@st.composite
+def prompt_records(draw):
+    numbers = {name: draw(COUNT) for name in ("group", "slot", "min_version", "samples_per_prompt", "epoch", "row", "created_ns")}
+    return prompts.Prompt(
+        **numbers,
+        prompt=draw(TEXT),
+        messages=draw(st.none() | TEXT),
+        token_ids=draw(arrays(np.int32, draw(st.integers(0, 7)))),
+        columns=draw(TEXT),
+    )
+
+
+PLANNED = st.builds(ledger.Planned, group=COUNT, sha256=NAME, partition=COUNT, offset=COUNT)
+NUMBERS = st.lists(INT64, max_size=5).map(tuple)
+ENTRY = st.builds(
+    ledger.Entry,
+    seq=COUNT,
+    kind=st.sampled_from(ledger.ENTRY_KINDS),
+    time_ns=INT64,
+    step=st.none() | INT64,
+    version=st.none() | COUNT,
+    plan=st.lists(PLANNED, max_size=3).map(tuple),
+    boundaries=NUMBERS,
+    groups=NUMBERS,
+    loss_bits=st.none() | INT64,
+    grad_norm_bits=st.none() | INT64,
+    digest=st.none() | NAME,
+    metrics=st.dictionaries(TEXT, DOUBLE, max_size=3),
+    details=st.none() | TEXT,
+)
+MEASUREMENT = st.builds(
+    metrics.Measurement,
+    worker=NAME,
+    role=TEXT,
+    incarnation=TEXT,
+    seq=COUNT,
+    kind=st.sampled_from(metrics.MEASUREMENT_KINDS),
+    time_ns=INT64,
+    version=st.none() | COUNT,
+    step=st.none() | INT64,
+    values=st.dictionaries(TEXT, DOUBLE, max_size=3),
+    labels=st.dictionaries(TEXT, TEXT, max_size=3),
+)
+DEAD_LETTER = st.builds(
+    dead_letters.DeadLetter,
+    topic=TEXT,
+    partition=COUNT,
+    offset=COUNT,
+    timestamp_ms=INT64,
+    kind=NAME,
+    reason=TEXT,
+    worker=NAME,
+    key=st.none() | BYTES,
+    headers=st.lists(st.tuples(TEXT, BYTES), max_size=3).map(tuple),
+    value=BYTES,
+    time_ns=INT64,
+)
+RUN_RECORD = st.builds(
+    runs.RunRecord,
+    run=st.from_regex(r"[a-z0-9-]{1,64}", fullmatch=True),
+    status=st.sampled_from(runs.STATUSES),
+    config=TEXT,
+    info=TEXT,
+    created_ns=INT64,
+    updated_ns=INT64,
+)
+CHUNK = st.builds(weights.Chunk, version=COUNT, index=COUNT, data=BYTES)
+
+RECORDS = {
+    "prompts": (prompts.encode, prompts.decode, prompt_records(), prompts.CODEC),
+    "rollouts": (rollouts.encode, rollouts.decode, rollout_records(), rollouts.CODEC),
+    "groups": (groups.encode, groups.decode, group_records(), groups.CODEC),
+    "weights": (weights.encode, weights.decode, manifest_records(), weights.CODEC),
+    "weights-chunk": (weights.encode_chunk, weights.decode_chunk, CHUNK, weights.CHUNK_CODEC),
+    "ledger": (ledger.encode, ledger.decode, ENTRY, ledger.CODEC),
+    "metrics": (metrics.encode, metrics.decode, MEASUREMENT, metrics.CODEC),
+    "dead-letters": (dead_letters.encode, dead_letters.decode, DEAD_LETTER, dead_letters.CODEC),
+    "runs": (runs.encode, runs.decode, RUN_RECORD, runs.CODEC),
+}
+"""Encode, decode, strategy and codec of each schema."""
+
+
+def a_rollout(*, group=3, sample=1, tokens=20, finish="stop"):
+    return rollouts.Rollout(
+        group=group,
+        sample=sample,
+        token_ids=np.arange(tokens, dtype=np.int32),
+        behaviour_logprobs=-np.linspace(0.1, 1, tokens, dtype=np.float32),
+        loss_mask=np.ones(tokens, np.bool_),
+        span_versions=np.array([4, 5], np.int32),
+        span_starts=np.array([0, tokens // 2], np.int32),
+        finish=finish,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        started_ns=10,
+        ended_ns=20,
+        worker="rollout-0",
+    )
+
+
+def a_group(*, samples=3, tokens=20, group=3):
+    scored = [
+        groups.ScoredSample(
+            rollout=a_rollout(group=group, sample=number, tokens=tokens), completion="2 ✓", reward=number / 3, components=(number / 3, None)
+        )
+        for number in range(samples)
+    ]
+    return groups.Group(
+        group=group,
+        outcome="scored" if samples else "failed",
+        reason=None if samples else "the reward function raised",
+        slot=2,
+        min_version=4,
+        samples_per_prompt=samples,
+        epoch=0,
+        row=7,
+        prompt="1 + 1 = ?",
+        prompt_ids=np.arange(5, dtype=np.int32),
+        columns='{"answer": "2"}',
+        reward_names=("exact", "short"),
+        reward_weights=(1.0, 0.5),
+        samples=tuple(scored),
+        created_ns=1,
+        scored_ns=2,
+    )
+
+
+def a_prompt(*, group=3):
+    return prompts.Prompt(
+        group=group,
+        slot=2,
+        min_version=4,
+        samples_per_prompt=8,
+        epoch=0,
+        row=7,
+        prompt="1 + 1 = ?",
+        messages=None,
+        token_ids=np.arange(5, dtype=np.int32),
+        columns='{"answer": "2"}',
+        created_ns=1,
+    )
+
+
+def a_manifest():
+    return weights.Manifest(
+        version=2,
+        step=4,
+        encoding="full",
+        base_version=None,
+        digest="ab",
+        nbytes=30,
+        names=("a", "b"),
+        dtypes=("float32", "bfloat16"),
+        shapes=((2, 3), (3,)),
+        chunk_partitions=(1, 1),
+        chunk_offsets=(5, 6),
+        chunk_sizes=(20, 10),
+        chunk_sha256=("c", "d"),
+        created_ns=1,
+    )
+
+
+def an_entry():
+    return ledger.Entry(
+        seq=9,
+        kind="step",
+        time_ns=1,
+        step=3,
+        version=2,
+        plan=(ledger.Planned(group=3, sha256="ab", partition=1, offset=8),),
+        boundaries=(4, 8),
+        loss_bits=-5,
+        grad_norm_bits=7,
+        metrics={"loss": 0.5, "tokens": 20.0},
+    )
+
+
+def a_measurement():
+    return metrics.Measurement(
+        worker="scorer-0",
+        role="scorer",
+        incarnation="x",
+        seq=0,
+        kind="status",
+        time_ns=1,
+        version=2,
+        values={"backlog": 3.0},
+        labels={"doing": "wait"},
+    )
+
+
+def a_dead_letter():
+    return dead_letters.DeadLetter(
+        topic="r.rollouts",
+        partition=1,
+        offset=2,
+        timestamp_ms=3,
+        kind="undecodable",
+        reason="no",
+        worker="scorer-0",
+        key=None,
+        headers=(("run", b"r"), ("run", b"\xff")),
+        value=b"\0" * 50,
+        time_ns=4,
+    )
+
+
+EXAMPLES = {
+    "prompts": a_prompt(),
+    "rollouts": a_rollout(),
+    "groups": a_group(),
+    "weights": a_manifest(),
+    "weights-chunk": weights.Chunk(version=2, index=1, data=bytes(range(50))),
+    "ledger": an_entry(),
+    "metrics": a_measurement(),
+    "dead-letters": a_dead_letter(),
+    "runs": runs.RunRecord(run="r", status="running", config="{}", info="{}", created_ns=1, updated_ns=2),
+}

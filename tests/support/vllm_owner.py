@@ -1,0 +1,53 @@
+"""A process that owns an engine in a process of its own, swaps weights in flight, writes what it drew, and then does what it is told.
+
+python vllm_owner.py MODEL OUT [wait|kill-engine]
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from penstock.infra.errors import EngineError
+from tests.support.vllm_helpers import draw_with_swaps, open_engine, request, version_values
+
+
+def main() -> None:
+    """Draw, write, wait to be killed; or kill the engine's process and write what the engine says."""
+    directory, out, then = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    engine = open_engine(directory, engine_process=True)
+    asked = [request(group, tokens=40) for group in range(4)]
+    found, swaps = draw_with_swaps(engine, asked, version_values(directory), every=12)
+    drawn = [
+        {"group": one.group, "sample": one.sample, "ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist(), "spans": one.spans}
+        for one in found
+    ]
+    for group in range(10, 14):
+        engine.submit(request(group, tokens=200))
+    engine.step()
+    _write(out, {"swaps": swaps, "drawn": drawn, "scratch": str(engine._scratch)})
+    if then == "wait":
+        time.sleep(600)
+    for process in engine._llm.engine_core.resources.engine_manager.processes:
+        os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 60:
+            engine.step()
+        words = "it went on"
+    except EngineError as error:
+        words = str(error)
+    engine.close()
+    _write(out.with_suffix(".death"), {"words": words, "after_s": time.monotonic() - began})
+
+
+def _write(path: Path, value: object) -> None:
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(value), encoding="utf-8")
+    aside.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The feeder's knowledge through restarts: the same as if it had never died, and read from where it matters."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.infra.log import Committed, Partition
+from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.topics import groups, prompts
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Outgoing, Record
+from penstock.workers.feeder.admission import Admission
+
+RUN = "demo"
+PARTITIONS = 2
+NAMES: list[Partition] = [(f"{RUN}.{topic}", p) for topic in ("prompts", "groups") for p in range(PARTITIONS)]
+
+
+def headers_of(topic: str, group: int, outcome: str | None) -> Headers:
+    schema = prompts.SCHEMA if topic == "prompts" else groups.SCHEMA
+    numbers = {"part": 0, "parts": 1, "samples": 4, "tokens": 9, "policy_version_min": 0, "policy_version_max": 0}
+    return Headers(run=RUN, schema=schema, group=group, outcome=outcome, worker="w", sha256="0" * 64, reward_mean=0.5, **numbers)
+
+
+@dataclass
+class Feeders:
+    """The logs of a run and its feeders, one after the other; `whole` has been there from the beginning."""
+
+    logs: dict[Partition, list[Record]] = field(default_factory=lambda: {name: [] for name in NAMES})
+    committed: dict[Partition, Committed] = field(default_factory=lambda: {name: Committed(offset=None) for name in NAMES})
+    read: int = 0
+
+    def __post_init__(self) -> None:
+        self.whole = Admission(RUN, PARTITIONS, Story(RUN))
+        self.restart()
+
+    def restart(self) -> None:
+        self.now = Admission(RUN, PARTITIONS, Story(RUN))
+        self.now.story.stale |= self.whole.story.stale  # the ledger is read from its beginning
+        starts = self.now.begin(self.committed)
+        for name in NAMES:
+            for record in self.logs[name][starts.get(name, 0) :]:
+                self.read += 1
+                self.now.fold(record)
+
+    def note(self) -> None:
+        self.committed = {name: Committed(offset=offset, metadata=text) for name, (offset, text) in self.now.noted().items()}
+
+    def admit(self, partition: int) -> None:
+        number = self.now.admitted
+        record = self._record("prompts", partition, number, None)
+        self.now.admit(number, partition)
+        self.now.written([Outgoing(topic=record.topic, partition=partition, key=b"%d" % number, headers=(), value=b"")], [record.offset])
+        self.whole.fold(record)
+
+    def end(self, choice: int, outcome: str) -> None:
+        live = sorted(set(self.whole.partition_of) - self.whole.ended)
+        if live:
+            group = live[choice % len(live)]
+            record = self._record("groups", self.whole.partition_of[group], group, outcome)
+            self.now.fold(record)
+            self.whole.fold(record)
+            if outcome == "scored" and choice % 3 == 0:
+                self.now.story.stale.add(group)
+                self.whole.story.stale.add(group)
+
+    def _record(self, topic: str, partition: int, group: int, outcome: str | None) -> Record:
+        log = self.logs[f"{RUN}.{topic}", partition]
+        headers = headers_of(topic, group, outcome).encode(b"")
+        name = f"{RUN}.{topic}"
+        log.append(Record(topic=name, partition=partition, offset=len(log), timestamp_ms=0, key=None, headers=headers, value=b""))
+        return log[-1]
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.integers(0, PARTITIONS - 1)),
+        st.tuples(st.just("end"), st.integers(0, 9), st.sampled_from(["scored", "scored", "filtered", "failed", "abandoned"])),
+        st.tuples(st.just("note")),
+        st.tuples(st.just("restart")),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(moves=MOVES)
+def test_a_restarted_feeder_knows_what_one_that_never_died_knows(moves) -> None:
+    feeders = Feeders()
+    for name, *arguments in moves:
+        getattr(feeders, name)(*arguments)
+        assert (feeders.now.admitted, feeders.now.dropped) == (feeders.whole.admitted, feeders.whole.dropped)
+        assert feeders.now.unfinished == feeders.whole.unfinished
+
+
+def test_a_restart_reads_what_is_unfinished_and_not_the_whole_run() -> None:
+    feeders = Feeders()
+    for number in range(500):
+        feeders.admit(number % PARTITIONS)
+        if number >= 3:
+            feeders.end(0, "filtered" if number % 10 == 0 else "scored")
+    feeders.note()
+    feeders.restart()
+    assert feeders.read <= 2 * 3
+    assert len(feeders.now.partition_of) == 3
+    assert feeders.now.dropped == feeders.whole.dropped > 0
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "what?", '{"ended": null, "dropped": 1}'])
+def test_notes_that_are_not_of_one_piece_mean_that_everything_is_read(damage: str) -> None:
+    feeders = Feeders()
+    for number in range(10):
+        feeders.admit(number % PARTITIONS)
+        feeders.end(0, "filtered")
+    feeders.note()
+    feeders.committed[NAMES[1]] = Committed(offset=5, metadata=damage)
+    feeders.restart()
+    assert feeders.read == 20
+    assert feeders.now.dropped == 10

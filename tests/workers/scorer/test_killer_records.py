@@ -1,0 +1,120 @@
+"""A record whose reader dies while it decodes it: read again twice, then set aside; the run goes on in any case."""
+
+import signal
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.runtime.run_registry import create
+from penstock.topics import metrics
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.record import Outgoing
+from tests.support import deadly
+from tests.support.crew import Crew, complete, config_of
+from tests.support.processes import Processes
+from tests.workers.test_foreign_records import letters
+
+GROUP = b"7+8="
+"""Stands in the prompt of group 7 alone, where the data is not shuffled."""
+BOOM = b"boom!"
+LIMIT_S = 400.0
+Killers = Mapping[str, Mapping[str, str]]
+
+
+def a_run_with(
+    killers: Killers, broker: str, run: str, config: Any, directory: Path, *, before: Callable[[Crew], None] | None = None
+) -> Any:
+    """A run of real processes; each one that is killed is started again. Gives the report, the dead letters and the deaths by worker."""
+    deaths: Counter[str] = Counter()
+    with Crew(broker, run) as crew, Processes(broker, run, directory) as workers:
+        create(config, log=crew.log, run_id=run, say=lambda _: None)
+        if before is not None:
+            before(crew)
+
+        def start(name: str) -> None:
+            environment = killers.get(name)
+            workers.start(name.partition("-")[0], environment=environment, before=deadly.install if environment else None)
+
+        def ended() -> bool:
+            for name, process in list(workers.running.items()):
+                if process.exitcode == -signal.SIGKILL:
+                    deaths[name] += 1
+                    start(name)
+            return all(process.exitcode == 0 for process in workers.running.values())
+
+        for name in ("trainer", "rollout-0", "scorer-0", "feeder", "tracker"):
+            start(name)
+        crew.wait(ended, limit_s=LIMIT_S)
+        return crew.report(), letters(crew, run), deaths
+
+
+def boom(crew: Crew) -> None:
+    """A measurement that nobody would miss."""
+    found = Measurement(worker="rollout-9", role="rollout", incarnation="x", seq=0, kind="progress", time_ns=1, labels={"x": BOOM.decode()})
+    value = metrics.encode(found)
+    headers = metrics.headers(found, run=crew.run).encode(value)
+    producer = crew.log.producer()
+    producer.send(Outgoing(topic=f"{crew.run}.metrics", partition=0, key=None, headers=headers, value=value)).offset(10.0)
+    producer.close()
+
+
+def a_config(tiny_model: Path, directory: Path, **sections: Any) -> Any:
+    table = {"run": {"steps": 4, "seed": 7}, "rollout": {"workers": 1}, "scorer": {"group_deadline_s": 20.0}, **sections}
+    return config_of(tiny_model, directory, **{**table, "data": {"source": str(directory / "data.jsonl"), "shuffle": False}})
+
+
+@pytest.mark.parametrize("times", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_trainer_and_tracker_skip_what_has_killed_them_three_times_and_use_what_killed_them_twice(
+    broker, run_id, tiny_model, tmp_path: Path, times: int
+):
+    config = a_config(tiny_model, tmp_path)
+    killers = {
+        "trainer": deadly.settings("groups/1", GROUP, deaths=tmp_path / "trainer", times=99 if times == 3 else times),
+        "tracker": deadly.settings("metrics/1", BOOM, deaths=tmp_path / "tracker", times=99 if times == 3 else times),
+    }
+    report, found, deaths = a_run_with(killers, broker, run_id, config, tmp_path, before=boom)
+    assert deaths == {"trainer": times, "tracker": times}
+    assert report["status"] == "finished"
+    if times < 3:
+        assert not found
+        assert report["groups"]["stale"] == 0
+        plain = complete(broker, f"{run_id}-plain", config)
+        assert report["weights"]["digest"] == plain["weights"]["digest"]
+        return
+    assert {(letter.topic.rpartition(".")[2], letter.kind) for letter in found} == {("groups", "killer"), ("metrics", "killer")}
+    assert len(found) == 2
+    assert all("3 processes of this name died" in letter.reason for letter in found)
+    assert report["groups"]["stale"] == 1
+    assert report["groups"]["trained"] == 16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rollout_worker_and_scorer_skip_what_has_killed_them_three_times(broker, run_id, tiny_model, tmp_path: Path):
+    config = a_config(tiny_model, tmp_path)
+    sample = struct.pack("<q", 5) + struct.pack("<q", 2)  # group 5, sample 2: the first numbers of the payload's body
+    killers = {
+        "rollout-0": deadly.settings("prompts/1", GROUP, deaths=tmp_path / "rollout", times=99),
+        "scorer-0": deadly.settings("rollouts/1", sample, deaths=tmp_path / "scorer", times=99),
+    }
+    report, found, deaths = a_run_with(killers, broker, run_id, config, tmp_path)
+    assert deaths == {"rollout-0": 3, "scorer-0": 3}
+    assert report["status"] == "finished"
+    assert {(letter.topic.rpartition(".")[2], letter.kind) for letter in found} == {("prompts", "killer"), ("rollouts", "killer")}
+    assert report["groups"]["trained"] == 16
+    assert report["groups"]["abandoned"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_group_whose_prompt_kills_the_scorer_has_failed_and_another_takes_its_place(broker, run_id, tiny_model, tmp_path: Path):
+    killers = {"scorer-0": deadly.settings("prompts/1", GROUP, deaths=tmp_path / "scorer", times=99)}
+    report, found, deaths = a_run_with(killers, broker, run_id, a_config(tiny_model, tmp_path), tmp_path)
+    assert deaths == {"scorer-0": 3}
+    assert report["status"] == "finished"
+    assert [(letter.topic.rpartition(".")[2], letter.kind) for letter in found] == [("prompts", "killer")]
+    assert (report["groups"]["trained"], report["groups"]["failed"], report["groups"]["abandoned"]) == (16, 1, 0)

@@ -1,0 +1,333 @@
+"""What is committed is never lost: a trainer that comes back goes on from its newest checkpoint, bit for bit, and says so."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.errors import Unrecoverable
+from penstock.infra.faults import VARIABLE
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.learner.chronicle import Chronicle
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.observe.report.summary import load
+from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.runtime.session import Session, join
+from penstock.topics import metrics
+from penstock.topics.groups import Group
+from penstock.workers.trainer.worker import Trainer, chunk_partitions
+from tests.support.ahead import config_for, group_of, outcome_of, write_groups, written
+from tests.support.crew import Crew, complete, config_of
+from tests.support.processes import Processes
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker, client_id="tests")
+    yield opened
+    opened.close()
+
+
+def alone(broker: str, log: KafkaLog, run: str, directory: Path, *deaths: str) -> tuple[dict[str, Any], str, Mapping[str, float]]:
+    """Run a trainer to the end, after it died at these points; returns what the run came to, what was printed, and the last values."""
+    with Processes(broker, run, directory) as trainer:
+        for fault in deaths:
+            trainer.start("trainer", environment={VARIABLE: fault})
+            assert trainer.ended("trainer", limit_s=150.0) == -9, trainer.text("trainer")
+        trainer.start("trainer")
+        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+        return outcome_of(log, run), trainer.text("trainer"), load(log, run).workers["trainer"].values
+
+
+def rounds(count: int, *, per_version: int) -> list[Group]:
+    """Groups for whole rounds, each drawn under the version of its round."""
+    return [group_of(number, version=number // per_version) for number in range(count)]
+
+
+ALWAYS = "round by round"
+"""The kind that the default suite has; the others are among the slow tests."""
+KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
+    # killed at a checkpoint inside a round; the KL's reference stays version 0 and the rate goes on falling
+    "round by round": (
+        {
+            "schedule": {"mode": "synchronous", "steps_per_version": 2},
+            "algorithm": {"kl_coef": 0.1},
+            "trainer": {"checkpoint_every": 3, "lr_schedule": "linear", "warmup_steps": 2},
+        },
+        rounds(12, per_version=4),
+    ),
+    # S does not divide the steps, and the moments of bfloat16 weights have masters beside them
+    "a last round cut short": (
+        {
+            "run": {"steps": 5, "seed": 7},
+            "schedule": {"mode": "pipelined", "steps_per_version": 2},
+            "trainer": {"checkpoint_every": 3, "dtype": "bfloat16"},
+        },
+        rounds(10, per_version=4),
+    ),
+    # one partition: only then is the order of arrival the same every time
+    "in order of arrival, every second group dropped": (
+        {
+            "schedule": {"order": "arrival", "max_lag": 9},
+            "kafka": {"partitions": 1},
+            "rollout": {"workers": 1},
+            "trainer": {"checkpoint_every": 3},
+        },
+        [group_of(number, version=0, outcome="filtered" if number % 2 else "scored") for number in range(24)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [ALWAYS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != ALWAYS)])
+def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(broker, run_id, log, tiny_model, tmp_path: Path, kind: str):
+    sections, found = KINDS[kind]
+    config = config_for(tiny_model, tmp_path, **sections)
+    written(log, f"{run_id}-plain", config, found)
+    plain, _, _ = alone(broker, log, f"{run_id}-plain", tmp_path)
+    for name, fault, repeated in (("at", "checkpoint.renamed:1", 0), ("after", "ledger.step.after:5", 2)):
+        written(log, f"{run_id}-{name}", config, found)
+        again, _, values = alone(broker, log, f"{run_id}-{name}", tmp_path, fault)
+        assert again == plain
+        assert (values["recovered_from_step"], values["repeated_steps"]) == (3, repeated)
+        assert values["recovery_s"] > 0
+
+
+def spoil(directory: Path) -> None:
+    """Flip one bit of the largest file."""
+    file = max(directory.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(("spoilt", "start"), [((4,), 2), ((4, 2), 0)])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_used(
+    broker, run_id, log, tiny_model, tmp_path: Path, spoilt: tuple[int, ...], start: int
+):
+    config = config_for(tiny_model, tmp_path, trainer={"checkpoint_dir": str(tmp_path / "kept")})
+    found = rounds(12, per_version=2)
+    written(log, f"{run_id}-plain", config, found)
+    plain, _, _ = alone(broker, log, f"{run_id}-plain", tmp_path)
+    written(log, run_id, config, found)
+    with Processes(broker, run_id, tmp_path) as trainer:
+        trainer.start("trainer", environment={VARIABLE: "ledger.step.after:5"})
+        assert trainer.ended("trainer", limit_s=150.0) == -9
+    for steps in spoilt:
+        spoil(tmp_path / "kept" / run_id / f"step-{steps:08d}")
+    again, said, values = alone(broker, log, run_id, tmp_path)
+    assert again == plain
+    for steps in spoilt:
+        assert f"checkpoint of step {steps} is not used: backend/trainer.pt is damaged" in said
+    origin = f"checkpoint of step {start} loaded" if start else "no checkpoint to start from"
+    assert f"{origin}" in said
+    assert f"{5 - start} of 5 steps repeated from the log" in said
+    assert (values["recovered_from_step"], values["repeated_steps"]) == (start, 5 - start)
+
+
+def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_restart(broker, run_id, log, tiny_model, tmp_path: Path):
+    config = config_for(
+        tiny_model, tmp_path, trainer={"checkpoint_every": 50}, eval={"source": str(tmp_path / "data.jsonl"), "target": 0.9}
+    )
+    found = rounds(12, per_version=2)
+    written(log, run_id, config, found[:6])
+    with Crew(broker, run_id) as crew:
+        crew.start("trainer")
+        crew.wait(lambda: crew.report()["steps"] == 3)
+        crew.stop("trainer")
+        write_groups(log, run_id, found[6:], partitions=config.partitions)
+        evaluator = session_of(broker, run_id, "evaluator")
+        evaluator.report(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels={"ask": "stop", "reason": "good enough"})
+        evaluator.close(status="finished")
+        evaluator.log.close()
+        crew.start("trainer")
+        crew.wait()
+        assert crew.report()["status"] == "finished"
+    values = load(log, run_id).workers["trainer"].values
+    assert (values["recovered_from_step"], values["repeated_steps"]) == (3, 0)
+    assert len(outcome_of(log, run_id)["steps"]) == 3  # groups for more were there
+
+
+def session_of(broker: str, run: str, role: str) -> Session:
+    session = join(run=run, role=role, log=KafkaLog(broker, client_id=f"{run}.{role}"), worker=role, model=None, stop=threading.Event())
+    assert session is not None
+    return session
+
+
+def opened(session: Session) -> tuple[Trainer, Any]:
+    transactions = session.log.transactions(f"{session.run}.trainer")
+    past = read_past(session.log, session.run)
+    return Trainer.open(session, Chronicle(session, transactions, past.story, weight_partitions=chunk_partitions(session))), past
+
+
+@pytest.fixture
+def three_steps(broker, run_id, log, tiny_model, tmp_path: Path) -> Callable[[], tuple[Trainer, Any]]:
+    """A run of which a trainer, stopped since, has done three steps; opens another trainer for it."""
+    written(log, run_id, config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0}), rounds(6, per_version=2))
+    with Crew(broker, run_id) as crew:
+        crew.start("trainer")
+        crew.wait(lambda: crew.report()["steps"] == 3)
+    return lambda: opened(session_of(broker, run_id, "trainer"))
+
+
+def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_steps: Callable[[], tuple[Trainer, Any]]):
+    bits = r".* where the ledger says .* \(bits -?\d+ and -?\d+\)"
+    for field, told in (
+        ("loss_bits", f"loss {bits}"),
+        ("grad_norm_bits", f"gradient norm {bits}"),
+        ("digest", r"weights [0-9a-f]{16}… where the ledger says e{16}…"),
+    ):
+        trainer, past = three_steps()
+        changed = [
+            replace(entry, **{field: "e" * 64 if field == "digest" else getattr(entry, field) + 1})
+            if entry.kind == "step" and entry.step == 1
+            else entry
+            for entry in past.entries
+        ]
+        with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {told}"):
+            trainer.begin(replace(past, entries=changed))
+        trainer.session.log.close()
+
+
+def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
+    trainer, past = three_steps()
+    plan = [replace(planned, sha256="0" * 64) for planned in past.steps[2].plan]
+    changed = [replace(entry, plan=tuple(plan)) if entry.kind == "step" and entry.step == 2 else entry for entry in past.entries]
+    with pytest.raises(Unrecoverable, match=r"group 4 .* stands at .*groups/0/\d+, the ledger says group 4 \(0000"):
+        trainer.begin(replace(past, entries=changed))
+    with pytest.raises(Unrecoverable, match="commits step 2 where step 1 was expected"):
+        replace(past, entries=[entry for entry in past.entries if entry.kind != "step" or entry.step != 1])
+
+
+@pytest.mark.parametrize("more", [6, 7])
+def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(broker, run_id, log, tiny_model, tmp_path: Path, more: int):
+    def half(first: int, dropped: int) -> list[Group]:
+        """Six groups to train behind so many that are dropped."""
+        numbers = range(first, first + dropped + 6)
+        return [group_of(number, version=0, outcome="filtered" if number < first + dropped else "scored") for number in numbers]
+
+    config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
+    written(log, run_id, config, half(0, 6))
+    with Crew(broker, run_id) as crew:
+        crew.start("trainer")
+        crew.wait(lambda: crew.report()["steps"] == 3)
+    trainer, past = opened(session_of(broker, run_id, "trainer"))
+    trainer.begin(past)
+    assert trainer.arrivals.selector.drops == past.drops == 6
+    trainer.session.log.close()
+    write_groups(log, run_id, half(12, more), partitions=config.partitions)
+    with Crew(broker, run_id) as crew:
+        crew.start("trainer")
+        if more > 6:
+            with pytest.raises(
+                AssertionError, match=r"7 groups were dropped since step 2 .*: since the run began 13 filtered at reward 0\.5"
+            ):
+                crew.wait()
+        else:
+            crew.wait()
+        assert crew.report()["status"] == ("failed" if more > 6 else "finished")
+    if more == 6:
+        assert [dropped for *_, dropped in outcome_of(log, run_id)["steps"]] == [6, 0, 0, 6, 0, 0]
+
+
+def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
+    trainer, past = three_steps()
+    past.story.manifests[0] = replace(past.story.manifests[0], digest="0" * 64)
+    with pytest.raises(Unrecoverable, match=r"version 0: the recorded weights digest is 0000.*the model directory holds"):
+        trainer.begin(past)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_on_when_it_can(
+    broker, run_id, log, tiny_model, tmp_path: Path
+):
+    place = tmp_path / "kept"
+    config = config_for(tiny_model, tmp_path, trainer={"checkpoint_dir": str(place)})
+    found = rounds(12, per_version=2)
+    written(log, f"{run_id}-plain", config, found)
+    plain, _, _ = alone(broker, log, f"{run_id}-plain", tmp_path)
+    written(log, run_id, config, found)
+    with Crew(broker, run_id) as crew:
+        crew.start("trainer")
+        crew.wait(lambda: bool(list((place / run_id).glob("step-*"))))
+        crew.stop("trainer")
+    with Processes(broker, run_id, tmp_path) as trainer:
+        trainer.start("trainer", before=no_large_files)
+        assert trainer.ended("trainer", limit_s=150.0) == 1
+        (line,) = [
+            line for line in trainer.text("trainer").splitlines() if line.startswith("penstock: trainer: cannot write the checkpoint")
+        ]
+    assert str(place / run_id) in line
+    assert "File too large" in line
+    assert line.endswith(f"then: penstock run --resume {run_id}")
+    again, _, values = alone(broker, log, run_id, tmp_path)
+    assert again == plain
+    assert values["recovered_from_step"] >= 2
+
+
+def no_large_files() -> None:
+    """A disk that is full for everything but small files."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(broker, run_id, tiny_model, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
+    plain = complete(broker, f"{run_id}-plain", config)
+    with Crew(broker, f"{run_id}-again") as crew:
+        create(config, log=crew.log, run_id=crew.run, say=lambda _: None)
+        for role in ("trainer", "rollout", "scorer", "feeder"):
+            crew.start(role)
+        crew.wait(lambda: crew.report()["steps"] >= 2)
+        crew.stop("feeder")
+        crew.stop("scorer-0")
+        crew.start("scorer", 1)
+        crew.start("feeder")
+        crew.wait()
+        again = crew.report()
+    assert again["weights"]["digest"] == plain["weights"]["digest"]
+    assert again["groups"] == plain["groups"]
+
+
+@pytest.mark.slow
+def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(broker, run_id, tiny_model, tmp_path: Path):
+    config = config_of(
+        tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}
+    )
+    plain = complete(broker, f"{run_id}-plain", config)
+    with Crew(broker, f"{run_id}-again") as crew:
+        create(config, log=crew.log, run_id=crew.run, say=lambda _: None)
+        for role in ("trainer", "rollout", "scorer", "feeder"):
+            crew.start(role)
+        crew.wait(lambda: crew.report()["steps"] >= 3)
+        crew.stop("trainer")
+        assert crew.report()["status"] != "finished"
+        crew.start("trainer")
+        crew.wait()
+        again = crew.report()
+    assert again["weights"]["digest"] == plain["weights"]["digest"]
+    assert again["steps"] == plain["steps"] == 6
+    assert again["groups"] == plain["groups"]
+
+
+def test_an_evaluator_that_is_replaced_measures_no_version_again(broker, run_id, tiny_model, tmp_path: Path):
+    held = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
+    config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
+    with Crew(broker, run_id) as crew:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        crew.start("evaluator")
+        crew.start("trainer")
+        crew.wait(lambda: bool(crew.report()["eval"]))
+        crew.stop("evaluator")
+        crew.start("evaluator")
+        for role in ("rollout", "scorer", "feeder"):
+            crew.start(role)
+        crew.wait()
+        tail = crew.log.tail({(f"{run_id}.metrics", 0): "earliest"})
+        found = [metrics.read(record, run=run_id)[1] for record in tail.read_to_end()]
+        tail.close()
+    measured = [one.version for one in found if one.kind == "eval"]
+    assert sorted(measured) == sorted(set(measured)), measured
+    assert {0, 4} <= set(measured)

@@ -1,0 +1,108 @@
+"""The trainer dies at every named point between two lines that matter, is started again, and the run ends as if nothing had been."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.faults import POINTS, VARIABLE
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.runtime.run_registry import create
+from tests.support.ahead import config_for, group_of, outcome_of, written
+from tests.support.crew import Crew, complete, config_of
+from tests.support.processes import Processes
+
+LATER = {"ledger.step.before": 3, "ledger.step.after": 3, "ledger.version.before": 4, "ledger.version.after": 4, "chunk.sent": 4}
+"""At which passing the process dies, where the first is not the one that tells most."""
+TRANSACTIONS = {"run-opened": 1, "version 0": 2, "step": 5, "version": 6, "checkpoint": 7, "stale": 11, "run-closed": 19}
+"""What the n-th transaction of the run commits."""
+ALWAYS = {"chunk.sent", "ledger.step.after", "checkpoint.some", "recovery.repeated", "ledger.run-closed.after"}
+"""Points that the default suite passes; all the others are among the slow tests."""
+CASES = [(point, LATER.get(point, 1)) for point in POINTS if point != "transaction.sent"]
+CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]
+ALWAYS_TOO = ("transaction.sent", TRANSACTIONS["step"])
+MARKED = [case if case[0] in ALWAYS or case == ALWAYS_TOO else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker, client_id="tests")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def run(log: KafkaLog, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Creates runs of 12 groups to train, one that is filtered and one that becomes stale; keeps one checkpoint."""
+    config = config_for(tiny_model, tmp_path_factory.mktemp("data"), trainer={"checkpoint_keep_last": 1})
+    found = [group_of(number, version=0 if number == 7 else max(0, (number - 1) // 2 - 1)) for number in range(14)]
+    found[3] = group_of(3, version=0, outcome="filtered")
+    return lambda name: written(log, name, config, found)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(broker: str, log: KafkaLog, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the run comes to when nobody dies."""
+    run("undisturbed-alone")
+    with Processes(broker, "undisturbed-alone", tmp_path_factory.mktemp("undisturbed")) as trainer:
+        trainer.start("trainer")
+        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+    return outcome_of(log, "undisturbed-alone")
+
+
+def test_the_undisturbed_run_is_what_the_cases_count_on(undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["stale"] == [7]
+    assert undisturbed["groups"] == undisturbed["groups"] | {"trained": 12, "stale": 1, "filtered": 1}
+    assert [version for version, _ in undisturbed["versions"]] == list(range(7))
+    assert undisturbed["kinds"] == {"run-opened": 1, "step": 6, "version": 7, "stale": 1, "run-closed": 1}
+    assert sum(undisturbed["kinds"].values()) + 3 == TRANSACTIONS["run-closed"]
+
+
+@pytest.mark.parametrize(("point", "passing"), MARKED)
+def test_a_trainer_that_dies_there_and_comes_back_ends_in_the_same_run(
+    broker: str, log: KafkaLog, run_id: str, run: Any, undisturbed: dict[str, Any], tmp_path: Path, point: str, passing: int
+) -> None:
+    run(run_id)
+    # Recovery has its own points: to get there a trainer must have died before.
+    deaths = (["ledger.step.after:4"] if point.startswith("recovery.") else []) + [f"{point}:{passing}"]
+    with Processes(broker, run_id, tmp_path) as trainer:
+        for fault in deaths:
+            trainer.start("trainer", environment={VARIABLE: fault})
+            assert trainer.ended("trainer", limit_s=150.0) == -9, trainer.text("trainer")
+            assert f"fault point {fault.split(':')[0]}: killing" in trainer.text("trainer")
+        trainer.start("trainer")
+        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+    assert outcome_of(log, run_id) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [point for point in POINTS if ".stale." not in point])
+def test_a_whole_crew_whose_trainer_dies_there_ends_in_the_same_weights(
+    broker: str, run_id: str, whole_crew: Any, tmp_path: Path, point: str
+) -> None:
+    plain, config = whole_crew
+    deaths = (["ledger.step.after:4"] if point.startswith("recovery.") else []) + [f"{point}:{LATER.get(point, 1)}"]
+    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as trainer:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        for role in ("rollout", "scorer", "feeder"):
+            crew.start(role)
+        for fault in deaths:
+            trainer.start("trainer", environment={VARIABLE: fault})
+            assert trainer.ended("trainer", limit_s=120.0) == -9, trainer.text("trainer")
+        trainer.start("trainer")
+        assert trainer.ended("trainer", limit_s=120.0) == 0, trainer.text("trainer")
+        crew.wait()
+        report = crew.report()
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
+    assert report["groups"] == plain["groups"]
+
+
+@pytest.fixture(scope="module")
+def whole_crew(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The report of a run with all its workers, and its configuration."""
+    trainer = {"checkpoint_every": 2, "checkpoint_keep_last": 1}
+    config = config_of(
+        tiny_model, tmp_path_factory.mktemp("crew"), run={"steps": 6, "seed": 7}, rollout={"workers": 1}, trainer={"lr": 1e-3, **trainer}
+    )
+    return complete(broker, "undisturbed-crew", config), config

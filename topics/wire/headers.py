@@ -1,0 +1,163 @@
+"""The short ASCII headers that routing is decided from, before any payload is decoded.
+
+A header is a claim: what the payload repeats must match it, or the record is refused. And nothing of a record is believed, its headers
+included, before its checksum was compared: a token, a reward or a group number with one bit turned would look like any other."""
+
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.topics.wire.columns import Payload
+from penstock.topics.wire.errors import Kind, Unusable
+from penstock.topics.wire.record import RawHeaders
+
+CHECKSUM = "crc32"
+"""Its header: CRC-32, in 8 lower-case hex digits, of the payload and of the headers below behind it, as lines `\\nname=value`."""
+
+MAX_HEADER_BYTES = 1024
+"""Headers are for routing; anything longer belongs in a payload."""
+
+_INT64_MAX = 2**63 - 1
+_INT64_DIGITS = 19
+_FLOAT = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|inf|nan)")
+_SHOWN = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headers:
+    """What a record says about itself; `None` means the header is absent."""
+
+    run: str
+    schema: str
+    group: int | None = None
+    sample: int | None = None
+    policy_version_min: int | None = None
+    policy_version_max: int | None = None
+    outcome: str | None = None
+    worker: str | None = None
+    attempt: int | None = None
+    part: int | None = None
+    parts: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    reward_mean: float | None = None
+    sha256: str | None = None
+
+    def encode(self, value: Payload) -> RawHeaders:
+        """Names and ASCII values as they go on the wire with this payload; absent ones are left out, `reward-mean` is exact.
+
+        Example:
+            Headers(run="r", schema="rollouts/1", group=3).encode(b"")
+            # -> (("run", b"r"), ("schema", b"rollouts/1"), ("group", b"3"), ("crc32", b"76398ec4"))
+        """
+        found = [(name, getattr(self, field)) for field, name in _WIRE]
+        # The text of a float is its shortest exact one, in `str` as in `repr`.
+        texts = [(name, str(fact).encode("ascii")) for name, fact in found if fact is not None]
+        lines = [part for name, text in texts for part in (_LINE[name], text)]
+        return (*texts, (CHECKSUM, _checksum(lines, value)))
+
+
+_FIELDS = tuple(Headers.__dataclass_fields__)
+_WIRE = tuple((field, field.replace("_", "-")) for field in _FIELDS)
+_LINE = {name: b"\n%b=" % name.encode() for _, name in _WIRE}
+_PUT = tuple((name, getattr(Headers, field).__set__) for field, name in _WIRE)
+_TEXTS = frozenset({"run", "schema", "outcome", "worker", "sha256"})
+_ZERO = ord("0")
+
+
+def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, required: Iterable[str] = ()) -> Headers:
+    """Read and check the headers of a record of `run` and `schema` with this payload; `required` are wire names beside those two.
+
+    Headers of other names are left alone. Raises `Unusable`, kinds missing-header, bad-header, foreign-run, schema-version, checksum;
+    a record of another run or version is refused before its other headers are looked at.
+    """
+    values: dict[str, bytes] = {}
+    lines: list[bytes] = []
+    said: bytes | None = None
+    for name, text in raw:
+        line = _LINE.get(name)
+        if line is not None and name not in values:
+            values[name] = text
+            lines += (line, text)
+        elif line is not None or (name == CHECKSUM and said is not None):
+            raise Unusable(f"header {name!r} occurs twice", kind="bad-header")
+        elif name == CHECKSUM:
+            said = text
+    _identify(values, "run", expected=run, kind="foreign-run")
+    _identify(values, "schema", expected=schema, kind="schema-version")
+    _verify(said, lines, value)
+    for name in required:
+        if name not in values:
+            raise Unusable(f"header {name!r} is missing", kind="missing-header")
+    found = {name: _parse(name, text) for name, text in values.items()}
+    headers = object.__new__(Headers)  # its own constructor takes as long as all the rest here
+    for name, put in _PUT:
+        put(headers, found.get(name))
+    return headers
+
+
+def match(found: Headers, **facts: str | int | float | None) -> None:
+    """Refuse headers that say anything else than the payload does, which `facts` repeat by field.
+
+    A header that is absent claims nothing. Raises `Unusable(kind="mismatch")`.
+    """
+    for field, truth in facts.items():
+        said = getattr(found, field)
+        if said is not None and said != truth and repr(said) != repr(truth):  # NaN differs from itself, its text does not
+            raise Unusable(f"header {field.replace('_', '-')!r} is {said!r}, the payload says {truth!r}", kind="mismatch")
+
+
+def one_of(found: Headers, *, outcomes: Iterable[str]) -> Headers:
+    """The headers as they are, if their outcome is absent or one of `outcomes`; otherwise `Unusable(kind="bad-header")`."""
+    if found.outcome is not None and found.outcome not in outcomes:
+        raise Unusable(f"header 'outcome' is {found.outcome[:_SHOWN]!r}, expected one of {', '.join(outcomes)}", kind="bad-header")
+    return found
+
+
+def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:
+    if name not in values:
+        raise Unusable(f"header {name!r} is missing", kind="missing-header")
+    if values[name] == expected.encode():
+        return
+    if (said := _text(name, values[name])) != expected:
+        raise Unusable(f"header {name!r} is {said[:_SHOWN]!r}, expected {expected!r}", kind=kind)
+
+
+def _verify(said: bytes | None, lines: list[bytes], value: Payload) -> None:
+    if said is None:
+        raise Unusable(f"header {CHECKSUM!r} is missing", kind="missing-header")
+    try:
+        found = _checksum(lines, value)
+    except TypeError as error:
+        raise Unusable("a header has no value", kind="bad-header") from error
+    if said != found:
+        raise Unusable(f"header {CHECKSUM!r} is {said[:_SHOWN]!r}, headers and payload make {found!r}", kind="checksum")
+
+
+def _checksum(lines: list[bytes], value: Payload) -> bytes:
+    return b"%08x" % zlib.crc32(b"".join(lines), zlib.crc32(value))
+
+
+def _parse(name: str, value: bytes) -> str | int | float:
+    if name in _TEXTS:
+        return _text(name, value)
+    if value.isdigit() and len(value) < _INT64_DIGITS and (value[0] != _ZERO or value == b"0") and name != "reward-mean":
+        return int(value)
+    text = _text(name, value)
+    if name == "reward-mean":
+        if _FLOAT.fullmatch(text):
+            return float(text)
+    elif text.isdigit() and text[0] != "0" and len(text) <= _INT64_DIGITS and (number := int(text)) <= _INT64_MAX:
+        return number
+    raise Unusable(f"header {name!r} is not a number: {text[:_SHOWN]!r}", kind="bad-header")
+
+
+def _text(name: str, value: bytes) -> str:
+    if not isinstance(value, bytes):
+        raise Unusable(f"header {name!r} has no value", kind="bad-header")
+    if len(value) > MAX_HEADER_BYTES:
+        raise Unusable(f"header {name!r} has {len(value)} bytes, at most {MAX_HEADER_BYTES} are allowed", kind="bad-header")
+    if not value.isascii():
+        raise Unusable(f"header {name!r} is not ASCII: {value[:_SHOWN]!r}", kind="bad-header")
+    return value.decode("ascii")

@@ -1,0 +1,1 @@
+"""The evaluator: held-out prompts -> `metrics`."""

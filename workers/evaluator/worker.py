@@ -1,0 +1,165 @@
+"""The evaluator: every n-th version on held-out prompts, greedy and sampled, to `metrics`.
+
+The rule: it reads the same weights as everybody and never delays training; to end a run early it can only ask.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
+from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
+from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.ledger_follower import Control
+from penstock.pipeline.runtime.run_registry import open_eval_data
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.topics import metrics
+from penstock.topics.wire.errors import Unusable
+from penstock.workers.evaluator.accuracy import EarlyStopping, due, summary
+
+READ_LIMIT_S = 120.0
+SEED_OFFSET = 1_000_003
+"""Keeps the evaluator's random numbers apart from the rollout workers', whose seeds are run.seed with the same group numbers."""
+
+
+def main(session: Session) -> None:
+    """Evaluate versions until the run is closed and its last version is done."""
+    os.nice(5)  # on a full machine rollouts and training come first
+    held = session.config.eval
+    if held.source is None:
+        raise ValueError("this run has no eval.source, so there is nothing to evaluate")
+    session.doing("loading the model", now=True)
+    evaluator = Evaluator.open(session)
+    control = Control(session.log, session.run)
+    stopping = EarlyStopping(held.target, held.patience)
+    done = evaluated(session, stopping)
+    session.ready()
+    while not session.stop.is_set():
+        control.poll(0.2)
+        story = control.story
+        version = due(
+            newest=story.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=story.closed is not None
+        )
+        session.status()
+        if version is None:
+            if story.closed is not None:
+                break
+            session.doing("waiting for a version to evaluate")
+            continue
+        done.add(version)
+        session.doing(f"evaluating version {version}", now=True)
+        values = evaluator.evaluate(version, control)
+        if values is None:
+            break
+        reason = stopping.note(version=version, accuracy=values["greedy_accuracy"])
+        labels = {"source": held.source} | ({"ask": "stop", "reason": reason} if reason else {})
+        session.report(kind="eval", values={**values, "best_version": float(stopping.best_version or 0)}, labels=labels, version=version)
+    evaluator.close()
+    control.close()
+
+
+def evaluated(session: Session, stopping: EarlyStopping) -> set[int]:
+    """The versions that an evaluator before this one has measured, each taken into account once."""
+    tail = session.log.tail({(session.topic("metrics"), 0): "earliest"})
+    done = set[int]()
+    for record in tail.read_to_end(READ_LIMIT_S):
+        try:
+            found = metrics.read(record, run=session.run)[1]
+        except Unusable:
+            continue  # the tracker owns reading `metrics`
+        if found.kind == "eval" and found.version is not None and found.version not in done:
+            done.add(found.version)
+            stopping.note(version=found.version, accuracy=found.values["greedy_accuracy"])
+    tail.close()
+    return done
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """An engine, the held-out prompts and the reward functions."""
+
+    session: Session
+    engine: Engine
+    pool: ChildPool[int]
+    decoder: Decoder
+    rows: list[tuple[Any, Any]]
+    """(data row, its token ids)"""
+
+    @classmethod
+    def open(cls, session: Session) -> "Evaluator":
+        """Load the model and render the held-out prompts."""
+        config = session.config
+        dataset = open_eval_data(config)
+        renderer = Renderer(config.model.path, chat_template=config.data.chat_template, max_prompt_tokens=config.data.max_prompt_tokens)
+        rows = [(dataset[i], renderer.render(dataset[i])) for i in range(len(dataset))]
+        reward = config.reward
+        pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=1, timeout_s=reward.timeout_s)
+        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows)
+
+    def evaluate(self, version: int, control: Control) -> dict[str, float] | None:
+        """Greedy accuracy, avg@k and pass@k of one version; None when the worker was stopped meanwhile."""
+        session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
+        started = time.monotonic()
+        self.engine.load_weights(version, fetch(session.log, control.story.manifests[version], run=session.run))
+        longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
+        outcomes: dict[bool, dict[int, list[bool]]] = {}
+        for greedy, rows in ((True, 1), (False, held.samples)):
+            how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
+            requests = [
+                GroupRequest(
+                    group=index,
+                    prompt_ids=token_ids,
+                    samples=tuple(range(rows)),
+                    rows=rows,
+                    seed=session.config.run.seed + SEED_OFFSET,
+                    sampling=how,
+                )
+                for index, (_, (_, token_ids)) in enumerate(self.rows)
+            ]
+            for index, completions in self._drawn(requests):
+                row, (text, _) = self.rows[index]
+                texts = [self.decoder.decode(completion.token_ids) for completion in completions]
+                self.pool.submit(index, payload(texts, prompt=text, messages=row.messages, columns=row.columns))
+            if session.stop.is_set():
+                return None
+            outcomes[greedy] = self._scored()
+        order = range(len(self.rows))
+        values = summary(greedy=[outcomes[True][i][0] for i in order], sampled=[outcomes[False][i] for i in order])
+        session.say(f"version {version}: greedy {values['greedy_accuracy']:.3f}, sampled {values['sampled_accuracy']:.3f}")
+        return {**values, "eval_s": time.monotonic() - started}
+
+    def close(self) -> None:
+        """End the children and let go of the model."""
+        self.pool.close()
+        self.engine.close()
+
+    def _drawn(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
+        """(group, its completions) as groups end, as many side by side as the engine draws; ends early when the worker is stopped."""
+        left, held = deque(requests), dict[int, list[Completion]]()
+        while (left or not self.engine.idle) and not self.session.stop.is_set():
+            while left and self.engine.has_room:
+                self.engine.submit(left.popleft())
+            for completion in self.engine.step():
+                held.setdefault(completion.group, []).append(completion)
+                if len(held[completion.group]) == len(requests[completion.group].samples):
+                    yield completion.group, sorted(held.pop(completion.group), key=lambda one: one.sample)
+            self.session.status()
+
+    def _scored(self) -> dict[int, list[bool]]:
+        """By prompt, whether each completion earned everything there is to earn."""
+        reward = self.session.config.reward
+        full = sum(reward.weights or [1.0] * len(reward.functions))
+        found: dict[int, list[bool]] = {}
+        while self.pool.pending:
+            for result in self.pool.poll(1.0):
+                if isinstance(result, Failed):
+                    raise ValueError(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
+                found[result.key] = [value >= full - 1e-9 for value in Score.of(result.result).rewards]
+            self.session.status()
+        return found

@@ -1,0 +1,1 @@
+"""The feeder: dataset -> `prompts`."""

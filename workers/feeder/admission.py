@@ -1,0 +1,135 @@
+"""What the feeder knows of its run: who was admitted where, what ended how, and who has room.
+
+The rule: everything is told by the log. Groups below the first one that has not ended are only counted, and the counts stand beside the
+offsets from which the rest can be read again: neither memory nor a restart grows with the run.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.infra.log import Commits, Committed, Partition
+from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.scheduling import schedule as rules
+from penstock.topics import groups, metrics, prompts
+from penstock.topics.wire.record import Outgoing, Record
+
+
+@dataclass(slots=True)
+class Admission:
+    """Folds `prompts`, `groups`, `ledger`, `weights` and the rollout workers' reports."""
+
+    run: str
+    partitions: int
+    story: Story
+    admitted: int = 0
+    """Groups below this number have been admitted."""
+    ended_below: int = 0
+    """Groups below this number have ended."""
+    dropped_below: int = 0
+    """How many of those a scorer dropped."""
+    partition_of: dict[int, int] = field(default_factory=dict)
+    """Of the groups from `ended_below` on."""
+    ended: set[int] = field(default_factory=set)
+    unfinished: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    owners: list[str | None] = field(default_factory=list)
+    _dropped: set[int] = field(default_factory=set)
+    _prompt_at: dict[int, int] = field(default_factory=dict)
+    _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Group -> partition and offset of its outcome."""
+    _ends: dict[Partition, int] = field(default_factory=dict)
+    """Where each partition ends as far as it was read or written."""
+
+    def __post_init__(self) -> None:
+        self.unfinished = [0] * self.partitions
+        self.slots = [0] * self.partitions
+        self.owners = [None] * self.partitions
+
+    @property
+    def dropped(self) -> int:
+        """How many groups were dropped: by a scorer, or as stale by the trainer."""
+        return self.dropped_below + len(self._dropped - self.story.stale) + len(self.story.stale)
+
+    def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
+        """Where to begin to read `prompts` and `groups`, from what an earlier feeder noted; nothing where that is not of one piece."""
+        texts = {noted.metadata for noted in committed.values()}
+        try:
+            noted = json.loads(texts.pop()) if len(texts) == 1 else {}
+            ended, dropped = int(noted["ended"]), int(noted["dropped"])
+        except (ValueError, TypeError, KeyError):
+            return {}
+        self.admitted = self.ended_below = ended
+        self.dropped_below = dropped
+        self._ends = {(topic.removeprefix(f"{self.run}."), p): noted.offset or 0 for (topic, p), noted in committed.items()}
+        return {partition: noted.offset or 0 for partition, noted in committed.items()}
+
+    def noted(self) -> Commits:
+        """What the next feeder needs to begin with: offsets, and beside each of them what was counted before."""
+        text = json.dumps({"ended": self.ended_below, "dropped": self.dropped_below})
+        offsets = {
+            (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
+        }
+        places = [("prompts", p, self._prompt_at[group]) for group, p in self.partition_of.items()]
+        places += [("groups", p, offset) for p, offset in self._outcome_at.values()]
+        for topic, p, offset in places:
+            offsets[f"{self.run}.{topic}", p] = min(offsets[f"{self.run}.{topic}", p], offset)
+        return {partition: (offset, text) for partition, offset in offsets.items()}
+
+    def fold(self, record: Record) -> None:
+        """Take note of a record of any of the topics the feeder follows. Raises `Unusable`."""
+        topic = record.topic.removeprefix(f"{self.run}.")
+        self._ends[topic, record.partition] = record.offset + 1
+        if topic == "prompts":
+            headers = prompts.check(record, run=self.run)
+            assert headers.group is not None
+            self.admit(headers.group, record.partition, record.offset)
+        elif topic == "groups":
+            headers = groups.check(record, run=self.run)
+            assert headers.group is not None
+            self._end(headers.group, record, dropped=headers.outcome in rules.DROPPED)
+        elif topic == "metrics":
+            self._advertised(metrics.read(record, run=self.run)[1])
+        else:
+            self.story.fold(record)
+
+    def admit(self, group: int, partition: int, offset: int = 0) -> None:
+        """Note that a group's prompt stands in a partition, or is about to."""
+        if group not in self.partition_of and group >= self.ended_below:
+            self.partition_of[group], self._prompt_at[group] = partition, offset
+            while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
+                self.admitted += 1
+            self.unfinished[partition] += 1
+
+    def written(self, batch: Sequence[Outgoing], offsets: Sequence[int]) -> None:
+        """Note where the prompts of a batch stand, whose keys are their group numbers."""
+        for outgoing, offset in zip(batch, offsets, strict=True):
+            self._prompt_at[int(outgoing.key or b"")] = offset
+            self._ends["prompts", outgoing.partition] = offset + 1
+
+    def _end(self, group: int, record: Record, *, dropped: bool) -> None:
+        if group in self.ended or group not in self.partition_of:
+            return  # what was never admitted makes room for nothing
+        self.ended.add(group)
+        self.unfinished[self.partition_of[group]] -= 1
+        self._outcome_at[group] = (record.partition, record.offset)
+        if dropped:
+            self._dropped.add(group)
+        while self.ended_below in self.ended:
+            done = self.ended_below
+            self.dropped_below += done in self._dropped and done not in self.story.stale
+            self._dropped.discard(done)
+            self.ended.discard(done)
+            del self.partition_of[done], self._prompt_at[done], self._outcome_at[done]
+            self.ended_below += 1
+
+    def _advertised(self, measurement: metrics.Measurement) -> None:
+        if measurement.role != "rollout" or "partitions" not in measurement.labels:
+            return
+        owned = [] if measurement.kind == "final" else [int(text) for text in measurement.labels["partitions"].split(",") if text]
+        share = max(1, -(-int(measurement.values.get("slots", 1)) // max(1, len(owned))))
+        for partition in range(self.partitions):
+            if partition in owned:
+                self.owners[partition], self.slots[partition] = measurement.worker, share
+            elif self.owners[partition] == measurement.worker:
+                self.owners[partition] = None

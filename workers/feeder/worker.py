@@ -1,0 +1,135 @@
+"""The feeder: the data set becomes `prompts`, as fast as the rules admit them.
+
+The rule: group n's prompt is a function of (seed, n); admission follows the newest weights and the dropped groups, so that a
+slow trainer holds the whole pipeline back by itself.
+"""
+
+import contextlib
+import json
+import time
+from typing import Any
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Start, Tail
+from penstock.pipeline.envs.datasets import order
+from penstock.pipeline.envs.tokenization import Renderer
+from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.run_registry import open_data
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.scheduling import schedule as rules
+from penstock.topics import prompts
+from penstock.topics.prompts import Prompt
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+from penstock.workers.feeder.admission import Admission
+
+POLL_S = 0.5
+
+NOTE_EVERY_S = 2.0
+"""How often is noted where a restarted feeder may begin to read."""
+
+
+def main(session: Session) -> None:
+    """Admit prompts until the run is closed."""
+    session.check_model()
+    dataset = open_data(session.config)
+    data = session.config.data
+    renderer = Renderer(session.config.model.path, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
+    # Fence first, read afterwards: nothing an earlier feeder still had in hand can follow what is read now.
+    transactions = session.log.transactions(f"{session.run}.feeder")
+    state = Admission(session.run, session.config.partitions, Story(session.run))
+    tail = _catch_up(session, state)
+    session.ready()
+    noted = time.monotonic()
+    while state.story.closed is None and not session.stop.is_set():
+        batch = _admissible(state, session, dataset, renderer)
+        if batch:
+            state.written(batch, transactions.commit(batch))
+        session.values.update(admitted=state.admitted, dropped=state.dropped)
+        session.status()
+        for record in tail.poll(POLL_S):
+            _fold(session, state, record)
+        if time.monotonic() - noted > NOTE_EVERY_S:
+            noted = time.monotonic()
+            with contextlib.suppress(LogError):  # without it a restart only takes longer
+                tail.commit(state.noted())
+    session.doing("done")
+    tail.close()
+    transactions.close()
+
+
+def _catch_up(session: Session, state: Admission) -> Tail:
+    """Read what the run has written so far, from where an earlier feeder noted; returns the reader of what follows."""
+    group, count = f"{session.run}.feeder", session.config.partitions
+    past = session.log.tail({(session.topic("prompts"), p): "earliest" for p in range(count)}, group=group)
+    follow: dict[tuple[str, int], Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
+    tail = session.log.tail(follow, group=group)
+    starts = state.begin({**past.committed(), **tail.committed()})
+    for partition, offset in starts.items():
+        (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
+    tail.add({(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest", (session.topic("metrics"), 0): "latest"})
+    for reader in (past, tail):
+        for record in reader.read_to_end(120.0):
+            _fold(session, state, record)
+    past.close()
+    return tail
+
+
+def _fold(session: Session, state: Admission, record: Record) -> None:
+    """Take note of a record; one that cannot be used is put aside by the role that owns reading its topic."""
+    try:
+        with session.decoding(record):
+            state.fold(record)
+    except Unusable:
+        return
+
+
+def _admissible(state: Admission, session: Session, dataset: Any, renderer: Renderer) -> list[Outgoing]:
+    """The prompts that the rules and the owners' free slots allow now."""
+    batch: list[Outgoing] = []
+    schedule = session.rules
+    limit = rules.admission_limit(schedule, newest_version=state.story.newest_version, dropped=state.dropped, steps=session.steps)
+    while state.admitted < limit:
+        partition = rules.choose_partition(unfinished=state.unfinished, slots=state.slots, owners=state.owners)
+        if partition is None:
+            session.doing(
+                f"group {state.admitted} waits for a rollout worker with room" if any(state.owners) else "waiting for a rollout worker"
+            )
+            return batch
+        number = state.admitted
+        slot = rules.slot_of(admitted=number, dropped=state.dropped)
+        oldest = rules.min_version(schedule, slot=slot)
+        prompt = _prompt(session, dataset, renderer, number=number, slot=slot, oldest=oldest)
+        with session.costs.encoding():
+            value = prompts.encode(prompt)
+            headers = prompts.headers(prompt, run=session.run).encode(value)
+        batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
+        state.admit(number, partition)
+    waiting = (
+        "all prompts of the run are out"
+        if limit - state.dropped >= session.steps * schedule.prompts_per_step
+        else "waiting for new weights"
+    )
+    session.doing(waiting)
+    return batch
+
+
+def _prompt(session: Session, dataset: Any, renderer: Renderer, *, number: int, slot: int, oldest: int) -> Prompt:
+    """Group `number`'s prompt, rendered and tokenised once."""
+    config = session.config
+    epoch, index = order(config.run.seed, config.data.first_group + number, len(dataset), shuffle=config.data.shuffle)
+    row = dataset[index]
+    text, token_ids = renderer.render(row)
+    return Prompt(
+        group=number,
+        slot=slot,
+        min_version=oldest,
+        samples_per_prompt=config.schedule.samples_per_prompt,
+        epoch=epoch,
+        row=row.index,
+        prompt=text,
+        messages=None if row.messages is None else json.dumps(row.messages),
+        token_ids=token_ids,
+        columns=json.dumps(row.columns),
+        created_ns=time.time_ns(),
+    )

@@ -1,0 +1,1 @@
+"""The rollout worker: `prompts` and `weights` -> `rollouts`."""

@@ -1,0 +1,166 @@
+"""A scorer's groups: which samples are there, which groups are complete, what may be committed.
+
+The rule: a sample counts once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so
+that a new owner needs nothing but the log. Where in `groups` it has to begin stands beside the offset: a restart costs the same
+however long the run has lasted.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+from penstock.pipeline.scheduling.id_set import Numbers
+from penstock.topics.prompts import Prompt
+from penstock.topics.samples import Rollout
+from penstock.topics.wire.record import Record
+
+ORPHAN_AFTER_S = 30.0
+"""Working time after which a sample without a prompt is nobody's: a prompt is always in the log before its samples."""
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that has no outcome yet."""
+
+    group: int
+    prompt: Prompt | None = None
+    prompt_record: Record | None = None
+    samples: dict[int, Rollout] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
+    seen_s: float = 0.0
+    """The owner's working time when the group was first seen."""
+    submitted: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the prompt and all its samples are there."""
+        return self.prompt is not None and len(self.samples) == self.prompt.samples_per_prompt
+
+    @property
+    def aborted(self) -> int:
+        """How many of its samples were ended early, because the group could no longer be fresh."""
+        return sum(sample.finish == "abort" for sample in self.samples.values())
+
+    def ordered(self) -> list[Rollout]:
+        """Its samples by number."""
+        return [self.samples[number] for number in sorted(self.samples)]
+
+
+@dataclass(slots=True)
+class PartitionGroups:
+    """One owned partition: prompts p and rollouts p in, groups p out."""
+
+    partition: int
+    finished: Numbers = field(default_factory=Numbers)
+    """Groups whose outcome stands in `groups`, of those that this owner knows of."""
+    open: dict[int, OpenGroup] = field(default_factory=dict)
+    prompts_position: int = 0
+    rollouts_position: int = 0
+    groups_position: int = 0
+    """Where `groups` ends as far as this owner knows."""
+    below: int = 0
+    """Groups below this number ended before the partition was assigned, if the numbers of its prompts rise, as the feeder writes them."""
+    newest: int = -1
+    """The highest number of a prompt so far."""
+    rising: bool = True
+    """False once a prompt came out of order: then only the whole of `groups` tells which groups have ended."""
+    outcomes: dict[int, int] = field(default_factory=dict)
+    """Group -> offset of its outcome, of the finished groups above the oldest unfinished one."""
+
+    def begin(self, *, prompts: int, metadata: str) -> None:
+        """Start where the owner before left off: its committed offset in `prompts` and what it noted there."""
+        self.prompts_position = prompts
+        try:
+            noted = json.loads(metadata or "{}")
+            self.below, self.groups_position = int(noted["below"]), int(noted["groups"])
+        except (ValueError, TypeError, KeyError):
+            self.below = self.groups_position = 0  # nothing was noted: all of `groups` is read
+        self.newest = self.below - 1
+
+    def noted(self) -> str:
+        """What a new owner has to know beside the offset in `prompts`."""
+        if not self.rising:
+            return ""
+        below = min((group.group for group in self.open.values() if group.prompt), default=self.newest + 1)
+        self.outcomes = {group: at for group, at in self.outcomes.items() if group >= below}
+        return json.dumps({"below": below, "groups": min(self.outcomes.values(), default=self.groups_position)})
+
+    def out_of_order(self, group: int) -> bool:
+        """Whether a prompt's number says that `below` is not to be trusted; then all of `groups` has to be read."""
+        return self.rising and group <= self.newest and group not in self.finished and not (group in self.open and self.open[group].prompt)
+
+    def distrust(self) -> None:
+        """Read `groups` from its beginning, now and after every later assignment."""
+        self.rising, self.below, self.groups_position = False, 0, 0
+
+    def add_prompt(self, record: Record, prompt: Prompt, *, now_s: float) -> bool:
+        """Take a prompt; False when it is a duplicate or its group has ended."""
+        self.prompts_position = record.offset + 1
+        self.newest = max(self.newest, prompt.group)
+        if prompt.group in self.finished:
+            return False
+        group = self._group(prompt.group, now_s)
+        if group.prompt is not None:
+            return False
+        group.prompt, group.prompt_record = prompt, record
+        return True
+
+    def has(self, group: int, sample: int) -> bool:
+        """Whether this sample is there already, or too late to matter."""
+        return group in self.finished or (group in self.open and sample in self.open[group].samples)
+
+    def enough(self, group: int, *, samples: int) -> bool:
+        """Whether so many samples of an open group are there: under over-sampling the first in the log are the group's."""
+        return group in self.open and len(self.open[group].samples) >= samples
+
+    def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
+        """Take a sample that `has` does not know yet."""
+        group = self._group(rollout.group, now_s)
+        group.samples[rollout.sample] = rollout
+        group.records[rollout.sample] = record
+
+    def finish(self, group: int, *, offset: int) -> None:
+        """Note that a group's outcome stands in the log."""
+        self.finished.add(group)
+        self.open.pop(group, None)
+        self.outcomes.setdefault(group, offset)
+        self.groups_position = max(self.groups_position, offset + 1)
+
+    def offsets(self) -> tuple[int, int]:
+        """Where a new owner has to begin in `prompts` and in `rollouts`."""
+        prompts = min((group.prompt_record.offset for group in self.open.values() if group.prompt_record), default=self.prompts_position)
+        rollouts = min((record.offset for group in self.open.values() for record in group.records.values()), default=self.rollouts_position)
+        return prompts, rollouts
+
+    def overdue(self, *, now_s: float, deadline_s: float) -> list[OpenGroup]:
+        """Groups with a prompt that are still incomplete after the deadline, in the owner's working time."""
+        return [group for group in self.open.values() if group.prompt and not group.submitted and now_s - group.seen_s > deadline_s]
+
+    def orphans(self, *, now_s: float) -> list[OpenGroup]:
+        """Samples whose prompt does not exist, or stands before what this owner has read because their group had ended (`below`)."""
+        return [group for group in self.open.values() if group.prompt is None and now_s - group.seen_s > ORPHAN_AFTER_S]
+
+    def _group(self, group: int, now_s: float) -> OpenGroup:
+        if group not in self.open:
+            self.open[group] = OpenGroup(group, seen_s=now_s)
+        return self.open[group]
+
+
+@dataclass(slots=True)
+class WorkingTime:
+    """A clock that runs only while its owner works: an outage or a stopped process does not count.
+
+    Each turn of a loop adds the time since the last one, up to `longest_turn_s`.
+    """
+
+    longest_turn_s: float = 1.0
+    now_s: float = 0.0
+    _last: float = field(default_factory=time.monotonic)
+
+    def tick(self, *, working: bool = True) -> float:
+        """Advance the clock and return it."""
+        now = time.monotonic()
+        if working:
+            self.now_s += min(now - self._last, self.longest_turn_s)
+        self._last = now
+        return self.now_s

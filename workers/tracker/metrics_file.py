@@ -1,0 +1,144 @@
+"""`metrics.jsonl`: every point of a run, one JSON object a line; what trackers get is read from here.
+
+The rule: a line is written once, by one process. Where a file is found, its own lines say how far it goes; a torn last one is cut off
+first. No tracker gets a point that is not in here.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.errors import Fenced
+from penstock.infra.mlflow.tracking import Point
+from penstock.infra.mlflow.uploader import Delivery
+from penstock.pipeline.observe.metrics.points import Line
+
+LOCK_WAIT_S = 5.0
+"""For another tracker of this run that is just ending."""
+_KNOWN = frozenset({"kind", "step", "time", "from", "number"})
+
+
+class PointsFile:
+    """An append-only file that knows, by source, which line comes next.
+
+    Raises:
+        Fenced: another process writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written: dict[str, int] = {}
+        """Source -> number of its newest line."""
+        self.points = 0
+        """Points of all whole lines."""
+        self.end = 0
+        """Bytes that readers may see."""
+        self._unwritten: list[bytes] = []
+        self._file = path.open("ab", buffering=0)
+        try:
+            self._lock()
+            self._mend()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, line: Line) -> bool:
+        """Append a line, with the next `flush`; False when the file holds it already."""
+        if line.number <= self.written.get(line.source, -1):
+            return False
+        self.written[line.source] = line.number
+        # Whole numbers are labels and floats are values, so that a line can be read back.
+        values = {name: float(value) if math.isfinite(value) else None for name, value in line.values.items()}
+        labels = {name: value for name, value in line.labels.items() if value is not None}
+        known = {"kind": line.kind, "step": line.step, "time": line.timestamp_ms / 1000, "from": line.source, "number": line.number}
+        self._unwritten.append((json.dumps({**known, **labels, **values, **known}) + "\n").encode())
+        self.points += len(values)
+        return True
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        if self._unwritten:
+            data = b"".join(self._unwritten)
+            self._unwritten.clear()
+            end = self.end + len(data)
+            while data:
+                data = data[self._file.write(data) :]
+            self.end = end
+
+    def sync(self) -> None:
+        """Hand what was flushed to the disk."""
+        os.fsync(self._file.fileno())
+
+    def read(self, place: int, *, max_points: int) -> tuple[list[Delivery], int]:
+        """The lines from byte `place` on, at least one if there is one and no more than these points, and the place behind them."""
+        found: list[Delivery] = []
+        count = 0
+        with self.path.open("rb") as file:
+            file.seek(place)
+            while place < self.end:
+                raw = file.readline()
+                delivery = _delivery(json.loads(raw))
+                count += len(delivery.points)
+                if found and count > max_points:
+                    break
+                found.append(delivery)
+                place += len(raw)
+        return found, place
+
+    def close(self) -> None:
+        """Flush and end."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _lock(self) -> None:
+        """Only one process writes; the lock of one that was killed is gone with it."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.monotonic() > deadline:
+                raise Fenced(f"another tracker of this run writes {self.path}")
+            time.sleep(0.1)
+
+    def _mend(self) -> None:
+        """Read how far the file goes, and cut off everything from the first line on that is not whole."""
+        with self.path.open("rb+") as file:
+            for raw in file:
+                line = _line(raw)
+                if line is None:
+                    break
+                self.end += len(raw)
+                self.points += len(_values(line))
+                self.written[line["from"]] = max(line["number"], self.written.get(line["from"], -1))
+            file.truncate(self.end)
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    """A line's object, None for one that is torn or not ours."""
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        found = json.loads(raw)
+        _delivery(found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if isinstance(found["number"], int) and isinstance(found["from"], str) else None
+
+
+def _values(line: dict[str, Any]) -> dict[str, float]:
+    """A line's values; one that was not finite is NaN."""
+    found = {name: value for name, value in line.items() if name not in _KNOWN and (value is None or isinstance(value, float))}
+    return {name: math.nan if value is None else value for name, value in found.items()}
+
+
+def _delivery(line: dict[str, Any]) -> Delivery:
+    when, step = round(line["time"] * 1000), line["step"]
+    points = tuple(Point(key=name, value=value, timestamp_ms=when, step=step) for name, value in _values(line).items())
+    return Delivery(source=line["from"], number=line["number"], points=points)

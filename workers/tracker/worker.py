@@ -1,0 +1,293 @@
+"""The tracker: `ledger` and `metrics` become points of one MLflow run and lines of `metrics.jsonl`; at the end, report and page.
+
+The rule: a point is dated by its record, written to `metrics.jsonl` first and taken to MLflow from there; a tracker that starts again
+reads the log from its beginning and adds what is missing, so that both hold the same points, each once.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Partition
+from penstock.infra.mlflow.tracking import without_credentials
+from penstock.infra.mlflow.uploader import Uploader
+from penstock.infra.paths import run_directory
+from penstock.pipeline.observe.html.build import Limits, build, write
+from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
+from penstock.pipeline.observe.metrics.points import Line, Points, without_secrets
+from penstock.pipeline.observe.report.summary import as_text, collect
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.runtime.session import Session
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+from penstock.workers.tracker.metrics_file import PointsFile
+
+POLL_S = 0.5
+QUIET_S = 10.0
+"""A worker that is still at it reports each second; after so long without a word it will not send its last measurement."""
+LOADING = frozenset({"starting", "loading the model"})
+LOADING_S = 120.0
+"""The same for one that imports its libraries or loads a model and says nothing meanwhile: an evaluator that came late has its say."""
+CLOSED_S = 3.0
+"""Wait at least so long after the run was closed: a worker may not have said anything yet."""
+SETTLE_S = 2.0
+"""Time for groups scored before a version was published to arrive, before that version's reward is called final."""
+MLFLOW_END_S = 60.0
+"""For what MLflow lacks when the run is over."""
+STOPPED_S = 15.0
+"""For everything, once this process was told to stop: half of what the launcher grants."""
+PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
+"""For the run's page; and the same once this process was told to stop."""
+PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
+"""A page that is sent to MLflow is smaller than one that a person asks for."""
+MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+def main(session: Session) -> None:
+    """Follow the run until it is closed and its workers have ended, or until told to stop; leaves a report either way."""
+    directory = run_directory(session.run)
+    directory.mkdir(parents=True, exist_ok=True)
+    tracker = Tracker(session, directory=directory)
+    session.ready()
+    try:
+        tracker.follow()
+        tracker.end()
+    finally:
+        tracker.close()
+
+
+class Tracker:
+    """Reads a run's topics, writes the points down, and says who MLflow's run is."""
+
+    def __init__(self, session: Session, *, directory: Path) -> None:
+        self.session, self.directory = session, directory
+        self.view = RunView(run=session.run)
+        self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.rules)
+        self.file = PointsFile(directory / "metrics.jsonl")
+        self.uploader = _uploader(session, self.file)
+        self._owned = {RUNS_TOPIC, session.topic("ledger"), session.topic("metrics")}
+        names = [*sorted(self._owned), session.topic("groups")]
+        counts = {name: session.log.partitions(name) or 0 for name in names}
+        self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
+        self._tail = session.log.tail(dict.fromkeys(self._partitions, "earliest"))
+        self._heard: dict[str, float] = {}
+        self._published: deque[tuple[float, int]] = deque()
+        self._due: int | None = None
+        self._awaited: Mapping[Partition, int] | None = None
+        self._complete = False
+        self._closed_at: float | None = None
+        self._stopped_at: float | None = None
+        self._announced: str | None = None
+
+    def follow(self) -> None:
+        """Pass on what is there and what comes, until nothing more is to be expected."""
+        session = self.session
+        session.doing("reading the log")
+        self._read_to_end()
+        while not session.stop.is_set() and not self._over():
+            self._take(self._tail.poll(POLL_S))
+            self._announce()
+            session.doing(self._state())
+            session.status()
+        self._complete = self._read_to_end()
+
+    def end(self) -> None:
+        """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
+        session, uploader = self.session, self.uploader
+        session.doing("writing the report", now=True)
+        if self._ended() and self._complete:  # else the newest versions' rewards are not known yet: the next tracker says them
+            self._write_down(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
+            self._flush()
+        run_id = self._mlflow_run_id()
+        self._announce()
+        report = collect(session.log, session.run, mlflow_run_id=run_id)
+        if uploader is not None:
+            report["mlflow_uri"] = uploader.shown_uri
+        files = self._write(report)
+        if pages := self._write_page(report):
+            files = self._write(report) + pages  # once more: the text says where the page is
+        if uploader is None:
+            return
+        closed = self.view.closed
+        uploader.finish(self._mlflow_status(), end_ms=closed.time_ns // 1_000_000 if closed else None, artifacts=files)
+        if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
+            session.say(
+                f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "
+                f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
+            )
+
+    def close(self) -> None:
+        """Stop reading and close the file."""
+        self._tail.close()
+        self.file.close()
+
+    def _read_to_end(self) -> bool:
+        """Take in what is there now, batch by batch, as a long run's records do not fit into memory together; False if cut short."""
+        ends = self.session.log.end_offsets(self._partitions)
+        while not self._reached(ends):
+            if self._out_of_time():
+                return False
+            self._take(self._tail.poll(POLL_S))
+            self.session.status()
+        return True
+
+    def _take(self, records: Iterable[Record]) -> None:
+        now = time.monotonic()
+        for record in records:
+            owned = record.topic in self._owned
+            duplicates = sum(self.view.duplicates.values())
+            try:
+                with self.session.decoding(record):
+                    found = self.view.fold(record)
+            except Unusable as error:
+                if owned:
+                    self.session.dead_letter(record, error)
+                continue
+            if owned and sum(self.view.duplicates.values()) > duplicates:
+                self.session.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
+            if found is None:
+                continue
+            source = record.topic.removeprefix(f"{self.session.run}.")
+            if isinstance(found, Measurement):
+                self._heard[found.worker] = now
+            self._write_down(self.points.of(found, record, source=source))
+            if isinstance(found, Entry) and found.kind == "version" and found.version is not None:
+                self._published.append((now, found.version))
+        self._reward(now)
+        self._flush()
+
+    def _reward(self, now: float) -> None:
+        """Say the rewards of versions that a newer one has made too old to train on, once all groups there were by then are read."""
+        while self._published and self._published[0][0] <= now - SETTLE_S:
+            self._due, self._awaited = self._published.popleft()[1], None
+        if self._due is None:
+            return
+        try:
+            self._awaited = self._awaited or self.session.log.end_offsets(self._partitions)
+        except LogError:  # the broker is away: later
+            return
+        if self._reached(self._awaited):
+            self._write_down(self.points.rewards(self.view, before=self._due - self.session.rules.max_lag))
+            self._due = None
+
+    def _reached(self, ends: Mapping[Partition, int]) -> bool:
+        return all(self._tail.position(partition) >= end for partition, end in ends.items())
+
+    def _write_down(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            if self.file.write(line):
+                self.session.add("points", len(line.values))
+
+    def _flush(self) -> None:
+        self.file.flush()
+        if self.uploader is not None:
+            self.uploader.more()
+
+    def _announce(self) -> None:
+        """Tell the log which MLflow run this is, so that a report finds it."""
+        if self.uploader is not None and (found := self.uploader.run_id) is not None and found != self._announced:
+            labels = {"mlflow_run_id": found, "mlflow_uri": self.uploader.shown_uri}
+            self.session.report(kind="progress", values={}, labels=labels)
+            self._announced = found
+
+    def _state(self) -> str:
+        if self._closed_at is not None:
+            return "waiting for the workers to end"
+        waiting = self.uploader.queued if self.uploader else 0
+        return f"{waiting} points wait for MLflow" if waiting > 1000 else "following the run"
+
+    def _over(self) -> bool:
+        """Whether the run was closed and everybody has said their last word, or has been silent for long."""
+        now = time.monotonic()
+        if not self._ended():
+            return False
+        self._closed_at = self._closed_at or now
+        if now - self._closed_at < CLOSED_S:
+            return False
+        others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
+        return all(worker.ended or now - self._heard.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
+
+    def _ended(self) -> bool:
+        """Whether the run came to its end; a stopped one may be resumed."""
+        return self.view.closed is not None or self.view.status in ("finished", "failed")
+
+    def _mlflow_status(self) -> str:
+        """How MLflow shows a run that ends here; one that was cut off can be resumed, and is then RUNNING again."""
+        if not self._complete:
+            return "KILLED"
+        if self.view.closed is None and any(worker.labels.get("status") == "failed" for worker in self.view.workers.values()):
+            return "FAILED"
+        return MLFLOW_STATUS.get(self.view.status, "KILLED")
+
+    def _mlflow_run_id(self) -> str | None:
+        """The MLflow run's id, worth waiting for while MLflow is only slow."""
+        uploader = self.uploader
+        if uploader is None:
+            return None
+        limit_s = STOPPED_S if uploader.failing else MLFLOW_END_S
+        self._patiently(lambda seconds: uploader.wait_for_run(seconds) is not None, limit_s=limit_s)
+        return uploader.run_id
+
+    def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
+        """Wait for MLflow so long; less once this process was told to stop. Goes on reporting meanwhile."""
+        began = time.monotonic()
+        while not check(0.25):
+            if time.monotonic() - began > limit_s or self._out_of_time():
+                return False
+            self.session.status()
+        return True
+
+    def _out_of_time(self) -> bool:
+        """Whether this process was told to stop and has used up what it gets for that."""
+        now = time.monotonic()
+        if self.session.stop.is_set():
+            self._stopped_at = self._stopped_at or now
+        return self._stopped_at is not None and now - self._stopped_at > STOPPED_S
+
+    def _write(self, report: dict[str, Any]) -> list[Path]:
+        config = without_secrets(json.loads(self.session.record.config))
+        contents = {
+            "config.json": json.dumps(config, indent=2),
+            "report.json": json.dumps(report, indent=2),
+            "report.txt": as_text(report, directory=self.directory),
+        }
+        for name, text in contents.items():
+            beside = self.directory / f".{name}.tmp"
+            beside.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
+            beside.replace(self.directory / name)
+        return [self.directory / name for name in contents]
+
+    def _write_page(self, report: Mapping[str, Any]) -> list[Path]:
+        """The run as a page beside its report; one that cannot be made, or not soon, costs a limited time and one line."""
+        session, path = self.session, self.directory / "report.html"
+        limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
+        known = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
+        try:
+            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=known, alive=session.status), path)
+        except Exception as error:  # the page is an addition: whatever stands in its way, the run ends as it would without it
+            cause = " ".join(str(error).split()) or type(error).__name__
+            session.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
+            return []
+        return [path]
+
+
+def _uploader(session: Session, file: PointsFile) -> Uploader | None:
+    chosen = session.config.mlflow
+    if not chosen.enabled:
+        return None
+    tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
+    target = target_of(session.record, session.config, tags=tags)
+    session.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
+    return Uploader(target, file, say=session.say)
+
+
+def _patience_s(labels: Mapping[str, str]) -> float:
+    """How long a worker that last said this may be silent before nothing more is expected of it."""
+    return LOADING_S if labels.get("doing") in LOADING else QUIET_S

@@ -1,0 +1,1 @@
+"""The trainer: `groups` -> `ledger` and `weights`."""
