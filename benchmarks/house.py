@@ -156,7 +156,8 @@ def complex_functions(tree: Path) -> list[str]:
     if done.returncode not in (0, 1):
         raise SystemExit(f"house: ruff failed: {done.stderr.strip()}")
     return [
-        f"{Path(problem['filename']).relative_to(tree)}:{problem['location']['row']} {problem['message']}" for problem in json.loads(done.stdout)
+        f"{Path(problem['filename']).relative_to(tree)}:{problem['location']['row']} {problem['message']}"
+        for problem in json.loads(done.stdout)
     ]
 
 

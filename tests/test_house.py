@@ -1,0 +1,82 @@
+"""The tree stays a house: folders of a size that fits the head, imports that point one way inside `pipeline/` too, no cycles."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.house import WIDTH_LIMIT, folder_widths, import_cycles, import_graph, measure
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("scheduling", "algorithms", "config", "envs", "runtime", "learner", "observe", "launch", "replay", "archive", "cli")
+"""The packages of `pipeline/` from the foundation up: each may import itself and those before it."""
+APART = "audit"
+"""Beside them: it imports none of them, and only the command line imports it."""
+
+
+def against_the_order(graph: dict[str, set[str]]) -> list[str]:
+    """Imports inside `pipeline/` that point up."""
+    problems = []
+    for module, targets in graph.items():
+        for target in targets:
+            pair = [re.match(r"pipeline\.(\w+)", name) for name in (module, target)]
+            source, aim = (match and match[1] for match in pair)
+            if source is None or aim is None or source == aim:
+                continue
+            if APART in (source, aim):
+                if (source, aim) != ("cli", APART):
+                    problems.append(f"{module} imports {target}")
+            elif PACKAGES.index(aim) > PACKAGES.index(source):
+                problems.append(f"{module} imports {target}")
+    return sorted(problems)
+
+
+def test_every_package_of_pipeline_has_its_place_in_the_order() -> None:
+    assert {path.parent.name for path in (ROOT / "pipeline").glob("*/__init__.py")} == {*PACKAGES, APART}
+
+
+def test_imports_inside_pipeline_point_to_the_foundation() -> None:
+    assert against_the_order(import_graph(ROOT)) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_cycles(import_graph(ROOT)) == []
+
+
+def test_no_folder_is_wider_than_the_limit() -> None:
+    assert {folder: width for folder, width in folder_widths(ROOT).items() if width > WIDTH_LIMIT} == {}
+
+
+def test_no_module_lies_loose_in_pipeline() -> None:
+    assert measure(ROOT).loose_modules == 0
+
+
+@pytest.mark.parametrize("layer", ["topics", "infra", "pipeline", "workers"])
+def test_every_folder_says_in_one_sentence_what_it_is(layer: str) -> None:
+    folders = {path.parent for path in (ROOT / layer).rglob("*.py")}
+    silent = [str(path) for path in folders if not ast.get_docstring(ast.parse((path / "__init__.py").read_text(encoding="utf-8")))]
+    assert silent == []
+
+
+def test_cycles_widths_and_imports_that_point_up_are_noticed(tmp_path: Path) -> None:
+    for name, text in {
+        "pipeline/__init__.py": "",
+        "pipeline/config/__init__.py": "",
+        "pipeline/config/a.py": "def f():\n    from penstock.pipeline.launch import b\n",
+        "pipeline/launch/__init__.py": "",
+        "pipeline/launch/b.py": "from penstock.pipeline.config.a import f\n",
+        "pipeline/audit/__init__.py": "from penstock.pipeline.config import a\n",
+        **{f"topics/m{number}.py": "" for number in range(WIDTH_LIMIT + 1)},
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    graph = import_graph(tmp_path)
+    assert import_cycles(graph) == [["pipeline.config.a", "pipeline.launch.b"]]
+    assert against_the_order(graph) == [
+        "pipeline.audit imports pipeline.config",
+        "pipeline.audit imports pipeline.config.a",
+        "pipeline.config.a imports pipeline.launch",
+        "pipeline.config.a imports pipeline.launch.b",
+    ]
+    assert folder_widths(tmp_path)["topics"] == WIDTH_LIMIT + 1
