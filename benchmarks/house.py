@@ -24,6 +24,7 @@ FACADE = "penstock"
 COMPLEXITY_LIMIT = 12
 WIDTH_LIMIT = 14
 LINES_LIMIT = 31_000
+PATH_LIMIT = 45
 REPLACES_PRIVATE_PARTS = (
     "infra/kafka/client_repairs/*.py",
     "infra/kafka/patches.py",
@@ -201,6 +202,13 @@ def at_revision(revision: str, into: Path) -> Path:
     return into
 
 
+def _run_sample_path() -> str:
+    script = Path(__file__).with_name("sample_path.py")
+    return subprocess.run(
+        [sys.executable, str(script), "--json"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()[-1]
+
+
 LABELS = {
     "widest_folder": f"entries of the widest folder (limit {WIDTH_LIMIT})",
     "widest_folder_name": "the widest folder",
@@ -220,18 +228,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--against", metavar="REVISION", help="a git revision to compare with")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--path", action="store_true", help="also the files a sample passes, from a run of half a minute")
     parser.add_argument("--list", action="store_true", help="name the cycles and the complex functions of this tree")
     chosen = parser.parse_args()
     columns = {"now": asdict(measure(ROOT))}
     if chosen.against:
         with tempfile.TemporaryDirectory() as folder:
             columns = {chosen.against: asdict(measure(at_revision(chosen.against, Path(folder)))), **columns}
+    path = json.loads(_run_sample_path()) if chosen.path else {}
     if chosen.json:
-        print(json.dumps(columns))
+        print(json.dumps(columns | ({"sample_path": path} if path else {})))
         return
     print(f"{'':<52}" + "".join(f"{name[:14]:>16}" for name in columns))
     for field, label in LABELS.items():
         print(f"{label:<52}" + "".join(f"{figures[field]:>16}" for figures in columns.values()))
+    if path:
+        print(
+            f"{f'files a sample passes (limit {PATH_LIMIT})':<52}"
+            + "".join(f"{'' if name != 'now' else len(path):>16}" for name in columns)
+        )
+        print("\n".join(f"    {file:<52} {function}" for file, function in path.items()))
     if chosen.list:
         print("\n".join(["", *(" <-> ".join(cycle) for cycle in import_cycles(import_graph(ROOT))), *complex_functions(ROOT)]))
 

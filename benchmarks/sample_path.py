@@ -1,8 +1,9 @@
 """Which files a sample passes between its prompt's admission and its optimizer step, observed in a small run through a real broker.
 
-The rule: a file counts when one of its functions is called with the sample in its arguments: a record of `prompts`, `rollouts` or `groups`, a
-prompt, a request, a completion, a group, or the arrays and tensors made of them. Rules take integers and reward functions take text, so the
-files of `ALWAYS` count when they are called at all. What only publishes weights does not count: the path ends at the optimizer step.
+The rule: a file counts when one of its functions is called with the sample in its arguments: a record of `prompts`, `rollouts` or
+`groups`, a prompt, a request, a completion, a group, or the arrays and tensors made of them. Rules take integers and reward functions take
+text, so the files of `ALWAYS` count when they are called at all. What only publishes weights does not count: the path ends at the
+optimizer step.
 
 Example:
     python benchmarks/sample_path.py
