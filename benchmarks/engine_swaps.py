@@ -33,17 +33,26 @@ VARIANTS = ["bare", "alone", "keep", "recompute"]
 LIMITS = {"alone": 0.95, "keep": 0.88, "stall_ms": 100.0}
 
 
-def make_model(directory: Path, *, layers: int) -> int:
-    """A random Qwen3 of about 0.15 M parameters a layer; how many it has."""
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 100, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.05,
+    },
+    "135m": {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "max_position_embeddings": 2048, "initializer_range": 0.041666666666666664,
+    },
+}  # fmt: skip
+"""Llama's shapes; "135m" has those of SmolLM2-135M."""
+
+
+def make_model(directory: Path, *, size: str) -> int:
+    """A random Llama of this size; returns its number of parameters."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=100, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05, eos_token_id=2, bos_token_id=1,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES[size], tie_word_embeddings=True, eos_token_id=2, bos_token_id=1))
     model.save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -124,12 +133,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=80, help="tokens of a completion, on average")
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between swaps")
     parser.add_argument("--engine-process", action="store_true")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="swaps-") as name:
-        parameters = make_model(Path(name), layers=chosen.layers)
+        parameters = make_model(Path(name), size=chosen.model)
         versions = [read_tensors(Path(name), scale=scale) for scale in (1.0, 1.01)]
         sizes = {"concurrency": chosen.concurrency, "longest": 32 + 2 * chosen.tokens, "engine_process": chosen.engine_process}
         engine, alone = VllmEngine(name, **sizes), open_bare(name, **sizes)

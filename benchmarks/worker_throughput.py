@@ -31,10 +31,10 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table
 from penstock.pipeline.envs.tiny.model import tiny_tokenizer
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.chronicle import Chronicle
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.runtime.run_registry import create
 from penstock.pipeline.runtime.session import Session, join
 from penstock.workers.rollout.group_tasks import PromptQueue
 from penstock.workers.rollout.published_samples import ExistingSamples

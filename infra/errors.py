@@ -9,6 +9,7 @@
     │   └── LostPartition    another member owns the partition by now; drop the work
     ├── BrokerError          the embedded broker
     ├── EngineError          generation
+    │   └── EngineRefused    settings or a model that an engine cannot work with
     ├── BackendError         training
     ├── CheckpointError      a checkpoint cannot be written
     ├── Unrecoverable        starting again cannot help
@@ -54,16 +55,20 @@ class EngineError(PenstockError):
     """Generation failed or was asked for something it cannot do."""
 
 
+class Unrecoverable(PenstockError):
+    """What is recorded and what was found contradict each other: starting again cannot help, a person has to look."""
+
+
+class EngineRefused(EngineError, Unrecoverable):
+    """An engine cannot work with these settings, this model or what is installed here."""
+
+
 class BackendError(PenstockError):
     """Training failed or was asked for something it cannot do."""
 
 
 class CheckpointError(PenstockError):
     """A checkpoint cannot be written: the disk is full, or the directory not writable."""
-
-
-class Unrecoverable(PenstockError):
-    """What is recorded and what was found contradict each other: starting again cannot help, a person has to look."""
 
 
 class TrackingError(PenstockError):

@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.pipeline.config.load import Config, load, override
 from penstock.pipeline.launch import launcher
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.runtime import run_registry
 
 
 def say(text: str) -> None:
@@ -21,7 +21,7 @@ def see_through(config: str | PathLike[str] | Config, *, overrides: Sequence[str
     loaded = override(config, overrides) if isinstance(config, Config) else load(str(config), overrides)
     log = launcher.connect(loaded.kafka, say=say)
     try:
-        record = run_registry.create(loaded, log=log, run_id=run_id, say=say)
+        record = create(loaded, log=log, run_id=run_id, say=say)
         if launcher.watch(log, record, loaded, say=say, live=False, quiet=True) != 0:
             raise KeyboardInterrupt
         return collect(log, record.run)

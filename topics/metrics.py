@@ -17,6 +17,8 @@ from penstock.topics.wire.record import Record
 SCHEMA = "metrics/1"
 MeasurementKind = Literal["status", "progress", "eval", "final"]
 MEASUREMENT_KINDS: tuple[MeasurementKind, ...] = get_args(MeasurementKind)
+EVERY_RUN_HAS = ("feeder", "rollout", "scorer", "trainer", "tracker")
+"""Roles without which a run's measurements are incomplete; others may report as well."""
 
 CODEC = Codec(
     SCHEMA,

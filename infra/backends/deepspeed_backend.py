@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.infra.backends import LossFunction, StepResult
+from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving
 from penstock.infra.backends.process_group import import_deepspeed, join_process_group
@@ -29,11 +29,9 @@ class DeepSpeedBackend(LocalModel):
     divides_late = True
 
     def __init__(self, *, zero_stage: int = 2, **settings: Any) -> None:
-        """Takes the fields of `BackendSettings` and `zero_stage`; bfloat16 needs stage 2 or 3, which sum gradients in float32."""
+        """Takes the fields of `BackendSettings` and `zero_stage`."""
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
-        if settings.get("dtype") == "bfloat16" and zero_stage < 2:
-            raise ValueError(f"dtype = 'bfloat16' needs zero_stage 2 or 3, not {zero_stage}: below, gradients are not summed in float32")
         self.zero_stage = zero_stage
         self.deepspeed = import_deepspeed(choose_device(settings.get("device", "auto")))
         super().__init__(**settings)

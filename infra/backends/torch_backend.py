@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.infra.backends import LossFunction, StepResult
+from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving
 from penstock.infra.errors import BackendError

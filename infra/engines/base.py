@@ -5,13 +5,15 @@ engine that changes weights between groups only keeps a stronger one: equal (wei
 bit-identical tokens and logprobs, whatever it drew before, in whichever process, whichever of the group's samples are wanted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.infra.engines.packages import Package
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 
@@ -103,10 +105,6 @@ class Engine(Protocol):
     """Draws groups step by step; its owner calls `step` in a loop and does its own work in between."""
 
     @property
-    def swaps_in_flight(self) -> bool:
-        """Whether weights may be loaded while groups are in hand, whose samples then go on under the new ones."""
-
-    @property
     def version(self) -> int:
         """Policy version of the weights in use, `DIRECTORY_VERSION` before the first `load_weights`."""
 
@@ -135,13 +133,60 @@ class Engine(Protocol):
         """The groups in hand, lowest number first."""
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
-        """Take all tensors or, with `EngineError`, none; only while idle unless the engine `swaps_in_flight`."""
+        """Take all tensors or, with `EngineError`, none; only while idle unless its kind `swaps_in_flight`."""
 
     def stats(self) -> dict[str, float]:
         """Counts and seconds since the engine was made."""
 
     def close(self) -> None:
         """Let go of the model; groups in hand are forgotten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is opened with; each takes what concerns it."""
+
+    directory: Path
+    """The model."""
+    dtype: Literal["float32", "bfloat16"]
+    device: str
+    threads: int
+    seed: int
+    concurrency: int
+    """Samples drawn side by side."""
+    longest: int
+    """Tokens of the longest prompt with its completion."""
+    kv_cache: Literal["recompute", "keep"]
+    engine_process: bool
+    arguments: Mapping[str, Any]
+    """vLLM's own arguments."""
+    delay_s: float
+    """Seconds that the toy engine sleeps for each step."""
+
+
+def _accept(_: EngineSettings) -> None:
+    """Nothing can be known to be wrong before the engine is opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """An engine's capabilities and how to open it; declared where nothing heavy is imported."""
+
+    open: Callable[[EngineSettings], Engine]
+    """Imports the engine and loads the model. Raises `EngineError`."""
+    swaps_in_flight: bool
+    """True if weights may be loaded while groups are in hand, whose samples then go on under the new ones."""
+    draws_side_by_side: bool = False
+    """True if it fills `concurrency` rows with samples of several groups; False if it draws one group at a time."""
+    min_temperature: float = 0.0
+    """Lower temperatures would be raised to this one without a word, and their logprobs would be of another distribution."""
+    gpus: Callable[[Mapping[str, Any]], int] = lambda _: 1
+    """GPUs that one engine spreads over under these arguments."""
+    gpus_key: str | None = None
+    """The setting that spreads one engine over several GPUs; None where it computes on one."""
+    packages: tuple[Package, ...] = ()
+    check: Callable[[EngineSettings], None] = _accept
+    """Raises `EngineError` for settings that cannot work on this machine, as far as that shows without loading a model."""
 
 
 def uniforms(*, seed: int, group: int, sample: int, count: int) -> npt.NDArray[np.float64]:

@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
+from penstock.infra.engines.base import (
+    DIRECTORY_VERSION,
+    Completion,
+    EngineKind,
+    Finish,
+    GroupRequest,
+    InHand,
+    Span,
+    check_tensors,
+    uniforms,
+)
 from penstock.infra.tensors.stream import TensorBytes, digest
 
 
@@ -21,8 +31,6 @@ class ToyEngine:
     Lengths are uniform from 1 to `max_new_tokens`, tokens uniform over `vocabulary` ids. The parameters' names and shapes are `parameters`
     or, without it, those of the first weights that come.
     """
-
-    swaps_in_flight = True
 
     def __init__(
         self,
@@ -162,3 +170,6 @@ def _draw(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tup
     if length < longest:
         ids[-1] = sampling.stop_ids[0]
     return ids, np.log1p(-numbers[longest : longest + length]).astype(np.float32)
+
+
+KIND = EngineKind(open=lambda settings: ToyEngine(delay_s=settings.delay_s), swaps_in_flight=True)

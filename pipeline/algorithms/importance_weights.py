@@ -3,37 +3,12 @@
 The rule: weights carry no gradient and never change what a step is divided by; a masked token counts in the denominator like any other.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import torch
+
+from penstock.pipeline.algorithms.registry import CORRECTIONS
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are cut to +-20 before `exp`: e^20 = 5e8 is far outside any bound, and its square still fits into float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """What one named correction does with the ratio w = proximal / behaviour; outside [low, high] it is cut or masked."""
-
-    by_sequence: bool
-    """Whether w is the product over a sequence's trained tokens instead of one token's."""
-    masks: bool
-    """Outside the bounds: weight 0. Otherwise w is cut down to `high`, and `low` is not used."""
-    low: float
-    high: float
-
-
-CORRECTIONS: Mapping[str, Correction] = {
-    # "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025), with PipelineRL's cap (arXiv 2509.19128).
-    "tis": Correction(by_sequence=False, masks=False, low=0.0, high=5.0),
-    # By sequence, and masks: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al. 2025).
-    "sequence_tis": Correction(by_sequence=True, masks=False, low=0.0, high=5.0),
-    "mis": Correction(by_sequence=False, masks=True, low=0.0, high=5.0),
-    "sequence_mis": Correction(by_sequence=True, masks=True, low=0.0, high=5.0),
-    # IcePop masks on both sides ("Every Step Evolves", arXiv 2510.18855).
-    "icepop": Correction(by_sequence=False, masks=True, low=0.5, high=5.0),
-}
 
 
 def token_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
 from penstock.pipeline.audit.checks.prompts import one_clock
 from penstock.pipeline.audit.facts import Facts, SampleFact
+from penstock.topics.metrics import EVERY_RUN_HAS
 
 
 class Redrawn(NamedTuple):
@@ -80,7 +81,7 @@ def notes(facts: Facts) -> Iterator[str]:
         yield f"{len(facts.killers)} records were set aside because they had ended their readers"
     if facts.rescored_from is not None:
         yield f"prompts and samples are copies: `penstock audit {facts.rescored_from}` judges how they were admitted and drawn"
-    elif roles := {"feeder", "rollout", "scorer", "trainer", "tracker"} - {worker.role for worker in facts.workers.values()}:
+    elif roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}:
         yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read by anybody"
     if facts.rescored_from is None and not one_clock(facts):
         yield "feeder and trainer were not on one machine: times of admission and of versions were not compared"

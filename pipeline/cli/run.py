@@ -64,7 +64,8 @@ def run(
 def _print_arithmetic(config: "Config", *, json: bool) -> None:
     # Nothing is downloaded for a look: a data set or model that is not here yet is said to be so.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    from penstock.pipeline.runtime.run_registry import arithmetic, open_data
+    from penstock.pipeline.envs.datasets.configured import open_data
+    from penstock.pipeline.launch.summary import arithmetic
 
     told: dict[str, str] = {}
     try:
@@ -87,7 +88,7 @@ def _print_arithmetic(config: "Config", *, json: bool) -> None:
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
     """Check a configuration, register its run and make its topics; start no worker."""
     from penstock.pipeline.config.load import load
-    from penstock.pipeline.runtime.run_registry import create as register
+    from penstock.pipeline.launch.create import create as register
 
     loaded = load(config, overrides or [])
     with connected(loaded.kafka) as log:

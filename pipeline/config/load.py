@@ -7,20 +7,24 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import ValidationError, model_validator
 
+from penstock.infra.engines.base import EngineKind
+from penstock.infra.engines.registry import ENGINES
+from penstock.pipeline.algorithms.registry import LOSSES, Loss
 from penstock.pipeline.config import algorithm_defaults
-from penstock.pipeline.config.algorithm_defaults import LOSSES
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.config.schema import (
+    PATHS_OF,
     AlgorithmSection,
     DataSection,
     EvalSection,
     KafkaSection,
     MlflowSection,
     ModelSection,
+    Resolve,
     RewardSection,
     RolloutSection,
     RunSection,
@@ -31,15 +35,12 @@ from penstock.pipeline.config.schema import (
     TrainerSection,
     WeightsSection,
 )
-from penstock.pipeline.scheduling.schedule import MODES, Schedule, preset
+from penstock.pipeline.config.validate import first_mistake
+from penstock.pipeline.scheduling.schedule import Schedule, preset
 
 
 class ConfigError(ValueError):
     """A person's mistake in the configuration, in one line."""
-
-
-LEAST_OF_VLLM = 0.01
-"""The lowest temperature vLLM draws at; it raises lower ones without a word, and their logprobs would be another distribution's."""
 
 
 class Config(Section):
@@ -62,66 +63,34 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        schedule = self.schedule
-        if (self.run.steps is None) == (self.run.epochs is None):
-            raise ValueError("run.steps: give either run.steps or run.epochs")
-        if schedule.mode not in MODES:
-            raise ValueError(f"schedule.mode: {schedule.mode!r} is none of {', '.join(MODES)}{nearest(schedule.mode, MODES)}")
-        if schedule.max_lag is not None and MODES[schedule.mode].max_lag == 0 and schedule.max_lag != 0:
-            others = "one_step_off, in_flight or bounded"
-            raise ValueError(f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use {others}")
-        if MODES[schedule.mode].loads_at == "step" and self.rollout.engine == "transformers":
-            raise ValueError(f"schedule.mode: {schedule.mode!r} changes weights between decode steps; set rollout.engine = 'vllm'")
-        if self.rules.stale_in_hand != "finish" and self.rules.loads_at != "step":
-            raise ValueError(
-                f"schedule.stale_in_hand: {self.rules.stale_in_hand!r} needs weights that change between decode steps; use mode 'bounded'"
-            )
-        for key, value in (("sampling", self.sampling.temperature), ("eval", self.eval.temperature)):
-            if self.rollout.engine == "vllm" and value < LEAST_OF_VLLM:
-                raise ValueError(f"{key}.temperature: {value} would be raised to {LEAST_OF_VLLM} by vLLM; set that, or 'transformers'")
-        if self.sampling.top_p != 1.0 or self.sampling.top_k != 0:
-            key, value = ("top_p", self.sampling.top_p) if self.sampling.top_p != 1.0 else ("top_k", self.sampling.top_k)
-            raise ValueError(
-                f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)"
-            )
-        algorithm_defaults.check(self.algorithm, self.rules)
-        if schedule.samples_per_prompt == 1:
-            raise ValueError("schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2")
-        if self.reward.weights is not None and len(self.reward.weights) != len(self.reward.functions):
-            raise ValueError(f"reward.weights: {len(self.reward.weights)} weights for {len(self.reward.functions)} reward.functions")
-        if (self.trainer.initial_state is None) != (self.trainer.initial_steps == 0):
-            raise ValueError(
-                "trainer.initial_state: goes with trainer.initial_steps, the optimizer steps behind it; `penstock fork` sets both"
-            )
-        partitions, needed = self.partitions, max(self.rollout.workers, self.scorer.workers)
-        if partitions < needed:
-            raise ValueError(f"kafka.partitions: {partitions} is less than the {needed} workers of one role; each needs one at least")
-        if self.trainer.backend == "deepspeed" and self.trainer.zero_stage < 2 and self.trainer.dtype == "bfloat16":
-            stage = self.trainer.zero_stage
-            raise ValueError(f"trainer.zero_stage: {stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2")
-        if (self.eval.target is not None or self.eval.patience is not None) and self.eval.source is None:
-            raise ValueError("eval.source: early stopping (eval.target, eval.patience) needs held-out prompts")
+        if mistake := first_mistake(self):
+            raise ValueError(mistake)
         return self
+
+    @property
+    def engine(self) -> EngineKind:
+        """The rollout engine's capabilities, and how to open it."""
+        return ENGINES[self.rollout.engine]
 
     @property
     def advantage(self) -> str:
         """Name of the advantage: the configured one, else the one of the loss."""
-        return self.algorithm.advantage or str(self._preset["advantage"])
+        return self.algorithm.advantage or self._loss.advantage
 
     @property
     def aggregate(self) -> str:
         """How token losses become one number: token_mean, sequence_mean or constant."""
-        return self.algorithm.aggregate or str(self._preset["aggregate"])
+        return self.algorithm.aggregate or self._loss.aggregate
 
     @property
     def clip_low(self) -> float:
         """Lower clip range of the importance ratio."""
-        return self.algorithm.clip_low if self.algorithm.clip_low is not None else float(self._preset["clip_low"])
+        return self.algorithm.clip_low if self.algorithm.clip_low is not None else self._loss.clip_low
 
     @property
     def clip_high(self) -> float:
         """Upper clip range of the importance ratio."""
-        return self.algorithm.clip_high if self.algorithm.clip_high is not None else float(self._preset["clip_high"])
+        return self.algorithm.clip_high if self.algorithm.clip_high is not None else self._loss.clip_high
 
     @property
     def proximal(self) -> str:
@@ -134,14 +103,17 @@ class Config(Section):
         return algorithm_defaults.correction_of(self.algorithm, self.rules)
 
     @property
-    def _preset(self) -> Mapping[str, Any]:
+    def _loss(self) -> Loss:
         return LOSSES.get(self.algorithm.loss, LOSSES["grpo"])
 
     @property
     def slots(self) -> int:
-        """Unfinished groups that a rollout worker wants in hand; with vLLM twice what fills its rows: stragglers hold some of them."""
+        """Unfinished groups that a rollout worker wants in hand.
+
+        Where the engine draws samples side by side, twice what fills its rows, as stragglers hold some of them.
+        """
         filling = -(-self.rollout.concurrency // self.rules.samples_begun)
-        return self.rollout.slots or (2 * filling + 2 if self.rollout.engine == "vllm" else 3)
+        return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
 
     @property
     def partitions(self) -> int:
@@ -236,7 +208,7 @@ def _one_line(error: ValidationError) -> str:
     if kind == "missing":
         return f"{key}: is required"
     if kind == "value_error":
-        return str(first["ctx"]["error"])
+        return f"{key}: {first['ctx']['error']}" if key else str(first["ctx"]["error"])
     return f"{key} = {value!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
@@ -265,30 +237,16 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 def _make_absolute(table: dict[str, Any], base: Path) -> None:
     """Turn relative paths into absolute ones, so that the configuration means the same to every worker."""
+    for name, section in Config.model_fields.items():
+        values = table.get(name)
+        if isinstance(values, dict):
+            for key, resolve in PATHS_OF[cast(type[Section], section.annotation)].items():
+                if key in values:
+                    values[key] = _resolved(values[key], resolve, base)
 
-    def absolute(text: str) -> str:
-        return str((base / Path(text).expanduser()).resolve())
 
-    def source(text: str) -> str:
-        scheme, colon, rest = text.partition(":")
-        if scheme == "hf" and colon and rest.startswith((".", "~")):
-            return f"hf:{absolute(rest)}"
-        if scheme.endswith(".py") and colon:
-            return f"{absolute(scheme)}:{rest}"
-        return absolute(text) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
-
-    for section, keys in (("data", ("source",)), ("eval", ("source",)), ("algorithm", ("loss", "advantage"))):
-        for key in keys:
-            value = table.get(section, {}).get(key) if isinstance(table.get(section), dict) else None
-            if isinstance(value, str):
-                table[section][key] = source(value)
-    reward = table.get("reward")
-    if isinstance(reward, dict) and isinstance(reward.get("functions"), list):
-        reward["functions"] = [source(item) if isinstance(item, str) else item for item in reward["functions"]]
-    paths = (("model", "path"), ("trainer", "checkpoint_dir"), ("trainer", "initial_state"), ("algorithm", "reference"))
-    for section, key in paths:
-        if isinstance(table.get(section), dict) and isinstance(table[section].get(key), str):
-            table[section][key] = absolute(table[section][key])
-    data = table.get("data")
-    if isinstance(data, dict) and isinstance(data.get("chat_template"), str) and data["chat_template"] not in ("auto", "on", "off"):
-        data["chat_template"] = absolute(data["chat_template"])
+def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:
+    """A text resolved, a list item by item; anything else is left to be refused with the rest."""
+    if isinstance(value, list):
+        return [_resolved(item, resolve, base) for item in value]
+    return resolve.function(value, base) if isinstance(value, str) else value

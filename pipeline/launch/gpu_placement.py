@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.runtime.roles import ROLES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -61,9 +62,8 @@ def place(config: Config, available: Sequence[str]) -> Placement:
         if not gpus and device.startswith("cuda"):
             raise ConfigError(f"{key}: 0 for {section}.device = {device!r} would share the others' GPUs; give {key} a number of its own")
     _check_parallel(config)
-    wanted = {"trainer": trainer.gpus, **{f"rollout-{slot}": rollout.gpus_per_worker for slot in range(rollout.workers)}}
-    if config.eval.source is not None:
-        wanted["evaluator"] = rollout.gpus_per_worker
+    computing = sorted(ROLES.values(), key=lambda role: role.name != "trainer")
+    wanted = {role.worker(slot): role.gpus(config) for role in computing for slot in range(role.workers(config)) if role.gpus(config)}
     if (needed := sum(wanted.values())) > len(available):
         parts = " + ".join(f"{worker} {count}" for worker, count in wanted.items() if count)
         raise ConfigError(
@@ -76,15 +76,8 @@ def place(config: Config, available: Sequence[str]) -> Placement:
 
 def _check_parallel(config: Config) -> None:
     """An engine spreads over as many GPUs as its worker has."""
-    rollout = config.rollout
-    if rollout.engine == "vllm":
-        tensor, stages = (int(rollout.vllm.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
-        if rollout.gpus_per_worker and tensor * stages != rollout.gpus_per_worker:
-            raise ConfigError(
-                f"rollout.gpus_per_worker: {rollout.gpus_per_worker}, but vLLM spreads over {tensor * stages}; "
-                f"set rollout.vllm.tensor_parallel_size = {rollout.gpus_per_worker}"
-            )
-    elif rollout.gpus_per_worker > 1:
-        raise ConfigError(
-            f"rollout.gpus_per_worker: {rollout.gpus_per_worker}, but the {rollout.engine} engine computes on one GPU; set rollout.workers"
-        )
+    rollout, spread = config.rollout, config.engine.gpus(config.rollout.vllm)
+    if rollout.gpus_per_worker and spread != rollout.gpus_per_worker:
+        wanted, key = rollout.gpus_per_worker, config.engine.gpus_key
+        does = f"spreads over {spread}; set {key} = {wanted}" if key else "computes on one GPU; set rollout.workers"
+        raise ConfigError(f"rollout.gpus_per_worker: {wanted}, but the {rollout.engine} engine {does}")

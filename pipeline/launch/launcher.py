@@ -6,9 +6,8 @@ not help, or somebody asks for the end, the run is left so that `penstock run --
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra.errors import LogError, PenstockError
@@ -18,6 +17,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.gpu_placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
@@ -25,7 +25,7 @@ from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.launch.supervisor import Crew, Failure
 from penstock.pipeline.runtime.factories import check_engine
-from penstock.pipeline.runtime.run_registry import create, find, mark
+from penstock.pipeline.runtime.run_registry import find, mark
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ TURN_S = 0.25
 """How often the launcher looks after everything."""
 PATIENCE_S = 10.0
 """How long the launcher's own calls wait for a broker that is away: it has more to look after."""
+REPORTS = ("report.txt", "report.json")
 HURRY_S = 5.0
 """What workers get for ending when there is no broker: there is nothing that they could still write down."""
 
@@ -72,7 +73,9 @@ def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool) -> 
 def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, json_out: bool) -> int:
     """Start a registered run's workers, stay until they have ended, and print the report; returns the exit status."""
     status = watch(log, record, config, say=say, live=live, quiet=json_out)
-    return status or show_report(run_directory(record.run), json_out=json_out)
+    if status == 0:
+        show_report(log, record.run, json_out=json_out)
+    return status
 
 
 def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool) -> int:
@@ -86,6 +89,8 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     run, directory, placement = record.run, run_directory(record.run), place(config, visible_gpus())
     with attending(directory, run), lasting_output(), asked_to_stop() as stop:
         end_leftovers(directory, run, say=say)
+        for name in REPORTS:
+            (directory / name).unlink(missing_ok=True)  # of an earlier part of this run: a tracker that dies must not leave it behind
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
@@ -106,7 +111,7 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
                 failure = watching.turn()
         finally:
             if stop.is_set():
-                tell(f"stopping; go on with `penstock run --resume {run}`")
+                tell(f"stopping the workers; go on with `penstock run --resume {run}`")
             watching.stop()
         if failure is not None:
             _note(log, record, say=say)
@@ -114,7 +119,10 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
         if stop.is_set():
             _note(log, record, say=say)
             return 130
-    return _ended(log, record, view)
+    status = _ended(log, record, view)
+    for name in watching.crew.missing:
+        say(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
+    return status
 
 
 @dataclass(slots=True)
@@ -143,20 +151,25 @@ class Watching:
         """End the workers and leave the last picture on the screen."""
         away = not self.broker.up or self.view.outage_s > 0
         try:
-            self.crew.stop(limit_s=HURRY_S if away else STOP_LIMIT_S)
+            self.crew.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, look=dict if away else self._doing)
         finally:
             self.view.close()
 
+    def _doing(self) -> Mapping[str, str]:
+        self.view.poll(0.0)
+        return {name: worker.labels["doing"] for name, worker in self.view.view.workers.items() if "doing" in worker.labels}
 
-def show_report(directory: Path, *, json_out: bool) -> int:
-    """Print the report that the tracker wrote."""
-    name = "report.json" if json_out else "report.txt"
+
+def show_report(log: Log, run: str, *, json_out: bool) -> None:
+    """Print the report that the tracker wrote; one from the log where the tracker was given up before it wrote any."""
+    from penstock.pipeline.observe.report.summary import as_text, collect
+
+    directory = run_directory(run)
     try:
-        text = (directory / name).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PenstockError(f"the run ended without a report in {directory}: see logs/tracker.log there") from error
-    print(text)
-    return 0
+        print((directory / REPORTS[json_out]).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        report = collect(log, run)
+        print(json.dumps(report, indent=2) if json_out else as_text(report, directory=directory))
 
 
 def _given_up(failure: Failure, run: str, *, say: Say) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-ENDED, FAILED, HOPELESS = 0, 1, 2
-"""Exit statuses of a worker: over or asked to stop; failed, starting again may help; starting again cannot help."""
+from penstock.pipeline.runtime.exit_status import HOPELESS
+
 HEALTHY_S = 10.0
 """A process that served for so long, while its run moved on, has made progress: its earlier deaths are forgotten."""
 LONGEST_PAUSE_S = 30.0

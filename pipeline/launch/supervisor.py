@@ -4,6 +4,7 @@ The rule: which process stands where is in `workers.json` before anything else h
 of its processes began.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -22,13 +23,12 @@ from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.roles import ROLES
+from penstock.pipeline.runtime.exit_status import ENDED
+from penstock.pipeline.runtime.roles import HELPERS, ROLES
 
-STOP_ORDER = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
 LEFT_LIMIT_S = 10.0
 """A worker may end this long before its launcher hears that the run is over."""
-AFTER_THE_END = frozenset({"evaluator", "tracker"})
-"""Roles that still have something to do when the run is closed: the last evaluation, the report."""
+LOOK_EVERY_S = 0.25
 
 Say = Callable[[str], None]
 
@@ -55,36 +55,42 @@ class Crew:
 
     def start(self) -> None:
         """Start every worker of the configuration."""
-        config = self.config
-        counts = {"trainer": 1, "rollout": config.rollout.workers, "scorer": config.scorer.workers, "feeder": 1, "tracker": 1}
-        if config.eval.source is not None:
-            counts["evaluator"] = 1
-        for role, count in counts.items():
-            for slot in range(count):
-                worker = self._place(role, slot)
+        for role in ROLES.values():
+            for slot in range(role.workers(self.config)):
+                worker = self._place(role.name, slot)
                 self.workers.append(worker)
                 self._start(worker, moved=0)
 
     @property
     def ended(self) -> bool:
-        """Whether every worker has ended and none is to be started again."""
+        """True if every worker has ended and none is to be started again."""
         return all(worker.status is not None and not worker.dead for worker in self.workers)
 
+    @property
+    def missing(self) -> list[str]:
+        """Helpers that were given up: the run goes on without them."""
+        return [worker.name for worker in self.workers if worker.given_up]
+
     def tend(self, view: RunView, *, now_s: float, reachable: bool) -> Failure | None:
-        """Start again who died; a `Failure` when one is given up or has left too early."""
+        """Start dead workers again. Returns a `Failure` when one that the run needs is given up or has ended too early."""
         over, moved = view.closed is not None, view.progress
         for worker in self.workers:
             worker.heard(view.workers.get(worker.name), now_s=now_s)
             status = worker.status
-            if status is None:
+            if status is None or worker.given_up:
                 continue
-            if over and worker.role not in AFTER_THE_END:
+            if over and worker.role not in HELPERS:
                 worker.dead = False  # what it would still do is done
-            elif status == restart_policy.ENDED:
-                if failure := self._left(worker, now_s=now_s, over=over):
-                    return failure
-            elif failure := self._died(worker, status, now_s=now_s, moved=moved, reachable=reachable):
+                continue
+            if status == ENDED:
+                failure = None if over else self._left(worker, now_s=now_s)
+            else:
+                failure = self._died(worker, status, now_s=now_s, moved=moved, reachable=reachable)
+            if failure is not None and worker.role not in HELPERS:
                 return failure
+            if failure is not None:
+                worker.given_up, worker.dead = True, False
+                self.say(f"warning: {failure.line}; the run goes on without it")
         return None
 
     def kill_hung(self, silent: Mapping[str, float], *, now_s: float, stall_s: float, reachable: bool) -> None:
@@ -109,16 +115,18 @@ class Crew:
                 found[worker.name] = f"was started again {time.time() - worker.started_s:.0f} s ago and is not ready yet"
         return found
 
-    def stop(self, *, limit_s: float = STOP_LIMIT_S) -> None:
-        """End what still runs, role by role; what does not end in time is killed, as is everything when this is interrupted."""
+    def stop(self, *, limit_s: float = STOP_LIMIT_S, look: Callable[[], Mapping[str, str]] = dict) -> None:
+        """End the running workers role by role, in the table's order; kill those that take longer than `limit_s`.
+
+        `look` returns what each worker reports to be doing, by name; it is said of those that do not end at once. When this call is
+        interrupted, every worker is killed.
+        """
         try:
-            for role in STOP_ORDER:
+            for role in ROLES:
                 running = [worker for worker in self.workers if worker.role == role and worker.status is None]
                 for worker in running:
                     worker.signal(signal.SIGTERM)
-                deadline = time.monotonic() + limit_s
-                for worker in running:
-                    self._await(worker, deadline=deadline, limit_s=limit_s)
+                self._await(running, limit_s=limit_s, look=look)
         finally:
             for worker in self.workers:
                 if worker.process is not None and worker.status is None:
@@ -126,14 +134,25 @@ class Crew:
                     worker.process.wait()
             run_lock.forget(self.directory)
 
-    def _await(self, worker: Worker, *, deadline: float, limit_s: float) -> None:
-        assert worker.process is not None
-        try:
-            worker.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.say(f"{worker.name} did not end within {limit_s:g} s and was killed")
-            worker.signal(signal.SIGKILL, group=True)
-            worker.process.wait()
+    def _await(self, running: list[Worker], *, limit_s: float, look: Callable[[], Mapping[str, str]]) -> None:
+        said: dict[str, str] = {}
+        began = time.monotonic()
+        while left := [worker for worker in running if worker.status is None]:
+            passed_s = time.monotonic() - began
+            if passed_s >= limit_s:
+                for worker in left:
+                    self.say(f"{worker.name} did not end within {limit_s:g} s and was killed")
+                    worker.signal(signal.SIGKILL, group=True)
+                    worker.wait()
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                left[0].wait(LOOK_EVERY_S)
+            doing = look()
+            for worker in left:
+                work = doing.get(worker.name)
+                if worker.status is None and work is not None and said.get(worker.name) != work:
+                    said[worker.name] = work
+                    self.say(f"{worker.name} finishes: {work} (killed in {limit_s - passed_s:.0f} s at the latest)")
 
     @property
     def _rules(self) -> Rules:
@@ -152,10 +171,8 @@ class Crew:
             self.say(f"{worker.name} {how} and is started again (start {worker.starts})")
         return None
 
-    def _left(self, worker: Worker, *, now_s: float, over: bool) -> Failure | None:
+    def _left(self, worker: Worker, *, now_s: float) -> Failure | None:
         """A worker that somebody ended: without it the run may wait for ever."""
-        if over:
-            return None
         if worker.left_s is None:
             worker.left_s = now_s
         if now_s - worker.left_s <= LEFT_LIMIT_S:
@@ -177,11 +194,10 @@ class Crew:
 
     def _place(self, role: str, slot: int) -> Worker:
         config = self.config
-        name = role if ROLES[role].single else f"{role}-{slot}"
-        threads = {"trainer": config.trainer.threads, "rollout": config.rollout.threads}.get(role, 1)
+        name = ROLES[role].worker(slot)
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(ROLES[role].threads(config)),
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
             "PYTHONUNBUFFERED": "1",
         }

@@ -39,6 +39,8 @@ class Worker:
     """Whether the newest death waits for its restart."""
     left_s: float | None = None
     """Since when it has ended without an error although the run goes on."""
+    given_up: bool = False
+    """True if it is not started again and the run goes on without it."""
     _ready_s: float | None = None
     _began: int = 0
     _moved: int = 0
@@ -54,6 +56,11 @@ class Worker:
     def status(self) -> int | None:
         """Exit status of the newest process, None while it runs; negative for a signal."""
         return None if self.process is None else self.process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of its newest process. Raises `subprocess.TimeoutExpired`."""
+        assert self.process is not None
+        self.process.wait(timeout_s)
 
     def start(self, *, moved: int) -> None:
         """Start its process; a line in its log keeps it apart from the one before. `moved` counts the run's progress so far."""

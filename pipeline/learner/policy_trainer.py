@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.backends import Backend
+from penstock.infra.backends.base import Backend
 from penstock.infra.checkpoints import CheckpointStore, Recorded, State
 from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.tensors.stream import TensorBytes, digest

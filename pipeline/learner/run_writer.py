@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra import faults
-from penstock.infra.backends import Backend
+from penstock.infra.backends.base import Backend
 from penstock.infra.checkpoints import CheckpointStore, State
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.backends import Backend
+from penstock.infra.backends.base import Backend
 from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms import losses
-from penstock.pipeline.config.algorithm_defaults import LOSSES
+from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples as trained
@@ -54,7 +54,7 @@ class Objective:
             settings["correction"] = config.correction
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
         if algorithm.loss in LOSSES:
-            settings["surrogate"] = LOSSES[algorithm.loss]["surrogate"]
+            settings["surrogate"] = LOSSES[algorithm.loss].surrogate
         function = losses.batch_loss if algorithm.loss in LOSSES else load(algorithm.loss)
 
         def batch_loss(logprobs: Any, batch: TokenBatch, **given: Any) -> tuple[Any, dict[str, float]]:

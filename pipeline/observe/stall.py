@@ -12,6 +12,7 @@ from penstock.pipeline.config.load import from_json
 from penstock.pipeline.observe.report.summary import fates
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import WorkerView
+from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.scheduling.schedule import Schedule, version_after, versions_of
 
 SILENT_S = 5.0
@@ -77,7 +78,7 @@ def find(scene: Scene) -> Stuck | None:
     if scene.outage_s:
         return Stuck(stage="broker", group=None, reason=f"the broker does not answer for {scene.outage_s:.0f} s")
     if view.closed is not None:
-        last = [worker for role in ("evaluator", "tracker") for worker in _of(view, role)]
+        last = [worker for role in HELPERS for worker in _of(view, role)]
         told = "; ".join(_state(scene, worker) for worker in last)
         return Stuck(stage=last[0].role, group=None, reason=f"the run is closed; {told}") if last else None
     rules = _rules(view)

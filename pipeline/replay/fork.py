@@ -14,13 +14,14 @@ from penstock.infra.checkpoints import sync_directory
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
+from penstock.pipeline.launch.create import create, new_id
 from penstock.pipeline.learner.policy_trainer import Course, Say
 from penstock.pipeline.observe.report.summary import load
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import arithmetic, bring_to, opened
 from penstock.pipeline.replay.train.verify import tell_arithmetic
 from penstock.pipeline.runtime.factories import check_engine
-from penstock.pipeline.runtime.run_registry import create, find, new_id
+from penstock.pipeline.runtime.run_registry import find
 from penstock.topics.catalogue import check_run_id
 from penstock.topics.runs import RunRecord
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 from penstock.infra.errors import Fenced, PenstockError, Unrecoverable
-from penstock.pipeline.launch.restart_policy import FAILED, HOPELESS
+from penstock.pipeline.runtime.exit_status import exit_status
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -50,7 +50,7 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
 
     stop = threading.Event()
     stop_on_signals(stop)
-    worker = None if slot is None and not ROLES[role].single else (role if ROLES[role].single else f"{role}-{slot}")
+    worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
     session: Session | None = None
     try:
         log = KafkaLog(bootstrap, security=json.loads(security), client_id=f"{run}.{worker or role}")
@@ -71,19 +71,6 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
         return _failed(role, session, error, debug=True)
     finally:
         sys.stdout.flush()
-
-
-def exit_status(error: BaseException) -> int:
-    """Whether starting again may help after this error (1) or cannot (2).
-
-    Text that cannot be decoded or parsed is a `ValueError` too, but a file half written is no person's mistake.
-
-    Example:
-        exit_status(ValueError("sampling.top_p = 3"))  # -> 2
-    """
-    if isinstance(error, UnicodeError | json.JSONDecodeError):
-        return FAILED
-    return HOPELESS if isinstance(error, Unrecoverable | Fenced | ValueError) else FAILED
 
 
 def _failed(role: str, session: Session | None, error: BaseException, *, debug: bool) -> int:

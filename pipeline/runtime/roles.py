@@ -1,11 +1,18 @@
-"""The DAG as a table: who acts, which topics each role reads and writes, and the same as text and as Mermaid.
+"""The roles of a run in one table: order, colour, number of workers, topics read and written; and the DAG as text and as Mermaid.
 
-The rule: this table is the only place that says which module a role is; a role's module is imported by whoever runs it, by name.
+The rule: no other module keeps a list of roles. A role's module is imported by name, in the process that runs it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from penstock.topics import catalogue
+
+if TYPE_CHECKING:
+    from penstock.pipeline.config.load import Config
+
+Count = Callable[["Config"], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,79 +20,111 @@ class Role:
     """One kind of worker."""
 
     name: str
-    module: str
-    """Where its `main(session)` is."""
     does: str
     reads: Mapping[str, str]
     """Topic -> what for."""
     writes: Mapping[str, str]
     """Topic -> what."""
-    single: bool
-    """Whether a run has one of it at most; the others may join and leave in any number."""
     extras: tuple[str, ...]
     """Extras of the wheel that its machine needs."""
+    colour: str = ""
+    """In the live view, as rich names it; empty for the terminal's own."""
+    single: bool = True
+    """True if a run has at most one; the others may join and leave in any number."""
+    on_sample_path: bool = True
+    """True if samples pass through it. The others are helpers: a run finishes without them, and they finish their work after its end."""
+    workers: Count = lambda _: 1
+    """Workers that `penstock run` starts."""
+    threads: Count = lambda _: 1
+    """CPU threads of one worker."""
+    gpus: Count = lambda _: 0
+    """GPUs of one worker, where the configuration places GPUs."""
+
+    @property
+    def module(self) -> str:
+        """The module with its `main(session)`."""
+        return f"penstock.workers.{self.name}.worker"
+
+    def worker(self, slot: int) -> str:
+        """The name of its worker number `slot`.
+
+        Example:
+            ROLES["rollout"].worker(1)  # -> "rollout-1"
+        """
+        return self.name if self.single else f"{self.name}-{slot}"
 
 
-_REPORTS = {"metrics": "what it does, once a second", "dead-letters": "records it cannot use"}
+_METRICS = {"metrics": "what it does, once a second"}
+_REPORTS = {**_METRICS, "dead-letters": "records it cannot use"}
+_LETTERS = {"dead-letters": "records that were set aside before"}
+_JOINS = {"penstock.runs": "the run's configuration"}
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
 
-
-def _role(name: str, *, does: str, reads: Mapping[str, str], writes: Mapping[str, str], single: bool, extras: tuple[str, ...]) -> Role:
-    return Role(
-        name=name,
-        module=f"penstock.workers.{name}.worker",
-        does=does,
-        reads=MappingProxyType(dict(reads)),
-        writes=MappingProxyType(dict(writes)),
-        single=single,
-        extras=extras,
-    )
-
-
-_ROLES = (
-    _role(
-        "feeder",
+_TABLE = (
+    Role(
+        name="feeder",
         does="turns the data set into prompts, as fast as the rules admit them",
+        colour="cyan",
+        extras=("data",),
         reads={
             "prompts": "what was admitted before",
             "groups": "headers: which groups ended, which were dropped",
             **_FOLLOWS,
             "metrics": "free slots",
+            **_LETTERS,
+            **_JOINS,
         },
-        writes={"prompts": "one prompt group to sample", "metrics": _REPORTS["metrics"]},
-        single=True,
-        extras=("data",),
+        writes={"prompts": "one prompt group to sample", **_REPORTS},
     ),
-    _role(
-        "rollout",
+    Role(
+        name="rollout",
         does="samples completions under the newest policy that a prompt allows",
-        reads={"prompts": "what to sample", "rollouts": "what exists already in partitions it takes over", **_FOLLOWS},
-        writes={"rollouts": "one finished sample", **_REPORTS},
-        single=False,
+        colour="magenta",
         extras=("rollout",),
+        single=False,
+        workers=lambda config: config.rollout.workers,
+        threads=lambda config: config.rollout.threads,
+        gpus=lambda config: config.rollout.gpus_per_worker,
+        reads={
+            "prompts": "what to sample",
+            "rollouts": "what exists already in partitions it takes over",
+            **_FOLLOWS,
+            **_LETTERS,
+            **_JOINS,
+        },
+        writes={"rollouts": "finished samples", **_REPORTS},
     ),
-    _role(
-        "scorer",
+    Role(
+        name="scorer",
         does="runs the reward functions and decides how each group ends",
+        colour="yellow",
+        extras=("rewards",),
+        single=False,
+        workers=lambda config: config.scorer.workers,
         reads={
             "prompts": "which groups are open",
             "rollouts": "their samples",
             "groups": "what is finished",
-            "ledger": "the end of the run",
+            **_FOLLOWS,
+            **_LETTERS,
+            **_JOINS,
         },
         writes={"groups": "one group's outcome", **_REPORTS},
-        single=False,
-        extras=("rewards",),
     ),
-    _role(
-        "trainer",
-        does="trains on scored groups, publishes policy versions and writes the run's one story",
+    Role(
+        name="trainer",
+        does="trains on scored groups, publishes policy versions and writes the ledger",
+        colour="green",
+        extras=("trainer",),
+        threads=lambda config: config.trainer.threads,
+        gpus=lambda config: config.trainer.gpus,
         reads={
             "groups": "samples with rewards",
             "ledger": "what was done before",
             "weights": "versions that exist already",
             "metrics": "an evaluator's wish to end the run",
-            "prompts": "headers, at the end: which groups nobody used",
+            **_LETTERS,
+            **_JOINS,
         },
         writes={
             "ledger": "steps, stale groups, versions, the end",
@@ -93,31 +132,48 @@ _ROLES = (
             **_REPORTS,
             "penstock.runs": "the run's status",
         },
-        single=True,
-        extras=("trainer",),
     ),
-    _role(
-        "evaluator",
+    Role(
+        name="evaluator",
         does="measures chosen versions on held-out prompts",
-        reads={"weights": "manifests and chunks", "ledger": "the end of the run", "metrics": "what was measured before"},
-        writes={"metrics": "accuracy by version"},
-        single=True,
+        colour="blue",
         extras=("rollout", "rewards"),
+        on_sample_path=False,
+        workers=lambda config: int(config.eval.source is not None),
+        gpus=lambda config: config.rollout.gpus_per_worker,
+        reads={"weights": "manifests and chunks", "ledger": "the end of the run", "metrics": "what was measured before", **_JOINS},
+        writes={"metrics": "accuracy by version"},
     ),
-    _role(
-        "tracker",
-        does="copies the story and the measurements to MLflow and metrics.jsonl",
-        reads={"ledger": "steps and versions", "metrics": "measurements", "groups": "headers: rewards of all scored samples"},
-        writes={"metrics": _REPORTS["metrics"], "dead-letters": _REPORTS["dead-letters"]},
-        single=True,
+    Role(
+        name="tracker",
+        does="copies the ledger and the measurements to MLflow and metrics.jsonl; at the end, writes the report",
         extras=("tracking",),
+        on_sample_path=False,
+        reads={
+            "ledger": "steps and versions",
+            "metrics": "measurements",
+            "groups": "headers: rewards of all scored samples",
+            "prompts": "at the end, for the report",
+            "rollouts": "at the end, for the report",
+            **_LETTERS,
+            **_JOINS,
+        },
+        writes=_REPORTS,
     ),
 )
 
-ROLES: Mapping[str, Role] = MappingProxyType({role.name: role for role in _ROLES})
+ROLES: Mapping[str, Role] = {role.name: role for role in _TABLE}
+"""In the order in which a sample passes them, helpers last: also the order in which a run's workers are shown, started and stopped."""
 
-TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters", "penstock.runs")
+HELPERS = tuple(role.name for role in _TABLE if not role.on_sample_path)
+
+TOPICS = (*catalogue.TOPICS, catalogue.RUNS_TOPIC)
 """In the order in which a sample's life passes them."""
+
+
+def order(role: str) -> int:
+    """The place of a role in the table, behind all for an unknown one, as a key to sort by."""
+    return [*ROLES, role].index(role)
 
 
 def readers(topic: str) -> list[str]:
@@ -141,6 +197,7 @@ def as_table() -> list[dict[str, object]]:
             "writes": dict(role.writes),
             "single": role.single,
             "extras": list(role.extras),
+            "on_sample_path": role.on_sample_path,
         }
         for role in ROLES.values()
     ]

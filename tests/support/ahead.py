@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import Config
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.runtime.run_registry import create
 from penstock.topics import groups, ledger, prompts, weights
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt

@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import Config, from_table
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect, load
 from penstock.pipeline.runtime.roles import ROLES
-from penstock.pipeline.runtime.run_registry import create
 from penstock.pipeline.runtime.session import join
 
 LIMIT_S = 150.0
@@ -32,7 +32,7 @@ class Crew:
 
     def start(self, role: str, slot: int = 0) -> None:
         """Start one worker, whether the run exists or not."""
-        name = role if ROLES[role].single else f"{role}-{slot}"
+        name = ROLES[role].worker(slot)
         self.stops[name] = threading.Event()
         self.threads[name] = threading.Thread(target=self._work, args=(role, name), name=name, daemon=True)
         self.threads[name].start()

@@ -39,7 +39,7 @@ class Processes:
         self, role: str, slot: int = 0, *, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
     ) -> str:
         """Start a worker and return its name; `before` runs in the new process first, and must be importable by name."""
-        name = role if ROLES[role].single else f"{role}-{slot}"
+        name = ROLES[role].worker(slot)
         settings = {"OMP_NUM_THREADS": "1", "PENSTOCK_HOME": os.environ["PENSTOCK_HOME"], **(environment or {})}
         arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before)
         process = _FORKS.Process(target=_work, args=arguments, name=f"{self.run}.{name}")

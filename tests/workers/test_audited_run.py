@@ -14,7 +14,7 @@ from penstock.pipeline import cli
 from penstock.pipeline.audit.kafka_reader import ORDER, KafkaSource
 from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, audit_kafka, summary
 from penstock.pipeline.audit.source import Listed
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 from tests.support.crew import Crew, config_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from confluent_kafka import Producer
 
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.errors import Unusable

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.pipeline.audit.report import as_text, audit_kafka
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from penstock.topics import groups, rollouts
 from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout

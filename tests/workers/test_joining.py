@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import duplicate_samples
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, complete, config_of
 
 SOME = ("join 1", "leave 0", "join 2", "leave 1")

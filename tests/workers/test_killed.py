@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import duplicate_samples
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.pipeline.launch.restart_policy import HOPELESS
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
+from penstock.pipeline.runtime.exit_status import HOPELESS
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
 

@@ -16,9 +16,10 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.launch import launcher
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Crew as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
-from penstock.pipeline.runtime.run_registry import create, find
+from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.explain.as_json import explain
 from penstock.pipeline.observe.explain.group_records import read_run
-from penstock.pipeline.runtime.run_registry import create
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import GSM8K
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from penstock.infra.broker import embedded
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, complete, config_of
 from tests.support.own_broker import OwnBroker
 from tests.support.processes import Processes

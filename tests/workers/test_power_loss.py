@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from tests.support import power
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from penstock.pipeline.audit.report import as_text, audit_kafka
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
 

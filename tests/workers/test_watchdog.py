@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.observe.live.view import LiveView
-from penstock.pipeline.runtime.run_registry import create
 from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
 

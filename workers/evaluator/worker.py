@@ -12,11 +12,11 @@ from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
 from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.ledger_follower import Control
-from penstock.pipeline.runtime.run_registry import open_eval_data
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weight_sync import fetch
 from penstock.topics import metrics

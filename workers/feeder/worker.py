@@ -12,9 +12,9 @@ from typing import Any
 from penstock.infra.errors import LogError
 from penstock.infra.log import Start, Tail
 from penstock.pipeline.envs.datasets import order
+from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import Story
-from penstock.pipeline.runtime.run_registry import open_data
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import schedule as rules
 from penstock.topics import prompts

@@ -31,8 +31,6 @@ class TransformersEngine:
     `threads` is the process's torch thread count: logits differ in their last bits between counts, so it is set and not found.
     """
 
-    swaps_in_flight = False
-
     def __init__(self, directory: str | Path, *, dtype: DType = "auto", device: str = "cpu", threads: int = 1) -> None:
         """Load the model. Raises `EngineError` when the directory holds none."""
         torch.set_num_threads(threads)

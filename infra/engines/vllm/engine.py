@@ -39,8 +39,6 @@ class VllmEngine:
     `kv_cache` "recompute" samples in work compute keys and values anew on new weights, under "keep" they go on over the old ones.
     """
 
-    swaps_in_flight = True
-
     def __init__(
         self,
         directory: str | Path,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.errors import EngineError
+from penstock.infra.errors import EngineRefused
 
 ADVICE = "set model.path to a Hugging Face causal LM directory, or make one with `penstock model tiny DIR`"
 
@@ -34,16 +34,16 @@ class Geometry:
 
 
 def read_geometry(directory: Path) -> Geometry:
-    """Sizes of the model in a directory. Raises `EngineError` when it holds none."""
+    """Sizes of the model in a directory. Raises `EngineRefused` when it holds none."""
     try:
         whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         found = "no config.json in it" if directory.is_dir() else "no such directory"
-        raise EngineError(f"there is no model in {directory} ({found}): {ADVICE}") from None
+        raise EngineRefused(f"there is no model in {directory} ({found}): {ADVICE}") from None
     except (OSError, ValueError) as error:
-        raise EngineError(f"cannot read {directory / 'config.json'} ({error}): {ADVICE}") from error
+        raise EngineRefused(f"cannot read {directory / 'config.json'} ({error}): {ADVICE}") from error
     if not isinstance(whole, dict):
-        raise EngineError(f"{directory / 'config.json'} is no JSON object: {ADVICE}")
+        raise EngineRefused(f"{directory / 'config.json'} is no JSON object: {ADVICE}")
     text = whole.get("text_config")
     config: dict[str, Any] = text if isinstance(text, dict) else whole
     positions, layers, heads = (_size(config, name) for name in ("max_position_embeddings", "num_hidden_layers", "num_attention_heads"))
@@ -69,7 +69,7 @@ def parameter_shapes(directory: Path, hf_config: Any) -> dict[str, tuple[int, ..
             model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise EngineError(f"transformers cannot tell the parameters of the model in {directory} ({words}): {ADVICE}") from error
+        raise EngineRefused(f"transformers cannot tell the parameters of the model in {directory} ({words}): {ADVICE}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

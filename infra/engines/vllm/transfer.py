@@ -15,11 +15,8 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.platforms import current_platform
 
-from penstock.infra.engines.vllm import draws
 from penstock.infra.engines.vllm.arguments import BACKEND
-from penstock.infra.engines.vllm.cpu_repack import Repacking
 from penstock.infra.engines.vllm.watch import end_with_owner
 from penstock.infra.tensors.stream import TensorBytes
 
@@ -56,64 +53,33 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class Transfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Loads a version by vLLM's layerwise reload, which packs and fuses every layer anew that received weights.
-
-    On a CPU the versions after the first are packed without it, where that was found to leave the same model behind.
-    """
+    """Loads a version by vLLM's layerwise reload, which packs and fuses every layer anew that received weights."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    _tensors: dict[str, torch.Tensor]
-    _repacking: Repacking | None = None
-    _judged = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
         """Make every layer wait for its weights."""
-        if self._repacking is None:
-            initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load all tensors. Raises `ValueError` when a parameter got none of them."""
-        found: Iterator[tuple[str, torch.Tensor]]
+        tensors: Iterator[tuple[str, torch.Tensor]]
         if update_info.handed is not None:
-            found = ((tensor.name, as_torch(tensor.data, tensor.dtype, tensor.shape)) for tensor in _handed[update_info.handed])
+            tensors = ((tensor.name, as_torch(tensor.data, tensor.dtype, tensor.shape)) for tensor in _handed[update_info.handed])
         else:
             assert update_info.path is not None
-            found = _in_file(update_info.path, update_info.table)
-        self._tensors = dict(found)
-        if self._repacking is not None:
-            self._repacking.apply(self._tensors)
-        else:
-            self._load()
-
-    def finish_weight_update(self) -> None:
-        """Bring all layers into the form that computes."""
-        if self._repacking is None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            pack_tied_head(self.model)
-        if not self._judged and current_platform.is_cpu() and self.model_config.quantization is None:
-            self._judge()
-        self._judged, self._tensors = True, {}
-
-    def _load(self) -> None:
+            tensors = _in_file(update_info.path, update_info.table)
         expected = {name for name, _ in self.model.named_parameters() if not (_tied(self.model) and name == "lm_head.weight")}
-        loaded = self.model.load_weights(iter(self._tensors.items()))
+        loaded = self.model.load_weights(tensors)
         if loaded is not None and self.model_config.quantization is None and (missed := expected - loaded):
             raise ValueError(f"vLLM took no weights for {len(missed)} of its parameters, first {min(missed)}")
 
-    def _judge(self) -> None:
-        """Find out whether this model can be packed without vLLM's reload."""
-        repacking = Repacking.of(self.model, self._tensors)
-        if repacking is None:
-            return
-        if repacking.changes_nothing(self._tensors):
-            self._repacking = repacking
-            return
-        initialize_layerwise_reload(self.model)
-        self._load()
+    def finish_weight_update(self) -> None:
+        """Bring all layers into the form that computes."""
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_head(self.model)
 
@@ -180,6 +146,4 @@ def _in_file(path: str, table: Sequence[tuple[str, str, Sequence[int], int]]) ->
 
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Transfer)
-if current_platform.is_cpu():
-    draws.install()
 end_with_owner()

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.pipeline.config.algorithm_defaults import LOSSES
+from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner import training_samples
 from penstock.pipeline.learner.micro_batches import TokenSequence

@@ -17,6 +17,7 @@ from penstock.pipeline.observe.html.timeline import KINDS, Clock, activity_colum
 from penstock.pipeline.observe.report.summary import fates
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Interval
+from penstock.pipeline.runtime.roles import ROLES, order
 from penstock.topics.samples import FINISHES
 
 FATES = ("trained", "filtered", "stale", "failed", "abandoned", "unused", "open")
@@ -63,6 +64,7 @@ def index(reader: Reader, story: Story, *, report: Mapping[str, Any]) -> tuple[d
         "labels": labels,
         "causes": causes,
         "time_spent": time_spent(view, story),
+        "roles": list(ROLES),
         "prompts": prompts,
         "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in reader.rows if row.reason},
         "reward_names": [short(name) for name in reader.reward_names],
@@ -106,16 +108,15 @@ def contents(reader: Reader) -> dict[str, Any]:
 
 def _workers(reader: Reader, found: list[Interval], story: Story) -> list[str]:
     """Everybody who is named anywhere, in the order of the pipeline."""
-    roles = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
     names = set(reader.view.workers) | {one.worker for one in found} | {one.worker for one in story.activities}
     names |= {one.worker for row in reader.rows for one in row.rollouts} | {row.scorer for row in reader.rows if row.scorer}
 
-    def order(name: str) -> tuple[int, int, str]:
+    def place(name: str) -> tuple[int, int, str]:
         known = reader.view.workers.get(name)
         role = known.role if known else name.partition("-")[0]
-        return roles.index(role) if role in roles else len(roles), len(name), name
+        return order(role), len(name), name
 
-    return sorted(names, key=order)
+    return sorted(names, key=place)
 
 
 def _clock(reader: Reader, found: list[Interval], story: Story) -> Clock:

@@ -18,9 +18,8 @@ from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
+from penstock.pipeline.runtime.roles import ROLES, order
 
-ROLE_ORDER = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker")
-ROLE_STYLES = {"feeder": "cyan", "rollout": "magenta", "scorer": "yellow", "trainer": "green", "evaluator": "blue"}
 SPEED_STEPS = 20
 """Steps over which speed and time to go are taken."""
 SILENT_S = 5.0
@@ -195,7 +194,7 @@ def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[Rend
         rates = (worker.rate("admitted" if worker.role == "feeder" else "groups"), worker.rate("samples"), worker.rate("tokens"))
     cpu = worker.rate("cpu_s")
     return (
-        Text(worker.worker, style=ROLE_STYLES.get(worker.role, "")),
+        Text(worker.worker, style=ROLES[worker.role].colour if worker.role in ROLES else ""),
         doing,
         _number(version, digits=0),
         _number(lag, digits=0 if worker.role != "trainer" else 1),
@@ -215,12 +214,7 @@ def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None
 
 
 def _ordered(view: RunView) -> list[WorkerView]:
-    place = {role: number for number, role in enumerate(ROLE_ORDER)}
-
-    def order(worker: WorkerView) -> tuple[int, bool, int, str]:
-        return place.get(worker.role, len(place)), worker.ended, len(worker.worker), worker.worker
-
-    return sorted(view.workers.values(), key=order)
+    return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
 
 
 def _letters(view: RunView) -> str:

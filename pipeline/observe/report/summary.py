@@ -13,6 +13,7 @@ from penstock.pipeline.observe.report.staleness import weighted
 from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, together
+from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.scheduling.schedule import DROPPED, MODES, admitted_groups
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.errors import Unusable
@@ -23,8 +24,6 @@ READ_LIMIT_S = 120.0
 DEAD_LETTERS = "dead-letters"
 ALL = tuple(topic for topic in TOPICS if topic != "weights")
 COSTS = ("encode", "decode", "send", "poll", "io")
-PAYING_ROLES = frozenset({"feeder", "rollout", "scorer", "trainer"})
-"""Those on the way of a sample; what the tracker and the evaluator read is no cost of it."""
 CURVE_POINTS = 60
 
 
@@ -224,7 +223,7 @@ def _overhead(view: RunView) -> dict[str, Any]:
     `topics_overhead_ms_per_sample`: CPU time in encoding, decoding, sending, polling and the client's I/O threads, weights and
     ledger included, by samples acknowledged in `rollouts`. `topics_overhead_ratio`: the same time in all CPU time of these workers.
     """
-    paying = [worker for worker in view.workers.values() if worker.role in PAYING_ROLES]
+    paying = [worker for worker in view.workers.values() if worker.role not in HELPERS]
     parts = {name: sum(worker.total(f"cost_{name}_s") for worker in paying) for name in COSTS}
     spent, cpu = sum(parts.values()), sum(worker.total("cpu_s") for worker in paying)
     samples = sum(map(len, view.samples.values()))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.infra.backends import open_backend
 from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.registry import open_backend
 from penstock.infra.backends.schedule import learning_rate
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
@@ -295,7 +295,7 @@ def test_the_learning_rate_warms_up_and_falls():
     ("torch", {"model_path": "/nowhere"}, "'/nowhere'"),
     ("torch", {"threads": 0}, "thread"),
     ("deepspeed", {"zero_stage": 4}, "zero_stage"),
-    ("deepspeed", {"zero_stage": 1, "dtype": "bfloat16"}, "zero_stage 2 or 3"),
+    ("deepspeed", {"zero_stage": 1, "dtype": "bfloat16"}, "stage 2 or 3"),
     ("jax", {}, "'jax'"),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_is_named(model_path, name, settings, message):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Engine, GroupRequest, Sampling, Span
+from penstock.infra.engines.registry import ENGINES
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
@@ -252,7 +253,8 @@ def test_weights_that_come_while_a_group_is_in_hand_are_refused_or_label_what_fo
     engine.load_weights(0, weights)
     engine.submit(asked())
     engine.step()
-    if not engine.swaps_in_flight:
+    name = {ToyEngine: "toy"}.get(type(engine), "transformers" if type(engine).__name__ == "TransformersEngine" else "vllm")
+    if not ENGINES[name].swaps_in_flight:
         with pytest.raises(EngineError, match="in hand"):
             engine.load_weights(1, weights)
         return

@@ -6,22 +6,22 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.launch import doctor
-from penstock.pipeline.launch.doctor import Need
+from penstock.pipeline.launch.doctor import Package
 
 
 def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it() -> None:
-    found = doctor._package(Need(module="nowhere", package="no-such-package-penstock", purpose="tests", extra="data"))
+    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", extra="data"))
     assert (found.level, found.do) == ("warn", "pip install 'penstock[data]'")
 
 
 def test_a_missing_package_that_every_role_needs_is_a_failure() -> None:
-    found = doctor._package(Need(module="nowhere", package="no-such-package-penstock", purpose="tests", extra=""))
+    found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", extra=""))
     assert (found.level, found.do) == ("fail", "pip install penstock")
 
 
 def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "pinned", lambda: {"numpy": "<1.0"})
-    found = doctor._package(Need(module="numpy", package="numpy", purpose="payloads", extra=""))
+    found = doctor._package(Package(module="numpy", name="numpy", purpose="payloads", extra=""))
     assert found.level == "fail"
     assert "wanted <1.0" in found.found
 
@@ -29,7 +29,7 @@ def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.Monkey
 def test_a_package_that_breaks_while_it_is_imported_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_for_doctor.py").write_text("print('hello')\nraise RuntimeError('no\\nway')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = doctor._package(Need(module="broken_for_doctor", package="numpy", purpose="tests", extra="data"))
+    found = doctor._package(Package(module="broken_for_doctor", name="numpy", purpose="tests", extra="data"))
     assert found.level == "fail"
     assert "RuntimeError: no way" in found.found
 

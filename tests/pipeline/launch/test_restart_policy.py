@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock.infra.errors import BackendError, Fenced, LogUnreachable, Unrecoverable
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.launch.restart_policy import (
-    HOPELESS,
     LONGEST_PAUSE_S,
     Death,
     Rules,
@@ -19,7 +18,7 @@ from penstock.pipeline.launch.restart_policy import (
     is_hung,
     pause_s,
 )
-from penstock.pipeline.runtime.main import exit_status
+from penstock.pipeline.runtime.exit_status import HOPELESS, exit_status
 
 ANY_DEATH = st.builds(
     Death,

@@ -157,6 +157,29 @@ def test_a_tracker_that_dies_after_the_end_is_still_started_again(tmp_path: Path
         assert worker_named(crew, "tracker").starts == 2
 
 
+def test_a_run_goes_on_without_a_helper_that_is_given_up(tmp_path: Path):
+    said: list[str] = []
+    with working(crew_of(tmp_path, said=said, programs={"tracker": MISTAKEN})) as crew:
+        until(lambda: worker_named(crew, "tracker").status == 2)
+        assert tend(crew) is None
+        assert tend(crew) is None
+        assert crew.missing == ["tracker"]
+        assert [line for line in said if line.startswith("warning: tracker ended with status 2 (starting it again cannot help)")] == said
+        assert not crew.ended
+    assert crew.ended
+
+
+def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path: Path):
+    said: list[str] = []
+    crew = crew_of(tmp_path, said=said, programs={"trainer": DEAF})
+    crew.start()
+    until(lambda: at_work(crew))
+    crew.stop(limit_s=1.0, look=lambda: {"trainer": "commits step 3"})
+    told = [line for line in said if line.startswith("trainer ")]
+    assert told[0].startswith("trainer finishes: commits step 3 (killed in ")
+    assert told[1:] == ["trainer did not end within 1 s and was killed"]
+
+
 def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
     with working(crew_of(tmp_path, said=[], max_restarts=0)) as crew:
         trainer = worker_named(crew, "trainer")

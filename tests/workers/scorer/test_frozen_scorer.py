@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, complete, config_of
 from tests.support.frozen import stops_inside_its_third_transaction
 from tests.support.processes import Processes

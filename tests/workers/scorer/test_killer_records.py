@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from penstock.topics import metrics
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Outgoing

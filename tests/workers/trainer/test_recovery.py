@@ -11,10 +11,10 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.faults import VARIABLE
 from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.chronicle import Chronicle
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.observe.report.summary import load
-from penstock.pipeline.runtime.run_registry import create
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.infra.faults import POINTS, VARIABLE
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.runtime.run_registry import create
+from penstock.pipeline.launch.create import create
 from tests.support.ahead import config_for, group_of, outcome_of, written
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes

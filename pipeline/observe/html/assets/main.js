@@ -51,7 +51,7 @@ function buildFlow() {
 }
 
 function spentTable() {
-  const totals = new Map(), order = ["feeder", "rollout", "scorer", "trainer", "evaluator", "tracker"];
+  const totals = new Map(), order = data.roles;
   for (const one of data.time_spent) totals.set(one.role, (totals.get(one.role) ?? 0) + one.seconds);
   const sorted = [...data.time_spent].sort((a, b) => order.indexOf(a.role) - order.indexOf(b.role) || b.seconds - a.seconds);
   let role = null;

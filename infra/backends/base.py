@@ -1,0 +1,106 @@
+"""What a trainer needs of its model: the `Backend` protocol, and how a backend is declared.
+
+The rule: a backend adds up un-normalised gradients, `backward` by `backward`, and `step` divides them once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.engines.packages import Package
+from penstock.infra.tensors.stream import TensorBytes
+
+LossFunction = Callable[[Any], tuple[Any, dict[str, float]]]
+"""Logprobs, a float32 tensor [B, L-1] (0 where nothing is trained) -> (un-normalised scalar loss sum, statistics to hand back)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did: the norm of the divided gradient before clipping, and the learning rate it used."""
+
+    grad_norm: float
+    lr: float
+
+
+class Backend(Protocol):
+    """What a trainer needs of its model."""
+
+    divides_late: bool
+    """False: every `backward` must be given the step's `denominator`, so a step starts only when its plan is whole."""
+    steps: int
+    """Optimizer steps taken so far; sets the learning rate."""
+
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Add the gradient of one micro-batch's loss sum; returns `loss_sum` (undivided), `tokens` and `loss_fn`'s statistics."""
+        ...
+
+    def step(self, *, denominator: float) -> StepResult:
+        """Divide the gradient sum once by the step's count, clip, update the weights, forget the gradients."""
+        ...
+
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under the current weights, 0 where nothing is trained."""
+        ...
+
+    def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """The same under version 0; needs `reference=True`."""
+        ...
+
+    def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
+        """Make the current weights, or these, the proximal policy of the steps to come; needs `snapshot=True`."""
+        ...
+
+    def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] log-probabilities under the weights of `take_snapshot`, 0 where nothing is trained."""
+        ...
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of the full, unsharded weights under the names of `model.named_parameters()`, tied ones once."""
+        ...
+
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all weights, or none; the optimizer's moments stay."""
+        ...
+
+    def save(self, directory: str | Path) -> None:
+        """Write weights, optimizer, step count and random state into `directory`; making it durable is the caller's. Raises `OSError`."""
+        ...
+
+    def load(self, directory: str | Path) -> None:
+        """Go on exactly from what `save` wrote."""
+        ...
+
+    def export(self, directory: str | Path) -> None:
+        """Write the model and its tokenizer in Hugging Face format."""
+        ...
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What the arithmetic's last bits depend on."""
+        ...
+
+    def close(self) -> None:
+        """Release the model and what belongs to it."""
+        ...
+
+
+def _accept(_: Mapping[str, Any]) -> str | None:
+    """Settings that every backend has go together."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendKind:
+    """How a backend is opened and what it needs; declared where nothing heavy is imported."""
+
+    open: Callable[..., Backend]
+    """Imports the backend; takes the fields of `BackendSettings`, and `own`."""
+    own: tuple[str, ...] = ()
+    """Keys of the section `trainer` that only this backend takes."""
+    check: Callable[[Mapping[str, Any]], str | None] = _accept
+    """What is wrong with values of the section `trainer` that do not go together, in one line; None where they do."""
+    packages: tuple[Package, ...] = ()

@@ -1,0 +1,20 @@
+"""What the transformers engine can do, known without torch."""
+
+from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
+from penstock.infra.engines.packages import Package
+
+
+def _open(settings: EngineSettings) -> Engine:
+    import torch
+
+    from penstock.infra.engines.transformers.engine import TransformersEngine
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
+    return TransformersEngine(settings.directory, dtype=settings.dtype, device=device, threads=settings.threads)
+
+
+KIND = EngineKind(
+    open=_open,
+    swaps_in_flight=False,
+    packages=(Package(module="transformers", name="transformers", purpose="models and tokenizers", extra="rollout"),),
+)

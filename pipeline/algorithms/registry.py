@@ -1,0 +1,55 @@
+"""The losses, advantages and importance-weight corrections by the names that a configuration gives them; needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.pipeline.algorithms.advantages import ADVANTAGES
+
+__all__ = ["ADVANTAGES", "CORRECTIONS", "LOSSES", "Correction", "Loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A named loss: its function in `SURROGATES`, and the settings it has where the configuration gives none."""
+
+    surrogate: str
+    advantage: str = "grpo"
+    aggregate: str = "sequence_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+
+LOSSES: Mapping[str, Loss] = {
+    # One function, other arguments: GRPO (arXiv 2402.03300), Dr. GRPO (arXiv 2503.20783), DAPO (arXiv 2503.14476).
+    "grpo": Loss(surrogate="clip"),
+    "dr_grpo": Loss(surrogate="clip", advantage="dr_grpo", aggregate="constant"),
+    "dapo": Loss(surrogate="clip", aggregate="token_mean", clip_high=0.28),
+    # GSPO (arXiv 2507.18071) clips a sequence's mean ratio, which is far closer to 1 than a token's.
+    "gspo": Loss(surrogate="gspo", clip_low=3e-4, clip_high=4e-4),
+    # CISPO (arXiv 2506.13585) has no lower bound; weights are cut at 1 + 4 = 5 (arXiv 2509.19128).
+    "cispo": Loss(surrogate="cispo", aggregate="token_mean", clip_low=1.0, clip_high=4.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What one named correction does with the ratio w = proximal / behaviour; outside [low, high] it is cut or masked."""
+
+    by_sequence: bool
+    """Whether w is the product over a sequence's trained tokens instead of one token's."""
+    masks: bool
+    """Outside the bounds: weight 0. Otherwise w is cut down to `high`, and `low` is not used."""
+    low: float
+    high: float
+
+
+CORRECTIONS: Mapping[str, Correction] = {
+    # "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025), with PipelineRL's cap (arXiv 2509.19128).
+    "tis": Correction(by_sequence=False, masks=False, low=0.0, high=5.0),
+    # By sequence, and masks: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al. 2025).
+    "sequence_tis": Correction(by_sequence=True, masks=False, low=0.0, high=5.0),
+    "mis": Correction(by_sequence=False, masks=True, low=0.0, high=5.0),
+    "sequence_mis": Correction(by_sequence=True, masks=True, low=0.0, high=5.0),
+    # IcePop masks on both sides ("Every Step Evolves", arXiv 2510.18855).
+    "icepop": Correction(by_sequence=False, masks=True, low=0.5, high=5.0),
+}

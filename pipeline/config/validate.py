@@ -1,0 +1,154 @@
+"""What has to fit together across the sections of a configuration.
+
+The rule: each check is a function that returns one line, which says what to set, or None; the first line is the error.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from penstock.infra.backends.registry import BACKENDS
+from penstock.infra.engines.registry import ENGINES
+from penstock.pipeline.algorithms.registry import CORRECTIONS
+from penstock.pipeline.scheduling.schedule import MODES
+
+if TYPE_CHECKING:
+    from penstock.pipeline.config.load import Config
+
+Check = Callable[["Config"], str | None]
+
+
+def first_mistake(config: "Config") -> str | None:
+    """The first check's line that is not None."""
+    return next((line for check in CHECKS if (line := check(config)) is not None), None)
+
+
+def _length(config: "Config") -> str | None:
+    if (config.run.steps is None) == (config.run.epochs is None):
+        return "run.steps: give either run.steps or run.epochs"
+    return None
+
+
+def _max_lag(config: "Config") -> str | None:
+    schedule = config.schedule
+    if schedule.max_lag and MODES[schedule.mode].max_lag == 0:
+        others = ", ".join(name for name, mode in MODES.items() if mode.max_lag > 0)
+        return f"schedule.max_lag: {schedule.max_lag} does not go with mode {schedule.mode!r}, which is 0; use one of {others}"
+    return None
+
+
+def _swaps(config: "Config") -> str | None:
+    if config.rules.loads_at == "step" and not config.engine.swaps_in_flight:
+        able = " or ".join(repr(name) for name, kind in ENGINES.items() if kind.swaps_in_flight)
+        return f"schedule.mode: {config.schedule.mode!r} changes weights between decode steps; set rollout.engine = {able}"
+    return None
+
+
+def _stale_in_hand(config: "Config") -> str | None:
+    if config.rules.stale_in_hand != "finish" and config.rules.loads_at != "step":
+        chosen = config.rules.stale_in_hand
+        return f"schedule.stale_in_hand: {chosen!r} needs weights that change between decode steps; use mode 'bounded'"
+    return None
+
+
+def _temperature(config: "Config") -> str | None:
+    least, engine = config.engine.min_temperature, config.rollout.engine
+    for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature)):
+        if value < least:
+            return f"{section}.temperature: {value} would be raised to {least} by {engine}; set that, or another rollout.engine"
+    return None
+
+
+def _whole_distribution(config: "Config") -> str | None:
+    for key, value, off in (("top_p", config.sampling.top_p, 1.0), ("top_k", config.sampling.top_k, 0)):
+        if value != off:
+            return f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)"
+    return None
+
+
+def _proximal(config: "Config") -> str | None:
+    proximal, per_version = config.algorithm.proximal, config.schedule.steps_per_version
+    if proximal == "current" and per_version != 1:
+        return f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {per_version}; use 'snapshot'"
+    if proximal == "snapshot" and per_version == 1:
+        return "algorithm.proximal: 'snapshot' is the current policy at schedule.steps_per_version = 1; use 'current'"
+    return None
+
+
+def _corrected_once(config: "Config") -> str | None:
+    if config.algorithm.proximal == "behaviour" and config.correction != "none":
+        instead = "current" if config.schedule.steps_per_version == 1 else "snapshot"
+        return (
+            f"algorithm.correction: {config.correction!r} would correct twice: the ratio to the behaviour policy does it already, and all "
+            f"weights would be 1; set algorithm.proximal = {instead!r}"
+        )
+    return None
+
+
+def _correction_bounds(config: "Config") -> str | None:
+    algorithm, correction = config.algorithm, config.correction
+    for key in ("correction_low", "correction_high"):
+        value = getattr(algorithm, key)
+        if value is not None and correction == "none":
+            return f"algorithm.{key}: {value} bounds nothing without a correction; set algorithm.correction, for example 'tis'"
+    if algorithm.correction_low is not None and not CORRECTIONS[correction].masks:
+        masking = "mis" if not CORRECTIONS[correction].by_sequence else "sequence_mis"
+        return (
+            f"algorithm.correction_low: {algorithm.correction_low} has no use, {correction!r} cuts from above only; leave it out, "
+            f"or set algorithm.correction = {masking!r}"
+        )
+    return None
+
+
+def _samples(config: "Config") -> str | None:
+    if config.schedule.samples_per_prompt == 1:
+        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2"
+    return None
+
+
+def _reward_weights(config: "Config") -> str | None:
+    weights, functions = config.reward.weights, config.reward.functions
+    if weights is not None and len(weights) != len(functions):
+        return f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
+    return None
+
+
+def _initial_state(config: "Config") -> str | None:
+    if (config.trainer.initial_state is None) != (config.trainer.initial_steps == 0):
+        return "trainer.initial_state: goes with trainer.initial_steps, the optimizer steps behind it; `penstock fork` sets both"
+    return None
+
+
+def _partitions(config: "Config") -> str | None:
+    needed = max(config.rollout.workers, config.scorer.workers)
+    if config.partitions < needed:
+        return f"kafka.partitions: {config.partitions} is less than the {needed} workers of one role; each needs one at least"
+    return None
+
+
+def _backend(config: "Config") -> str | None:
+    return BACKENDS[config.trainer.backend].check(config.trainer.model_dump())
+
+
+def _early_stopping(config: "Config") -> str | None:
+    if (config.eval.target is not None or config.eval.patience is not None) and config.eval.source is None:
+        return "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
+    return None
+
+
+CHECKS: tuple[Check, ...] = (
+    _length,
+    _max_lag,
+    _swaps,
+    _stale_in_hand,
+    _temperature,
+    _whole_distribution,
+    _proximal,
+    _corrected_once,
+    _correction_bounds,
+    _samples,
+    _reward_weights,
+    _initial_state,
+    _partitions,
+    _backend,
+    _early_stopping,
+)

@@ -1,0 +1,36 @@
+"""The data sets that a run's configuration names."""
+
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.envs.datasets.open import open_dataset
+from penstock.pipeline.envs.datasets.rows import Dataset
+
+
+def open_data(config: Config) -> Dataset:
+    """The training prompts as the configuration names them."""
+    data = config.data
+    return open_dataset(
+        data.source,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        split=data.split,
+        start=data.start,
+        limit=data.limit,
+        size=data.size,
+        seed=config.run.seed,
+    )
+
+
+def open_eval_data(config: Config) -> Dataset:
+    """The held-out prompts; made with another seed where the source generates them."""
+    held = config.eval
+    assert held.source is not None
+    return open_dataset(
+        held.source,
+        prompt_field=config.data.prompt_field,
+        answer_field=config.data.answer_field,
+        split=held.split,
+        start=held.start,
+        limit=held.limit,
+        size=held.size,
+        seed=config.run.seed,
+    )

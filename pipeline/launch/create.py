@@ -1,0 +1,121 @@
+"""Creates a run: checks everything a person can get wrong, registers the run and makes its topics.
+
+The rule: nothing is written before every check has passed.
+"""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.log import Log
+from penstock.pipeline.config.load import Config, ConfigError, to_json
+from penstock.pipeline.config.plugins import source_digest
+from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs.datasets import check
+from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.tokenization import Renderer, digests
+from penstock.pipeline.runtime.run_registry import find, write
+from penstock.pipeline.scheduling.schedule import versions_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
+from penstock.topics.runs import RunRecord
+
+
+def create(
+    config: Config,
+    *,
+    log: Log,
+    run_id: str | None = None,
+    say: Callable[[str], None] = print,
+    about: Mapping[str, Any] | None = None,
+) -> RunRecord:
+    """Check the data and the model, register the run and make its topics; starts nothing. `about` joins what is said of the run.
+
+    Raises:
+        ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
+        PenstockError: data or model cannot be used; one line, for data with file and line.
+    """
+    info = {**check_inputs(config, say=say), **(about or {})}
+    run = _usable(run_id or new_id(config))
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=config.kafka.replication_factor)
+    if find(log, run) is not None:
+        raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
+    log.create_topics(topics_of(run, partitions=config.partitions), replication_factor=config.kafka.replication_factor)
+    now = time.time_ns()
+    record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
+    write(log, record)
+    return record
+
+
+def new_id(config: Config) -> str:
+    """An id that no run has yet."""
+    return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Everything about the run that is fixed by its data and model: rows, steps, digests. Raises as `create`."""
+    data, model = config.data, Path(config.model.path)
+    try:
+        found = digests(model, chat_template=data.chat_template)
+        context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+        say(f"checking the prompts of {data.source}")
+        renderer = Renderer(model, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
+        dataset = open_data(config)
+        check(dataset, also=renderer.render)
+        scoring = rewards.resolve(config.reward.functions, config.reward.weights)
+        scoring.check(dataset[0].columns)
+        if config.eval.source is not None:
+            held_out = open_eval_data(config)
+            check(held_out, also=renderer.render)
+            scoring.check(held_out[0].columns)
+        for function in (config.algorithm.loss, config.advantage):
+            if ":" in function:
+                source_digest(function)
+    except (ValueError, OSError) as error:
+        raise PenstockError(str(error)) from error
+    rows, steps = len(dataset), config.steps(len(dataset))
+    longest = data.max_prompt_tokens + config.sampling.max_new_tokens
+    if context is not None and config.sampling.max_new_tokens >= context:
+        raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: the model's context is {context} tokens")
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
+            f"together above the model's context of {context} tokens"
+        )
+    install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
+    return {
+        **install,
+        "rows": rows,
+        "steps": steps,
+        "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
+        "digests": found,
+        "git": git_revision(),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of the working directory's git checkout, marked when it has changes; None outside of one."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def _usable(run: str) -> str:
+    try:
+        return check_run_id(run)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32] or "run"

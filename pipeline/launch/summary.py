@@ -1,0 +1,46 @@
+"""What follows from a configuration, in numbers for a person: sizes of a step, a round and the run, workers, GPUs, loss."""
+
+from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.runtime.roles import ROLES
+from penstock.pipeline.scheduling.schedule import versions_of
+
+
+def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
+    """The numbers that follow from the configuration, as (name, value) for a person."""
+    rules, steps = config.rules, config.steps(rows)
+    groups = steps * rules.prompts_per_step
+    samples = groups * rules.samples_per_prompt
+    a_step = rules.prompts_per_step * rules.samples_per_prompt
+    clip = f"-{config.clip_low}/+{config.clip_high}"
+    return [
+        (
+            "schedule",
+            f"{rules.mode}, order {rules.order}, max_lag {rules.max_lag} version(s) = {rules.max_lag * rules.steps_per_version} step(s)",
+        ),
+        ("one step", f"{rules.prompts_per_step} groups x {rules.samples_per_prompt} samples = {a_step} samples"),
+        ("one round (between two published weights)", f"{rules.steps_per_version} step(s) = {rules.round_groups} groups"),
+        ("the run", f"{steps} steps, {versions_of(steps, steps_per_version=rules.steps_per_version)} versions after the initial one"),
+        ("trained in all", f"{groups} groups, {samples} samples, at most {samples * config.sampling.max_new_tokens} tokens"),
+        ("data", f"{rows} rows, {groups / rows:.2f} epochs without replacements for dropped groups"),
+        ("admitted ahead of the newest weights", f"at most {rules.round_groups * (1 + rules.max_lag)} groups"),
+        ("kafka", f"{config.partitions} partitions, broker {config.kafka.bootstrap}"),
+        (
+            "workers",
+            ", ".join(f"{count} {role.name}" for role in ROLES.values() if (count := role.workers(config))),
+        ),
+        ("engine, backend", f"{config.rollout.engine}, {config.trainer.backend}"),
+        ("gpus", _gpus(config)),
+        (
+            "loss",
+            f"{config.algorithm.loss}: advantage {config.advantage}, {config.aggregate}, clip {clip}, "
+            f"proximal {config.proximal}, correction {config.correction}, kl_coef {config.algorithm.kl_coef}",
+        ),
+    ]
+
+
+def _gpus(config: Config) -> str:
+    try:
+        return str(place(config, visible_gpus()))
+    except ConfigError as error:  # a look at a configuration that is meant for another machine is no mistake
+        return f"not on this machine: {error}"
