@@ -25,11 +25,11 @@ FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """JSON has no infinity: the log would hold `null`, which means absent."""
 
 
-def one_of(names: Collection[str], *, or_function: bool = False) -> AfterValidator:
-    """A validator that refuses other names, with the nearest one; `or_function` lets package:function pass."""
+def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False) -> AfterValidator:
+    """A validator that refuses other names and says which is nearest; `or_none` lets "none" pass, `or_function` package:function."""
 
     def check(name: str) -> str:
-        if name in names or (or_function and ":" in name):
+        if name in names or (or_none and name == "none") or (or_function and ":" in name):
             return name
         function = " and no package:function" if or_function else ""
         raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{nearest(name, names)}")
@@ -149,7 +149,7 @@ class AlgorithmSection(Section):
     proximal: Literal["behaviour", "snapshot", "current"] | None = Field(
         None, description="which of the three logprobs the ratio is taken against; from the schedule, the loss and the correction if absent"
     )
-    correction: Annotated[str, one_of(("none", *CORRECTIONS))] | None = Field(
+    correction: Annotated[str, one_of(CORRECTIONS, or_none=True)] | None = Field(
         None, description="what bounds the weight proximal / behaviour; from the schedule and the proximal policy if absent"
     )
     correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")

@@ -1,7 +1,8 @@
 """A data set by its name in the configuration, and the check of all its rows before a run starts."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -13,6 +14,37 @@ from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Fields, Row
 
 GENERATED_ROWS_CHECKED = 8
 SHOWN_PROBLEMS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a source is opened with."""
+
+    name: str
+    """What follows the scheme and its colon."""
+    base: Path
+    """Folder that relative paths start from."""
+    split: str
+    seed: int
+    size: int | None
+    """Rows to make, where the configuration says so."""
+    rows: int | None
+    """Rows that are used; None for all."""
+    options: dict[str, Any]
+
+
+def _reasoning_gym(given: Given) -> Source:
+    options = dict(given.options)
+    seed, size = int(options.pop("seed", given.seed)), int(options.pop("size", given.rows or 0)) or None
+    return ReasoningGym(given.name, seed=seed, size=size, split=given.split, options=options)
+
+
+SCHEMES: Mapping[str, Callable[[Given], Source]] = {
+    "hf": lambda given: Hub(given.name, base_dir=given.base, split=given.split, options=given.options),
+    "reasoning-gym": _reasoning_gym,
+    "tiny": lambda given: open_tiny(given.name, seed=given.seed, size=given.size, split=given.split),
+}
+"""Scheme of a source -> what opens it."""
 
 
 def open_dataset(
@@ -38,26 +70,20 @@ def open_dataset(
         DataError: one line that names the source and what is wrong. Rows are not read yet: see `check`.
         PluginError: a function that cannot be loaded.
     """
-    base = Path(base_dir or ".").resolve()
     plain, options = _split_options(source)
-    scheme, _, rest = plain.partition(":")
-    fields = Fields(prompt=prompt_field, answer=answer_field)
-    found: Source
-    if scheme == "hf" and rest:
-        found = Hub(rest, base_dir=base, split=split, options=options)
-    elif scheme == "reasoning-gym" and rest:
-        made = size if size is not None or limit is None else start + limit
-        seed, made = int(options.pop("seed", seed)), int(options.pop("size", made or 0)) or None
-        found = ReasoningGym(rest, seed=seed, size=made, split=split, options=options)
-    elif scheme == "tiny" and rest:
-        found = open_tiny(rest, seed=seed, size=size, split=split)
+    scheme, _, name = plain.partition(":")
+    rows = size if size is not None or limit is None else start + limit
+    given = Given(name=name, base=Path(base_dir or ".").resolve(), split=split, seed=seed, size=size, rows=rows, options=options)
+    opened: Source
+    if scheme in SCHEMES and name:
+        opened = SCHEMES[scheme](given)
     elif ".py:" in plain or re.fullmatch(r"[\w.]+:[\w.]+", plain):
-        found = open_function(plain, base_dir=base, seed=seed, size=size, split=split, options=options)
+        opened = open_function(plain, base_dir=given.base, seed=seed, size=size, split=split, options=options)
     elif options:
         raise DataError(f"{source}: files take no options after '?'")
     else:
-        found = open_files(plain, base_dir=base)
-    return Dataset(found, fields=fields, start=start, limit=limit, name=source)
+        opened = open_files(plain, base_dir=given.base)
+    return Dataset(opened, fields=Fields(prompt=prompt_field, answer=answer_field), start=start, limit=limit, name=source)
 
 
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:

@@ -199,7 +199,7 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     ({"correction": "mis", "correction_high": 0.5}, "algorithm.correction_high = 0.5"),
     ({"correction": "mis", "correction_high": math.inf}, "algorithm.correction_high = inf"),
     ({"clip_high": math.inf}, "algorithm.clip_high = inf"),
-    ({"correction": "vtrace"}, "algorithm.correction: 'vtrace' is none of none, tis"),
+    ({"correction": "vtrace"}, "algorithm.correction: 'vtrace' is none of tis"),
     ({"loss": "gsop"}, "'gsop' is none of grpo, dr_grpo, dapo, gspo, cispo.*gspo"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_, message):
