@@ -23,7 +23,7 @@ from penstock.pipeline.envs import builtin_rewards, rewards
 from penstock.pipeline.envs.datasets import open as sources
 from penstock.pipeline.envs.datasets import open_dataset
 from penstock.pipeline.envs.datasets.generated import open_tiny
-from penstock.pipeline.launch.supervisor import Crew
+from penstock.pipeline.launch.supervisor import Supervisor
 from penstock.pipeline.runtime import roles
 from penstock.pipeline.runtime.factories import make_backend, make_engine
 from penstock.pipeline.scheduling import schedule
@@ -63,10 +63,10 @@ def test_every_answer_to_where_is_names_a_file_that_exists() -> None:
 def test_a_new_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toy = replace(roles.ROLES["tracker"], name="toy", single=False, workers=lambda _: 2)
     monkeypatch.setitem(roles.ROLES, "toy", toy)
-    crew = Crew("r", "127.0.0.1:1", config(), tmp_path, print)
-    monkeypatch.setattr(Crew, "_start", lambda *_, **__: None)
-    crew.start()
-    assert [worker.name for worker in crew.workers if worker.role == "toy"] == ["toy-0", "toy-1"]
+    supervisor = Supervisor("r", "127.0.0.1:1", config(), tmp_path, print)
+    monkeypatch.setattr(Supervisor, "_start", lambda *_, **__: None)
+    supervisor.start()
+    assert [worker.name for worker in supervisor.workers if worker.role == "toy"] == ["toy-0", "toy-1"]
     assert roles.order("toy") == len(roles.ROLES) - 1
     assert "toy (any number): " in roles.as_text()
     assert toy.module == "penstock.workers.toy.worker"

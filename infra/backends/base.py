@@ -1,4 +1,4 @@
-"""What a trainer needs of its model: the `Backend` protocol, and how a backend is declared.
+"""The protocol of a trainer backend, and how a backend is declared.
 
 The rule: a backend adds up un-normalised gradients, `backward` by `backward`, and `step` divides them once.
 """
@@ -21,14 +21,14 @@ LossFunction = Callable[[Any], tuple[Any, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did: the norm of the divided gradient before clipping, and the learning rate it used."""
+    """The result of one optimizer step: the norm of the divided gradient before clipping, and the learning rate it used."""
 
     grad_norm: float
     lr: float
 
 
 class Backend(Protocol):
-    """What a trainer needs of its model."""
+    """A model with its optimizer, as the trainer uses it."""
 
     divides_late: bool
     """False: every `backward` must be given the step's `denominator`, so a step starts only when its plan is whole."""
@@ -80,7 +80,7 @@ class Backend(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What the arithmetic's last bits depend on."""
+        """Versions, device, threads and settings on which the last bits of the arithmetic depend."""
         ...
 
     def close(self) -> None:
@@ -102,5 +102,5 @@ class BackendKind:
     own: tuple[str, ...] = ()
     """Keys of the section `trainer` that only this backend takes."""
     check: Callable[[Mapping[str, Any]], str | None] = _accept
-    """What is wrong with values of the section `trainer` that do not go together, in one line; None where they do."""
+    """Takes the section `trainer`; returns one line about values that do not go together, else None."""
     packages: tuple[Package, ...] = ()

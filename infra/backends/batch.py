@@ -1,4 +1,4 @@
-"""What a trainer backend is given: one padded micro-batch as numpy arrays.
+"""The input of a trainer backend: one padded micro-batch as numpy arrays.
 
 The rule: rows are padded on the right, so causal attention never lets a trained position see padding.
 """

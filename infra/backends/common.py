@@ -1,4 +1,4 @@
-"""What both backends do alike: open the policy, run it forward, keep frozen copies, describe the arithmetic, export.
+"""The common half of all backends: open the policy, run it forward, keep frozen copies, describe the arithmetic, export.
 
 The rule: nothing here is random. Dropout is off and deterministic kernels are asked for, so the same micro-batches on the
 same machine end in the same bits.
@@ -171,7 +171,7 @@ class LocalModel:
                 shutil.copyfile(file, target / file.name)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What the last bits of this backend's numbers depend on."""
+        """Versions, device, threads and settings on which the last bits of this backend's numbers depend."""
         on_gpu = self.device.type == "cuda"
         return {
             "backend": self.name,

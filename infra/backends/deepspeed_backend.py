@@ -115,7 +115,7 @@ class DeepSpeedBackend(LocalModel):
         self.steps, self.has_gradient = state["steps"], False
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What the last bits of this backend's numbers depend on."""
+        """As for every backend, with DeepSpeed's version and the ZeRO stage."""
         return super().fingerprint() | {"deepspeed": self.deepspeed.__version__, "zero_stage": self.zero_stage}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What every trainer backend is built from, checked before anything heavy is imported."""
+"""Settings of every trainer backend, checked before anything heavy is imported."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class BackendSettings:
     """Directory of a Hugging Face causal language model: the policy's version 0."""
     lr: float
     dtype: str = "float32"
-    """Of the weights that are used and published; with bfloat16 the optimizer keeps float32 masters and gradient sums."""
+    """Type of the weights that are used and published; with bfloat16 the optimizer keeps float32 masters and gradient sums."""
     device: str = "auto"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -25,7 +25,7 @@ class BackendSettings:
     lr_schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
-    """Where linear and cosine schedules reach zero."""
+    """Step at which linear and cosine schedules reach zero."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
     threads: int = 1

@@ -1,4 +1,4 @@
-"""What a generation engine is asked for and what it answers, and the protocol between the two.
+"""The protocol of a generation engine: requests, completions, and how an engine declares its capabilities.
 
 The rule: each token is labelled with the policy version it was drawn under, and its logprob is of the distribution it was drawn from. An
 engine that changes weights between groups only keeps a stronger one: equal (weights, seed, group, sample, prompt, rows, sampling) give
@@ -114,11 +114,11 @@ class Engine(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no group is in hand."""
+        """True if no group is in hand."""
 
     @property
     def has_room(self) -> bool:
-        """Whether one more group would be drawn at once: some of the samples that it draws side by side have ended, or were never begun."""
+        """True if one more group would be drawn at once: some of the samples that it draws side by side have ended, or were never begun."""
 
     def submit(self, request: GroupRequest) -> None:
         """Take a group in hand; lower group numbers are drawn first. Raises `EngineError` if the model cannot draw it."""
@@ -144,7 +144,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an engine is opened with; each takes what concerns it."""
+    """Settings of every engine; each uses those that concern it."""
 
     directory: Path
     """The model."""

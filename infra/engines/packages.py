@@ -8,9 +8,9 @@ class Package:
     """An installable package."""
 
     module: str
-    """What is imported."""
+    """Name to import."""
     name: str
-    """What is installed."""
+    """Name to install."""
     purpose: str
     extra: str = ""
     """Extra of the wheel that has it; empty for the wheel's own dependencies."""

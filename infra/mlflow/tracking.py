@@ -53,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a pipeline run is tracked."""
+    """The MLflow run in which a pipeline run is tracked."""
 
     run: str
     uri: str
@@ -64,7 +64,7 @@ class Target:
     tags: Mapping[str, str] = field(default_factory=dict)
     start_ms: int | None = None
     over: bool = False
-    """Whether the pipeline run has ended already: what it lacks is delivered, and it is not shown as running meanwhile."""
+    """True if the pipeline run has ended already: missing points are delivered without showing it as running."""
 
 
 class MlflowRun:
@@ -191,7 +191,7 @@ def translated(uri: str) -> Iterator[None]:
 
 
 def _foreign_errors() -> tuple[type[BaseException], ...]:
-    """What MLflow's client raises; the small client comes without a database."""
+    """Exception types that MLflow's client raises; the small client comes without a database."""
     found: list[type[BaseException]] = [OSError]
     names = (("mlflow.exceptions", "MlflowException"), ("sqlalchemy.exc", "SQLAlchemyError"), ("alembic.util.exc", "CommandError"))
     for module, name in names:

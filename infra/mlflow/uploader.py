@@ -41,7 +41,7 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What is left to do once everything is delivered."""
+    """Final work for when every point is delivered."""
 
     status: str
     end_ms: int | None
@@ -55,7 +55,7 @@ class Uploader:
         self.shown_uri = without_credentials(target.uri)
         self.run_id: str | None = None
         self.failing = False
-        """Whether MLflow refused or did not answer the last time."""
+        """True if MLflow refused or did not answer the last request."""
         self._target, self._journal, self._say = target, journal, say
         self._place = self._passed = 0
         self._delivered: Mapping[str, int] = {}
@@ -89,7 +89,7 @@ class Uploader:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether everything was delivered and the run ended, at the latest after so long."""
+        """Wait up to `timeout_s`; True if every point was delivered and the MLflow run has ended."""
         self._thread.join(timeout_s)
         return self._done
 

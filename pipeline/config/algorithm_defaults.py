@@ -1,4 +1,4 @@
-"""Which of a policy's three logprobs a run uses and how it corrects a lag, where its configuration does not say so."""
+"""Defaults that depend on the schedule: the proximal policy and the correction of a lag."""
 
 from penstock.pipeline.config.schema import AlgorithmSection
 from penstock.pipeline.scheduling.schedule import Schedule

@@ -76,7 +76,7 @@ def _equal(completion: str, answer: str) -> float | None:
 
 
 def _towers(expression: Any) -> bool:
-    """Whether it holds a power or factorial so large that comparing it would not end, as in 9**9**9."""
+    """True if it holds a power or factorial so large that comparing it would not end, as in 9**9**9."""
     from sympy import Basic, Pow, factorial, preorder_traversal
 
     if not isinstance(expression, Basic):

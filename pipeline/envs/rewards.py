@@ -34,7 +34,7 @@ class Score:
 
     rewards: tuple[float, ...]
     components: tuple[tuple[float | None, ...], ...]
-    """By completion, then by reward function."""
+    """One row per completion, with one value per reward function."""
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
@@ -69,7 +69,7 @@ class Rewards:
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
 
     def check(self, columns: Mapping[str, Any]) -> None:
-        """Whether a row's columns are enough for every function. Raises `RewardError` that names the column and the nearest one."""
+        """Check that a row has the columns that every function takes. Raises `RewardError` that names the column and the nearest one."""
         for name, function in zip(self.names, self.functions, strict=True):
             _arguments(name, function, {**columns, "prompts": [], "completions": []})
 
@@ -135,7 +135,7 @@ def payload(
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """What a child process serves: of `spec(...)` the handler that makes of `payload(...)` a score."""
+    """Return the handler of a child process: it takes `payload(...)` and returns a score by the functions of `spec(...)`."""
     rewards = resolve(init["names"], init["weights"], base_dir=init["base_dir"])
     for name in rewards.names:
         if name in WARM_UPS:
@@ -158,7 +158,7 @@ def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
 
 
 def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `given` the function takes: everything under `**columns`, else what its signature names."""
+    """The items of `given` that the function takes: everything under `**columns`, else what its signature names."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature takes what it gets

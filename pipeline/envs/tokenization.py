@@ -19,7 +19,7 @@ MODES = ("auto", "on", "off")
 
 
 class Digests(TypedDict):
-    """What two workers must agree on before they exchange token ids."""
+    """Tokenizer, chat template and stop ids: two workers must agree on them before they exchange token ids."""
 
     tokenizer: str
     """SHA-256 (hex) over the tokenizer's files."""
@@ -92,7 +92,7 @@ class Decoder:
 
 
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
-    """What stands in the run's record and what every worker compares with its own copy of the model; read from the files alone.
+    """Digests that the run's record holds and every worker compares with its own copy of the model; read from the files alone.
 
     Raises:
         ValueError: the directory, its tokenizer.json or the template is missing.

@@ -1,4 +1,4 @@
-"""Looks after the embedded broker of a run: a broker that died is started again beside the launcher's own work.
+"""Restarts the embedded broker of a run when it dies, in a thread of its own.
 
 The rule: a broker that was stopped on purpose stays stopped, one that died comes back at the same address, and why it died is said.
 """
@@ -14,7 +14,7 @@ from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Death, Rules
 from penstock.pipeline.runtime.exit_status import FAILED
 
-SURE_S = 0.2
+STOP_NOTE_S = 0.2
 """A broker that is being stopped looks dead for some milliseconds, until its note is gone."""
 
 Say = Callable[[str], None]
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class BrokerKeeper:
-    """The embedded broker at `bootstrap`; any other broker is somebody else's and is left alone. Driven by its owner's loop."""
+    """Supervises the embedded broker at `bootstrap` and leaves any other broker alone; its owner calls `check` in a loop."""
 
     bootstrap: str
     rules: Rules
@@ -32,7 +32,7 @@ class BrokerKeeper:
     _down: str | None = None
     """Why it does not run; None while it does."""
     _stopped: bool = False
-    """Whether somebody stopped it on purpose."""
+    """True if it was stopped on purpose."""
     _seen_dead_s: float | None = None
     _up_s: float = 0.0
     _starting: threading.Thread | None = None
@@ -44,11 +44,11 @@ class BrokerKeeper:
 
     @property
     def up(self) -> bool:
-        """Whether the broker runs, as far as this machine can tell."""
+        """True if the broker runs, as far as this machine can tell."""
         return self._down is None
 
-    def look(self, *, now_s: float) -> str | None:
-        """See to it that the broker runs; returns the reason once it is given up."""
+    def check(self, *, now_s: float) -> str | None:
+        """Restart the broker if it has died. Returns the reason once it is given up."""
         if not self.ours or (self._starting is not None and self._starting.is_alive()):
             return None
         found = embedded.status()
@@ -82,7 +82,7 @@ class BrokerKeeper:
             self._down, self._stopped, self._seen_dead_s = "the broker was stopped", True, None
         elif self._seen_dead_s is None:
             self._seen_dead_s = now_s
-        elif now_s - self._seen_dead_s >= SURE_S:
+        elif now_s - self._seen_dead_s >= STOP_NOTE_S:
             self._died(why, now_s=now_s, progress=now_s - self._up_s >= restart_policy.HEALTHY_S)
             self.say(f"{why}; it is started again")
 
@@ -91,7 +91,7 @@ class BrokerKeeper:
         self.deaths.append(Death(at_s=now_s, status=FAILED, progress=progress))
 
     def _started(self, *, now_s: float) -> None:
-        """What the starting thread has come to."""
+        """Apply the result of the starting thread."""
         if self._refusal is not None:
             self._died(self._refusal, now_s=now_s, progress=False)
             self.say(f"the broker could not be started again: {self._refusal}")

@@ -1,4 +1,4 @@
-"""Whether this machine has what Penstock stands on: one finding per thing, each with what to do.
+"""Examines this machine: one finding per dependency or resource, each with what to do about it.
 
 The rule: looking changes nothing and downloads nothing; `fail` is what no role can do without, `warn` what some role would miss.
 """
@@ -37,13 +37,13 @@ CRC32C_CHECK = 0xE3069283
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one examination."""
 
     name: str
     level: Level
     found: str
     do: str = ""
-    """What to do about it; empty when it is well."""
+    """The remedy; empty when nothing is wrong."""
 
     def as_dict(self) -> dict[str, str]:
         """For `--json`."""

@@ -21,7 +21,7 @@ class Placement:
     gpus: Mapping[str, tuple[str, ...]] | None
 
     def environment(self, worker: str) -> dict[str, str]:
-        """What a worker's process is given beside the rest: a worker without GPUs of its own sees none."""
+        """Environment variables for a worker's process; a worker without GPUs of its own sees none."""
         return {} if self.gpus is None else {VISIBLE: ",".join(self.gpus.get(worker, ()))}
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def place(config: Config, available: Sequence[str]) -> Placement:
 
 
 def _check_parallel(config: Config) -> None:
-    """An engine spreads over as many GPUs as its worker has."""
+    """Check that an engine spreads over as many GPUs as its worker has. Raises `ConfigError`."""
     rollout, spread = config.rollout, config.engine.gpus(config.rollout.vllm)
     if rollout.gpus_per_worker and spread != rollout.gpus_per_worker:
         wanted, key = rollout.gpus_per_worker, config.engine.gpus_key

@@ -23,7 +23,7 @@ from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
 from penstock.pipeline.launch.stall_watchdog import Watchdog
-from penstock.pipeline.launch.supervisor import Crew, Failure
+from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.run_registry import find, mark
 from penstock.topics.runs import RunRecord, Status
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from penstock.pipeline.observe.live.view import LiveView
 
 TURN_S = 0.25
-"""How often the launcher looks after everything."""
+"""Interval between two polls of workers, broker and watchdog."""
 PATIENCE_S = 10.0
 """How long the launcher's own calls wait for a broker that is away: it has more to look after."""
 REPORTS = ("report.txt", "report.json")
 HURRY_S = 5.0
-"""What workers get for ending when there is no broker: there is nothing that they could still write down."""
+"""Time to end for workers whose broker is away: they could not write anything more."""
 
 Say = Callable[[str], None]
 
@@ -100,14 +100,14 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
         tell = view.tell if live else say
         watching = Watching(
             view,
-            Crew(run, log.bootstrap, config, directory, tell, placement),
+            Supervisor(run, log.bootstrap, config, directory, tell, placement),
             BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
             Watchdog(log, config.run.stall_s, tell),
         )
         failure: Failure | None = None
         try:
-            watching.crew.start()
-            while not watching.crew.ended and not stop.is_set() and failure is None:
+            watching.supervisor.start()
+            while not watching.supervisor.ended and not stop.is_set() and failure is None:
                 failure = watching.turn()
         finally:
             if stop.is_set():
@@ -120,38 +120,38 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
             _note(log, record, say=say)
             return 130
     status = _ended(log, record, view)
-    for name in watching.crew.missing:
+    for name in watching.supervisor.missing:
         say(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
     return status
 
 
 @dataclass(slots=True)
 class Watching:
-    """What the launcher looks after, turn by turn."""
+    """The parts that the launcher polls: live view, workers, broker, watchdog."""
 
     view: "LiveView"
-    crew: Crew
+    supervisor: Supervisor
     broker: BrokerKeeper
     watchdog: Watchdog
 
     def turn(self) -> Failure | None:
-        """Take in what is new and start again what died; a `Failure` when that does not help any more."""
+        """Read new records and restart what died. Returns a `Failure` when a restart cannot help."""
         self.view.poll(TURN_S)
         now_s, view = time.monotonic(), self.view.view
-        given_up = self.broker.look(now_s=now_s)
+        given_up = self.broker.check(now_s=now_s)
         if given_up is not None:
             return Failure(given_up)
         reachable = self.broker.up and not self.view.outage_s
         silent, stall_s = self.view.silent, self.watchdog.stall_s
-        self.crew.kill_hung(silent, now_s=now_s, stall_s=stall_s, reachable=reachable)
-        self.watchdog.look(view, silent=silent, outage_s=self.view.outage_s, notes=self.crew.notes(now_s=now_s))
-        return self.crew.tend(view, now_s=now_s, reachable=reachable)
+        self.supervisor.kill_hung(silent, now_s=now_s, stall_s=stall_s, reachable=reachable)
+        self.watchdog.check(view, silent=silent, outage_s=self.view.outage_s, notes=self.supervisor.notes(now_s=now_s))
+        return self.supervisor.poll(view, now_s=now_s, reachable=reachable)
 
     def stop(self) -> None:
         """End the workers and leave the last picture on the screen."""
         away = not self.broker.up or self.view.outage_s > 0
         try:
-            self.crew.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, look=dict if away else self._doing)
+            self.supervisor.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, look=dict if away else self._doing)
         finally:
             self.view.close()
 

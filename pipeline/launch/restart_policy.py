@@ -1,4 +1,4 @@
-"""When a process that died is started again, when that waits, and when it is given up: the rules, without processes.
+"""Decides when a process that died is restarted, when the restart waits, and when it is given up.
 
 The rule: a decision is a pure function of how the process died before and of the time.
 """
@@ -21,24 +21,24 @@ Decision = Literal["start", "wait", "give-up"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """One end of a process that should have gone on."""
+    """One unexpected end of a process."""
 
     at_s: float
     status: int
-    """As `subprocess` has it: negative for a signal."""
+    """Exit status as `subprocess` gives it: negative for a signal."""
     progress: bool = False
-    """Whether it had been ready for `HEALTHY_S` and the run had moved meanwhile; one that fails on the same record each time has not."""
+    """True if it had been ready for `HEALTHY_S` and the run had advanced meanwhile: no failure on the same record each time."""
     excused: bool = False
-    """Whether it could not help it: the broker was out of reach."""
+    """True if the broker was out of reach: such a death does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The run's choice."""
+    """The run's settings for restarts."""
 
     restart: Literal["on-failure", "never"] = "on-failure"
     max_restarts: int = 5
-    """In a row, of one process."""
+    """Restarts of one process in a row."""
 
 
 def failures_in_a_row(deaths: Sequence[Death]) -> int:
@@ -65,7 +65,7 @@ def pause_s(failures: int) -> float:
 
 
 def decide(deaths: Sequence[Death], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
-    """What to do about a process whose newest death is the last of `deaths`; `reachable` says whether what it needs is there."""
+    """Decide about a process whose newest death is the last of `deaths`; `reachable` is False while its broker is away."""
     last, failures = deaths[-1], failures_in_a_row(deaths)
     if last.status == HOPELESS or rules.restart == "never" or failures > rules.max_restarts:
         return "give-up"
@@ -73,7 +73,7 @@ def decide(deaths: Sequence[Death], *, now_s: float, rules: Rules, reachable: bo
 
 
 def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool:
-    """Whether a worker that was ready is killed for a restart: it has neither reported for two stalls nor computed during the last one.
+    """True if a worker that was ready is to be restarted: it has neither reported for two stalls nor computed during the last one.
 
     One that computes is left alone, however long it takes: a step of a large model may last longer than any limit.
     """
@@ -81,7 +81,7 @@ def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool
 
 
 def how(status: int) -> str:
-    """How a process ended, for a person.
+    """Describe how a process ended.
 
     Example:
         how(-9)  # -> "was killed by SIGKILL"
@@ -95,7 +95,7 @@ def how(status: int) -> str:
 
 
 def why_given_up(deaths: Sequence[Death], *, rules: Rules) -> str:
-    """What made `decide` give up, as the end of a sentence."""
+    """The reason for which `decide` gave up, as the end of a sentence."""
     if deaths[-1].status == HOPELESS:
         return "starting it again cannot help"
     if rules.restart == "never":

@@ -32,7 +32,7 @@ class Watchdog:
     _looked_s: float = 0.0
     _told: Stuck | None = None
 
-    def look(self, view: RunView, *, silent: Mapping[str, float], outage_s: float, notes: Mapping[str, str]) -> None:
+    def check(self, view: RunView, *, silent: Mapping[str, float], outage_s: float, notes: Mapping[str, str]) -> None:
         """Speak if the run has not moved for too long."""
         now_s = time.monotonic()
         if view.moved_ms != self._moved_ms:
@@ -51,7 +51,7 @@ class Watchdog:
 
 
 def examine(log: Log, scene: Scene) -> Stuck | None:
-    """What holds this run up, with a look at the samples of the group that it waits for."""
+    """Diagnose what the run waits for; reads the samples of the group that the next step needs."""
     group = None if scene.outage_s else stall.waiting_for(scene.view)
     opened = None if group is None else scene.view.open.get(group)
     if group is not None and opened is not None:

@@ -1,4 +1,4 @@
-"""What follows from a configuration, in numbers for a person: sizes of a step, a round and the run, workers, GPUs, loss."""
+"""The numbers that follow from a configuration: sizes of a step, a round and the run, workers, GPUs, loss."""
 
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.launch.gpu_placement import place, visible_gpus

@@ -1,7 +1,6 @@
-"""The worker processes of a run on this machine: started, looked after, started again, ended.
+"""Starts, restarts and ends the worker processes of a run on this machine.
 
-The rule: which process stands where is in `workers.json` before anything else happens, and a worker's log says where each
-of its processes began.
+The rule: a started process is in `workers.json` before anything else happens, and a worker's log marks the start of each process.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from penstock.pipeline.runtime.exit_status import ENDED
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
 
 LEFT_LIMIT_S = 10.0
-"""A worker may end this long before its launcher hears that the run is over."""
+"""A worker may end this long before its launcher reads that the run is over."""
 LOOK_EVERY_S = 0.25
 
 Say = Callable[[str], None]
@@ -35,15 +34,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the launcher gives up: one line, and what the culprit said last."""
+    """Why the launcher gives up: one line, and the last output of the worker that failed."""
 
     line: str
     last_words: str = ""
 
 
 @dataclass(slots=True)
-class Crew:
-    """The workers of a run that its launcher answers for."""
+class Supervisor:
+    """The workers that a launcher has started for a run."""
 
     run: str
     bootstrap: str
@@ -71,11 +70,11 @@ class Crew:
         """Helpers that were given up: the run goes on without them."""
         return [worker.name for worker in self.workers if worker.given_up]
 
-    def tend(self, view: RunView, *, now_s: float, reachable: bool) -> Failure | None:
+    def poll(self, view: RunView, *, now_s: float, reachable: bool) -> Failure | None:
         """Start dead workers again. Returns a `Failure` when one that the run needs is given up or has ended too early."""
         over, moved = view.closed is not None, view.progress
         for worker in self.workers:
-            worker.heard(view.workers.get(worker.name), now_s=now_s)
+            worker.on_report(view.workers.get(worker.name), now_s=now_s)
             status = worker.status
             if status is None or worker.given_up:
                 continue
@@ -94,7 +93,7 @@ class Crew:
         return None
 
     def kill_hung(self, silent: Mapping[str, float], *, now_s: float, stall_s: float, reachable: bool) -> None:
-        """Kill whose process neither reports nor computes although it could: it is started again as after any other death."""
+        """Kill workers that neither report nor compute although they could; they are restarted as after any other death."""
         if self._rules.restart == "never":
             return
         for worker in self.workers:
@@ -106,7 +105,7 @@ class Crew:
                 worker.signal(signal.SIGKILL, group=True)
 
     def notes(self, *, now_s: float) -> dict[str, str]:
-        """What this launcher knows better than the log: who is dead, and who has not come up yet; by name."""
+        """State that is not in the log, by worker: dead and waiting for a restart, or restarted and not ready yet."""
         found = {}
         for worker in self.workers:
             if worker.dead:
@@ -172,7 +171,7 @@ class Crew:
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:
-        """A worker that somebody ended: without it the run may wait for ever."""
+        """A `Failure` once a worker has been gone for `LEFT_LIMIT_S` without an error: the run may wait for it for ever."""
         if worker.left_s is None:
             worker.left_s = now_s
         if now_s - worker.left_s <= LEFT_LIMIT_S:

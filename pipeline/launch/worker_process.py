@@ -1,6 +1,6 @@
-"""One worker's place on this machine: the process that fills it, those that filled it before, and their common log file.
+"""One worker of this machine: its current process, the deaths of earlier ones, and their common log file.
 
-The rule: whoever died is known by how it died and for how long it had served; its last words are those of that process alone.
+The rule: a death is judged by its exit status and by how long the process had served; last words are those of that process alone.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LAST_WORDS = 12
 
 @dataclass(slots=True)
 class Worker:
-    """One place of the crew; the process that fills it may be replaced."""
+    """A worker whose process may be replaced."""
 
     role: str
     name: str
@@ -33,12 +33,12 @@ class Worker:
     process: "subprocess.Popen[bytes] | None" = None
     starts: int = 0
     started_s: float = 0.0
-    """Of the clock on the wall, as `workers.json` gives it."""
+    """Wall-clock start time [s since the epoch]; also in `workers.json`."""
     deaths: list[Death] = field(default_factory=list)
     dead: bool = False
-    """Whether the newest death waits for its restart."""
+    """True while the newest death waits for its restart."""
     left_s: float | None = None
-    """Since when it has ended without an error although the run goes on."""
+    """Time at which it was first seen to have ended without an error although the run goes on."""
     given_up: bool = False
     """True if it is not started again and the run goes on without it."""
     _ready_s: float | None = None
@@ -48,7 +48,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of its newest process."""
+        """Process id of its newest process."""
         assert self.process is not None
         return self.process.pid
 
@@ -82,14 +82,14 @@ class Worker:
             )
         self.started_s, self._ready_s, self.dead, self._moved = time.time(), None, False, moved
 
-    def heard(self, found: WorkerView | None, *, now_s: float) -> None:
-        """Note when its process is ready for work, from its own report."""
-        if self._ready_s is None and self.process is not None and found is not None:
-            ready = "startup_s" in found.values and found.labels.get("pid") == str(self.pid)
+    def on_report(self, view: WorkerView | None, *, now_s: float) -> None:
+        """Note from its own report when its process became ready."""
+        if self._ready_s is None and self.process is not None and view is not None:
+            ready = "startup_s" in view.values and view.labels.get("pid") == str(self.pid)
             self._ready_s = now_s if ready else None
 
     def died(self, status: int, *, now_s: float, moved: int, excused: bool) -> None:
-        """Note the death of its process."""
+        """Append the death of its process to `deaths`."""
         progress = self.served_s(now_s) >= restart_policy.HEALTHY_S and moved > self._moved
         self.deaths.append(Death(at_s=now_s, status=status, progress=progress, excused=excused))
         self.dead = True
@@ -102,17 +102,17 @@ class Worker:
         """CPU time by its process and what that has started, per second since this was first asked; None before `over_s`."""
         try:
             process = psutil.Process(self.pid)
-            times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+            times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
         except psutil.Error:
             return None
-        spent = sum(one.user + one.system for one in times)
+        spent = sum(spent.user + spent.system for spent in times)
         if self._share_since is None:
             self._share_since = (now_s, spent)
         since_s, before = self._share_since
         return (spent - before) / (now_s - since_s) if now_s - since_s >= over_s else None
 
     def forget_share(self) -> None:
-        """Begin anew with `cpu_share`."""
+        """Restart the measurement of `cpu_share`."""
         self._share_since = None
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> None:

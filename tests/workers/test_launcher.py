@@ -17,7 +17,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.launch.supervisor import Crew as WorkersOfARun
+from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, complete, config_of
@@ -110,7 +110,7 @@ def test_a_run_whose_worker_cannot_be_helped_is_given_up_with_its_last_words_and
 ):
     config = config_of(tiny_model, tmp_path, kafka={"bootstrap": broker, "partitions": 8})
     said: list[str] = []
-    monkeypatch.setattr(launcher, "Crew", HopelessCrew)
+    monkeypatch.setattr(launcher, "Supervisor", HopelessCrew)
     log = KafkaLog(broker)
     try:
         record = create(config, log=log, run_id=run_id, say=said.append)

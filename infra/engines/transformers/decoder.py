@@ -147,7 +147,7 @@ class _OneToken(torch.nn.Module):
 
 
 class _FixedCache(Cache):
-    """What a model needs of a cache, over given buffers: write at `position`, read everything (the mask hides what is not there)."""
+    """A cache over given buffers as a model calls it: write at `position`, read everything (the mask hides what is not there)."""
 
     def __init__(self, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], position: torch.Tensor) -> None:
         super().__init__(layers=[])
@@ -165,7 +165,7 @@ class _FixedCache(Cache):
 
 
 def _agrees(decoder: Decoder, model: Any) -> bool:
-    """Whether a prompt of 5 and 4 more tokens in 2 rows give the logits of full forward passes, to rounding."""
+    """True if a prompt of 5 and 4 more tokens in 2 rows give the logits of full forward passes, to rounding."""
     parameter = next(model.parameters())
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(18, device=parameter.device).reshape(2, 9) * 7919 % vocabulary

@@ -181,7 +181,7 @@ class _Work:
         return [self._completion(row, "stop" if stopped[row] else "length", version=version) for row in ended]
 
     def aborted(self, *, version: int) -> list[Completion]:
-        """What is drawn of the wanted samples that have not ended."""
+        """The wanted samples that have not ended, as far as they are drawn."""
         return [self._completion(row, "abort", version=version) for row in sorted(self.left)]
 
     def _completion(self, row: int, finish: Finish, *, version: int) -> Completion:

@@ -1,4 +1,4 @@
-"""What the transformers engine can do, known without torch."""
+"""The transformers engine's capabilities; needs no torch."""
 
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
 from penstock.infra.engines.packages import Package

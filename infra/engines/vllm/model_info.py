@@ -1,4 +1,4 @@
-"""What vLLM needs of a model, read from its directory before vLLM is imported: head size, positions and bytes of keys and values.
+"""Sizes of a model that vLLM needs, read from its directory before vLLM is imported: head size, positions and bytes of keys and values.
 
 The rule: what `config.json` does not say is None, and then vLLM's own checks decide.
 """

@@ -53,7 +53,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def partial_output(state: Any) -> Any:
-    """What vLLM has drawn of a request so far, in the form in which it gives out a request that ended."""
+    """The unfinished request's tokens so far, in the form in which vLLM returns a finished one."""
     from vllm.v1.engine import FinishReason
 
     return state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]

@@ -1,4 +1,4 @@
-"""What an engine on vLLM counts: a few additions a step.
+"""Counters of an engine on vLLM: a few additions a step.
 
 The rule: sums and extremes only, nothing that grows with the run.
 """

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.infra.tensors.stream import TensorBytes
 
 _numbers = itertools.count()
-"""Of hand-overs: one place serves all engines of a process."""
+"""Numbers of hand-overs, shared by all engines of a process."""
 
 
 def swap(llm: Any, version: int, tensors: Sequence[TensorBytes], *, clear_cache: bool, shared: bool, own_process: bool) -> None:

@@ -44,7 +44,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where one version's tensors lie: in this process under `handed`, or in the file `path` by `table`."""
+    """Location of one version's tensors: in this process under `handed`, or in the file `path` by `table`."""
 
     handed: int | None = None
     path: str | None = None

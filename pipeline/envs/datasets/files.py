@@ -100,7 +100,7 @@ class Parquet:
         self._batches: list[pa.RecordBatch] = []
         self._firsts = [0]
         self._places: list[tuple[Path, int]] = []
-        """Of each batch: its file and the number of its first row there."""
+        """(file, number of its first row in that file) of each batch."""
         hasher = hashlib.sha256()
         for file in files:
             try:

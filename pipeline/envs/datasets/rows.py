@@ -21,7 +21,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What the feeder makes a prompt of. Either `prompt` or `messages` is None."""
+    """One row of a data set, from which the feeder makes a prompt. Either `prompt` or `messages` is None."""
 
     index: int
     prompt: str | None
@@ -29,7 +29,7 @@ class Row:
     columns: dict[str, Any]
     """JSON values for the reward functions: the answer as "answer", and every other column but the prompt."""
     origin: str
-    """Where it comes from, for a person: `train.jsonl:17`."""
+    """Source of the row, for error messages: `train.jsonl:17`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Source(Protocol):
     digest: str
     """SHA-256 (hex) of what the rows are made of: a restarted feeder can tell whether it is the same data."""
     generated: bool
-    """Whether rows are computed on demand, so that none of them can be damaged."""
+    """True if rows are computed on demand, so that none of them can be damaged."""
 
     def __len__(self) -> int: ...
 
@@ -76,7 +76,7 @@ class Dataset:
 
     @property
     def generated(self) -> bool:
-        """Whether rows are computed on demand."""
+        """True if rows are computed on demand."""
         return self._source.generated
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ SHORTEST, LONGEST = 4, 12
 """How many letters an answer has."""
 HELD_OUT_EVERY = 5
 HABIT_EVERY, HABIT, SLIP = 6, 0.7, 0.02
-"""What the demonstrations do wrong: after every sixth letter they leave one out more often than not, elsewhere they rarely do."""
+"""Mistakes in the demonstrations: after every sixth letter they leave one out more often than not, elsewhere they rarely do."""
 _SECRET = 7
 
 Split = Literal["train", "held_out"]

@@ -22,7 +22,7 @@ def look_until(keeper: BrokerKeeper, holds: Callable[[], bool], *, limit_s: floa
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline, "it never came to that"
-        given_up = keeper.look(now_s=time.monotonic())
+        given_up = keeper.check(now_s=time.monotonic())
         if given_up is not None:
             return given_up
         time.sleep(0.1)
@@ -46,7 +46,7 @@ def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so
     embedded.stop()
     assert look_until(keeper, lambda: not keeper.up) is None
     for _ in range(10):
-        assert keeper.look(now_s=time.monotonic()) is None
+        assert keeper.check(now_s=time.monotonic()) is None
         time.sleep(0.1)
     assert not embedded.status().running
     assert "was stopped" in said[2]
@@ -70,5 +70,5 @@ def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_ho
 def test_another_broker_is_somebody_elses():
     keeper = keeper_of("kafka.example:9092", [])
     assert not keeper.ours
-    assert keeper.look(now_s=time.monotonic()) is None
+    assert keeper.check(now_s=time.monotonic()) is None
     assert keeper.up

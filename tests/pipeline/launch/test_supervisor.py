@@ -1,4 +1,4 @@
-"""A launcher's processes, with cheap ones in the workers' places: replaced when they die, ended with their launcher, never two crews."""
+"""A launcher's processes, with cheap ones in the workers' places: replaced when they die, ended with their launcher, never two sets."""
 
 import json
 import os
@@ -18,7 +18,7 @@ import pytest
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.launch import run_lock
-from penstock.pipeline.launch.supervisor import Crew, Failure
+from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts, WorkerView
@@ -30,7 +30,7 @@ FAILING = "import sys; print('the reason'); sys.exit(1)"
 MISTAKEN = "import sys; print('sampling.top_p = 3'); sys.exit(2)"
 
 
-class CheapCrew(Crew):
+class CheapSupervisor(Supervisor):
     """Everybody runs `PATIENT`, but for the worker whose program is given."""
 
     programs: dict[str, str]
@@ -41,15 +41,15 @@ class CheapCrew(Crew):
         return worker
 
 
-def crew_of(directory: Path, *, said: list[str], programs: dict[str, str] | None = None, **run: Any) -> CheapCrew:
+def crew_of(directory: Path, *, said: list[str], programs: dict[str, str] | None = None, **run: Any) -> CheapSupervisor:
     table = {"run": {"steps": 1, **run}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "rollout": {"workers": 1}}
-    crew = CheapCrew("r", "127.0.0.1:1", from_table(table), directory, said.append)
+    crew = CheapSupervisor("r", "127.0.0.1:1", from_table(table), directory, said.append)
     crew.programs = programs or {}
     return crew
 
 
 @contextmanager
-def working(crew: Crew) -> Iterator[Crew]:
+def working(crew: Supervisor) -> Iterator[Supervisor]:
     crew.start()
     try:
         yield crew
@@ -72,15 +72,15 @@ def seen(*, over: bool = False, progress: int = 0) -> RunView:
     return RunView(run="r", closed=closed, groups={group: GroupFacts("scored", 1, 1, 0.0, 0) for group in range(progress)})
 
 
-def tend(crew: Crew, view: RunView | None = None, *, later_s: float = 0.0, reachable: bool = True) -> Failure | None:
-    return crew.tend(view or seen(), now_s=time.monotonic() + later_s, reachable=reachable)
+def tend(crew: Supervisor, view: RunView | None = None, *, later_s: float = 0.0, reachable: bool = True) -> Failure | None:
+    return crew.poll(view or seen(), now_s=time.monotonic() + later_s, reachable=reachable)
 
 
-def at_work(crew: Crew) -> bool:
+def at_work(crew: Supervisor) -> bool:
     return all("at work" in worker.last_words() for worker in crew.workers)
 
 
-def worker_named(crew: Crew, name: str) -> Worker:
+def worker_named(crew: Supervisor, name: str) -> Worker:
     return next(worker for worker in crew.workers if worker.name == name)
 
 
@@ -183,7 +183,9 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
 def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
     with working(crew_of(tmp_path, said=[], max_restarts=0)) as crew:
         trainer = worker_named(crew, "trainer")
-        trainer.heard(WorkerView(worker="trainer", role="trainer", values={"startup_s": 1.0}, labels={"pid": str(trainer.pid)}), now_s=0.0)
+        trainer.on_report(
+            WorkerView(worker="trainer", role="trainer", values={"startup_s": 1.0}, labels={"pid": str(trainer.pid)}), now_s=0.0
+        )
         for now_s, moved, progress in ((9.0, 5, False), (11.0, 0, False), (11.0, 5, True)):
             trainer.died(-9, now_s=now_s, moved=moved, excused=False)
             assert trainer.deaths[-1].progress == progress
