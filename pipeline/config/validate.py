@@ -4,31 +4,28 @@ The rule: each check is a function that returns one line, which says what to set
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import CORRECTIONS
+from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.scheduling.schedule import MODES
 
-if TYPE_CHECKING:
-    from penstock.pipeline.config.load import Config
-
-Check = Callable[["Config"], str | None]
+Check = Callable[[Config], str | None]
 
 
-def first_mistake(config: "Config") -> str | None:
+def first_mistake(config: Config) -> str | None:
     """The first check's line that is not None."""
     return next((line for check in CHECKS if (line := check(config)) is not None), None)
 
 
-def _length(config: "Config") -> str | None:
+def _length(config: Config) -> str | None:
     if (config.run.steps is None) == (config.run.epochs is None):
         return "run.steps: give either run.steps or run.epochs"
     return None
 
 
-def _max_lag(config: "Config") -> str | None:
+def _max_lag(config: Config) -> str | None:
     schedule = config.schedule
     if schedule.max_lag and MODES[schedule.mode].max_lag == 0:
         others = ", ".join(name for name, mode in MODES.items() if mode.max_lag > 0)
@@ -36,21 +33,21 @@ def _max_lag(config: "Config") -> str | None:
     return None
 
 
-def _swaps(config: "Config") -> str | None:
+def _swaps(config: Config) -> str | None:
     if config.rules.loads_at == "step" and not config.engine.swaps_in_flight:
         able = " or ".join(repr(name) for name, kind in ENGINES.items() if kind.swaps_in_flight)
         return f"schedule.mode: {config.schedule.mode!r} changes weights between decode steps; set rollout.engine = {able}"
     return None
 
 
-def _stale_in_hand(config: "Config") -> str | None:
+def _stale_in_hand(config: Config) -> str | None:
     if config.rules.stale_in_hand != "finish" and config.rules.loads_at != "step":
         chosen = config.rules.stale_in_hand
         return f"schedule.stale_in_hand: {chosen!r} needs weights that change between decode steps; use mode 'bounded'"
     return None
 
 
-def _temperature(config: "Config") -> str | None:
+def _temperature(config: Config) -> str | None:
     least, engine = config.engine.min_temperature, config.rollout.engine
     for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature)):
         if value < least:
@@ -58,14 +55,14 @@ def _temperature(config: "Config") -> str | None:
     return None
 
 
-def _whole_distribution(config: "Config") -> str | None:
+def _whole_distribution(config: Config) -> str | None:
     for key, value, off in (("top_p", config.sampling.top_p, 1.0), ("top_k", config.sampling.top_k, 0)):
         if value != off:
             return f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)"
     return None
 
 
-def _proximal(config: "Config") -> str | None:
+def _proximal(config: Config) -> str | None:
     proximal, per_version = config.algorithm.proximal, config.schedule.steps_per_version
     if proximal == "current" and per_version != 1:
         return f"algorithm.proximal: 'current' needs schedule.steps_per_version = 1, not {per_version}; use 'snapshot'"
@@ -74,7 +71,7 @@ def _proximal(config: "Config") -> str | None:
     return None
 
 
-def _corrected_once(config: "Config") -> str | None:
+def _corrected_once(config: Config) -> str | None:
     if config.algorithm.proximal == "behaviour" and config.correction != "none":
         instead = "current" if config.schedule.steps_per_version == 1 else "snapshot"
         return (
@@ -84,7 +81,7 @@ def _corrected_once(config: "Config") -> str | None:
     return None
 
 
-def _correction_bounds(config: "Config") -> str | None:
+def _correction_bounds(config: Config) -> str | None:
     algorithm, correction = config.algorithm, config.correction
     for key in ("correction_low", "correction_high"):
         value = getattr(algorithm, key)
@@ -99,37 +96,37 @@ def _correction_bounds(config: "Config") -> str | None:
     return None
 
 
-def _samples(config: "Config") -> str | None:
+def _samples(config: Config) -> str | None:
     if config.schedule.samples_per_prompt == 1:
         return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2"
     return None
 
 
-def _reward_weights(config: "Config") -> str | None:
+def _reward_weights(config: Config) -> str | None:
     weights, functions = config.reward.weights, config.reward.functions
     if weights is not None and len(weights) != len(functions):
         return f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
     return None
 
 
-def _initial_state(config: "Config") -> str | None:
+def _initial_state(config: Config) -> str | None:
     if (config.trainer.initial_state is None) != (config.trainer.initial_steps == 0):
         return "trainer.initial_state: goes with trainer.initial_steps, the optimizer steps behind it; `penstock fork` sets both"
     return None
 
 
-def _partitions(config: "Config") -> str | None:
+def _partitions(config: Config) -> str | None:
     needed = max(config.rollout.workers, config.scorer.workers)
     if config.partitions < needed:
         return f"kafka.partitions: {config.partitions} is less than the {needed} workers of one role; each needs one at least"
     return None
 
 
-def _backend(config: "Config") -> str | None:
+def _backend(config: Config) -> str | None:
     return BACKENDS[config.trainer.backend].check(config.trainer.model_dump())
 
 
-def _early_stopping(config: "Config") -> str | None:
+def _early_stopping(config: Config) -> str | None:
     if (config.eval.target is not None or config.eval.patience is not None) and config.eval.source is None:
         return "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
     return None
