@@ -82,20 +82,20 @@ class ToyEngine:
         return ended
 
     def abort(self, group: int) -> list[Completion]:
-        began = [one for one in self._drawing if one.request.group == group]
+        began = [drawn for drawn in self._drawing if drawn.request.group == group]
         began += [self._begin(request) for number, _, request in self._waiting if number == group]
         self._waiting = [entry for entry in self._waiting if entry[0] != group]
         heapq.heapify(self._waiting)
-        self._drawing = [one for one in self._drawing if one.request.group != group]
-        return [completion for one in began for completion in one.aborted()]
+        self._drawing = [drawn for drawn in self._drawing if drawn.request.group != group]
+        return [completion for drawn in began for completion in drawn.aborted()]
 
     def in_hand(self) -> list[InHand]:
-        found = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
-        found += [
-            InHand(group=one.request.group, tokens=one.tokens, oldest_version=one.spans[0].version if one.steps else None)
-            for one in self._drawing
+        groups = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+        groups += [
+            InHand(group=drawn.request.group, tokens=drawn.tokens, oldest_version=drawn.spans[0].version if drawn.steps else None)
+            for drawn in self._drawing
         ]
-        return sorted(found, key=lambda one: one.group)
+        return sorted(groups, key=lambda drawn: drawn.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         held = list(tensors)

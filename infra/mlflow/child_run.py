@@ -36,9 +36,11 @@ class ChildRun:
             make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
             self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
             self._entities = importlib.import_module("mlflow.entities")
-            found = self._client.get_experiment_by_name(target.experiment)
+            existing = self._client.get_experiment_by_name(target.experiment)
             experiment = (
-                found.experiment_id if found else self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
+                existing.experiment_id
+                if existing
+                else self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
             )
             self.parent_id = self._parent(experiment, target.run)
             parent = {PARENT_TAG: self.parent_id} if self.parent_id else {}
@@ -61,6 +63,6 @@ class ChildRun:
             self._client.set_terminated(self.run_id, status=status)
 
     def _parent(self, experiment: str, run: str) -> str | None:
-        found = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run}'", max_results=10)
-        first = min(found, key=lambda one: (one.info.start_time, one.info.run_id), default=None)
+        existing = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run}'", max_results=10)
+        first = min(existing, key=lambda one: (one.info.start_time, one.info.run_id), default=None)
         return None if first is None else str(first.info.run_id)

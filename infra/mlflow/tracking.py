@@ -156,10 +156,10 @@ def nameable(key: str) -> str:
 
 def _position(tag: str | None) -> dict[str, int]:
     try:
-        found = json.loads(tag or "{}")
+        position = json.loads(tag or "{}")
     except ValueError:
         return {}
-    return {str(key): int(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return {str(key): int(value) for key, value in position.items()} if isinstance(position, dict) else {}
 
 
 def load_mlflow() -> Any:

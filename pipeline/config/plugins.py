@@ -33,16 +33,16 @@ def load(spec: str, *, base_dir: str | Path | None = None) -> Callable[..., Any]
     """
     where, name = split(spec)
     module = _load_file(spec, _file(where, base_dir)) if where.endswith(".py") else _load_module(spec, where, base_dir)
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        inner = getattr(found, part, None)
+        inner = getattr(target, part, None)
         if inner is None:
-            functions = [other for other in dir(found) if not other.startswith("_") and callable(getattr(found, other))]
+            functions = [other for other in dir(target) if not other.startswith("_") and callable(getattr(target, other))]
             raise PluginError(f"{spec!r}: {where} has no function {name!r}{nearest(part, functions)}")
-        found = inner
-    if not callable(found):
-        raise PluginError(f"{spec!r}: {name} in {where} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+        target = inner
+    if not callable(target):
+        raise PluginError(f"{spec!r}: {name} in {where} is a {type(target).__name__}, not a function")
+    return target  # type: ignore[no-any-return]
 
 
 def split(spec: str) -> tuple[str, str]:
@@ -64,14 +64,14 @@ def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
         return hashlib.sha256(_read(spec, _file(where, base_dir))).hexdigest()
     _append_to_path(base_dir)
     try:
-        found = importlib.util.find_spec(where)
+        module = importlib.util.find_spec(where)
     except (ImportError, ValueError) as error:
         raise PluginError(f"{spec!r}: {_one_line(error)}") from error
-    if found is None:
+    if module is None:
         raise _no_module(spec, where)
-    if found.origin is None or not found.origin.endswith(".py"):
+    if module.origin is None or not module.origin.endswith(".py"):
         return hashlib.sha256(where.encode()).hexdigest()
-    return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+    return hashlib.sha256(Path(module.origin).read_bytes()).hexdigest()
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -117,13 +117,13 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     _append_to_path(file.parent)
-    found = importlib.util.spec_from_file_location(name, file, loader=_ThisSource(name, str(file), source))
-    assert found is not None, f"no loader for {file}"
-    assert found.loader is not None, f"no loader for {file}"
-    module = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(name, file, loader=_ThisSource(name, str(file), source))
+    assert module_spec is not None, f"no loader for {file}"
+    assert module_spec.loader is not None, f"no loader for {file}"
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     # The border to a user's module: whatever it raises is told to them in one line.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -146,7 +146,7 @@ def _load_module(spec: str, where: str, base_dir: str | Path | None) -> ModuleTy
 def _no_module(spec: str, missing: str) -> PluginError:
     parent, _, last = missing.rpartition(".")
     inside = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    names = [found.name for found in pkgutil.iter_modules(inside)]
+    names = [module.name for module in pkgutil.iter_modules(inside)]
     return PluginError(f"{spec!r}: there is no module {missing!r}{nearest(last, names)}")
 
 

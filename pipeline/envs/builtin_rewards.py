@@ -69,10 +69,10 @@ def _equal(completion: str, answer: str) -> float | None:
     gold = _gold(answer)
     if not gold:
         return None
-    found = _math_library().parse(completion, parsing_timeout=None)
-    if any(_towers(expression) for expression in found) and not any(_towers(expression) for expression in gold):
+    parsed = _math_library().parse(completion, parsing_timeout=None)
+    if any(_towers(expression) for expression in parsed) and not any(_towers(expression) for expression in gold):
         return 0.0
-    return float(_math_library().verify(list(gold), found, timeout_seconds=None))
+    return float(_math_library().verify(list(gold), parsed, timeout_seconds=None))
 
 
 def _towers(expression: Any) -> bool:

@@ -142,8 +142,8 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
             WARM_UPS[name]()
 
     def score(group: Mapping[str, Any]) -> dict[str, Any]:
-        found = rewards.score(group["completions"], prompt=group["prompt"], messages=group["messages"], columns=group["columns"])
-        return {"rewards": found.rewards, "components": found.components}
+        result = rewards.score(group["completions"], prompt=group["prompt"], messages=group["messages"], columns=group["columns"])
+        return {"rewards": result.rewards, "components": result.components}
 
     return score
 

@@ -51,14 +51,14 @@ class BrokerKeeper:
         """Restart the broker if it has died. Returns the reason once it is given up."""
         if not self.ours or (self._starting is not None and self._starting.is_alive()):
             return None
-        found = embedded.status()
+        status = embedded.status()
         if self._starting is not None:
             self._starting = None
             self._started(now_s=now_s)
-        elif found.running:
+        elif status.running:
             self._runs(now_s=now_s)
         elif self._down is None or self._stopped:  # a start that failed leaves no note either: that is no stop
-            self._is_gone(found.ended, now_s=now_s)
+            self._is_gone(status.ended, now_s=now_s)
         if self._down is None or self._stopped:
             return None
         decision = restart_policy.decide(self.deaths, now_s=now_s, rules=self.rules)
@@ -101,7 +101,7 @@ class BrokerKeeper:
 
     def _start(self) -> None:
         try:
-            found = embedded.start()
-            self._refusal = None if found.bootstrap == self.bootstrap else f"it is at {found.bootstrap} now, not at {self.bootstrap}"
+            status = embedded.start()
+            self._refusal = None if status.bootstrap == self.bootstrap else f"it is at {status.bootstrap} now, not at {self.bootstrap}"
         except (BrokerError, OSError) as error:
             self._refusal = str(error)

@@ -62,7 +62,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
     """Everything about the run that is fixed by its data and model: rows, steps, digests. Raises as `create`."""
     data, model = config.data, Path(config.model.path)
     try:
-        found = digests(model, chat_template=data.chat_template)
+        model_digests = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
         say(f"checking the prompts of {data.source}")
         renderer = Renderer(model, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
@@ -94,7 +94,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         "rows": rows,
         "steps": steps,
         "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
-        "digests": found,
+        "digests": model_digests,
         "git": git_revision(),
     }
 
@@ -102,12 +102,12 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
 def git_revision() -> str | None:
     """The revision of the working directory's git checkout, marked when it has changes; None outside of one."""
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, timeout=5, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return described.stdout.strip() or None
 
 
 def _usable(run: str) -> str:

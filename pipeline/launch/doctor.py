@@ -143,9 +143,9 @@ def _package(need: Package) -> Finding:
             warnings.simplefilter("ignore")
             importlib.import_module(need.module)
     except Exception as error:  # a package may break in any way while it is imported, and this is where a person gets to know
-        told = " ".join(str(error).split())[:120]
+        cause = " ".join(str(error).split())[:120]
         return Finding(
-            name=need.name, level="fail", found=f"{version} does not import: {type(error).__name__}: {told}", do=f"reinstall: {install}"
+            name=need.name, level="fail", found=f"{version} does not import: {type(error).__name__}: {cause}", do=f"reinstall: {install}"
         )
     return Finding(name=need.name, level="ok", found=f"{version} ({need.purpose})")
 
@@ -197,14 +197,14 @@ def _state() -> Finding:
     from penstock.infra.paths import state_directory
 
     try:
-        place = state_directory()
+        directory = state_directory()
     except PenstockError as error:
         return Finding(name="state directory", level="fail", found=str(error), do="set PENSTOCK_HOME to a directory of yours")
-    free = shutil.disk_usage(place).free / 2**30
+    free = shutil.disk_usage(directory).free / 2**30
     return _finding(
         "state directory",
         free >= MIN_DISK_GIB,
-        f"{place}, {free:.0f} GiB free",
+        f"{directory}, {free:.0f} GiB free",
         f"free some: runs want {MIN_DISK_GIB:.0f} GiB, or set PENSTOCK_HOME",
     )
 

@@ -87,8 +87,8 @@ def _lives(process: psutil.Process) -> bool:
 def _noted(directory: Path) -> dict[str, int]:
     """Name -> process number as last written, {} when that cannot be read: after a power cut it may be half there."""
     try:
-        found = json.loads((directory / PIDS).read_text(encoding="utf-8"))["workers"]
-        return {str(name): int(pid) for name, pid in found.items()}
+        pids = json.loads((directory / PIDS).read_text(encoding="utf-8"))["workers"]
+        return {str(name): int(pid) for name, pid in pids.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

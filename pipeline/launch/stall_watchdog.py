@@ -44,10 +44,10 @@ class Watchdog:
             return
         self._looked_s = now_s
         scene = Scene(view=view, now_s=time.time(), silent=silent, outage_s=outage_s, notes=notes)
-        found = examine(self.log, scene)
-        if found is not None and not found.same_as(self._told):
-            self._told = found
-            self.say(f"{describe(found, still_s=still_s)}\n  meanwhile: {waiting_for(view)}")
+        stuck = examine(self.log, scene)
+        if stuck is not None and not stuck.same_as(self._told):
+            self._told = stuck
+            self.say(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view)}")
 
 
 def examine(log: Log, scene: Scene) -> Stuck | None:
@@ -60,23 +60,23 @@ def examine(log: Log, scene: Scene) -> Stuck | None:
     return stall.find(scene)
 
 
-def describe(found: Stuck, *, still_s: float) -> str:
+def describe(stuck: Stuck, *, still_s: float) -> str:
     """Two lines for a person."""
-    where = found.stage if found.group is None else f"{found.stage}, group {found.group}"
-    return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {found.reason}"
+    where = stuck.stage if stuck.group is None else f"{stuck.stage}, group {stuck.group}"
+    return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {stuck.reason}"
 
 
 def _drawn(log: Log, run: str, group: int, partition: int) -> Drawn:
     """The samples of a group without an outcome: its scorer's committed offset lies before them."""
-    place = (f"{run}.rollouts", partition)
-    tail = log.tail({place: "earliest"}, group=f"{run}.scorer")
+    partition_read = (f"{run}.rollouts", partition)
+    tail = log.tail({partition_read: "earliest"}, group=f"{run}.scorer")
     try:
-        committed = tail.committed(READ_LIMIT_S)[place].offset
+        committed = tail.committed(READ_LIMIT_S)[partition_read].offset
         if committed is not None:
-            tail.seek(place, committed)
+            tail.seek(partition_read, committed)
         key = str(group).encode()
-        found = [record for record in tail.read_to_end(READ_LIMIT_S) if record.key == key]
+        records = [record for record in tail.read_to_end(READ_LIMIT_S) if record.key == key]
     finally:
         tail.close()
-    numbers = {dict(record.headers).get("sample") for record in found}
-    return Drawn(samples=len(numbers), newest_s=max((record.timestamp_ms / 1000 for record in found), default=None))
+    numbers = {dict(record.headers).get("sample") for record in records}
+    return Drawn(samples=len(numbers), newest_s=max((record.timestamp_ms / 1000 for record in records), default=None))

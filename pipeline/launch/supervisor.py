@@ -106,13 +106,13 @@ class Supervisor:
 
     def notes(self, *, now_s: float) -> dict[str, str]:
         """State that is not in the log, by worker: dead and waiting for a restart, or restarted and not ready yet."""
-        found = {}
+        states = {}
         for worker in self.workers:
             if worker.dead:
-                found[worker.name] = f"{restart_policy.how(worker.deaths[-1].status)}, to be started again"
+                states[worker.name] = f"{restart_policy.how(worker.deaths[-1].status)}, to be started again"
             elif worker.deaths and not worker.served_s(now_s) and worker.status is None:
-                found[worker.name] = f"was started again {time.time() - worker.started_s:.0f} s ago and is not ready yet"
-        return found
+                states[worker.name] = f"was started again {time.time() - worker.started_s:.0f} s ago and is not ready yet"
+        return states
 
     def stop(self, *, limit_s: float = STOP_LIMIT_S, look: Callable[[], Mapping[str, str]] = dict) -> None:
         """End the running workers role by role, in the table's order; kill those that take longer than `limit_s`.

@@ -65,8 +65,8 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
     except (PenstockError, ValueError, OSError) as error:
         return _failed(role, session, error, debug=debug)
     except ModuleNotFoundError as error:
-        told = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
-        return _failed(role, session, told, debug=debug)
+        missing = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
+        return _failed(role, session, missing, debug=debug)
     except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
         return _failed(role, session, error, debug=True)
     finally:

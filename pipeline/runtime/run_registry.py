@@ -41,22 +41,22 @@ def all_runs(log: Log) -> list[RunRecord]:
     if log.partitions(RUNS_TOPIC) is None:
         return []
     tail = log.tail({(RUNS_TOPIC, 0): "earliest"})
-    found: dict[str, RunRecord] = {}
+    newest: dict[str, RunRecord] = {}
     try:
         for record in tail.read_to_end(READ_LIMIT_S):
             key = (record.key or b"").decode("ascii", "replace")
             if not record.value:  # the run was deleted
-                found.pop(key, None)
+                newest.pop(key, None)
                 continue
             try:
                 state = topic.read(record, run=key)[1]
             except Unusable:
                 continue
-            if key not in found or state.updated_ns >= found[key].updated_ns:
-                found[key] = state
+            if key not in newest or state.updated_ns >= newest[key].updated_ns:
+                newest[key] = state
     finally:
         tail.close()
-    return sorted(found.values(), key=lambda run: run.created_ns)
+    return sorted(newest.values(), key=lambda run: run.created_ns)
 
 
 def find(log: Log, run: str) -> RunRecord | None:

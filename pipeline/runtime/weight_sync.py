@@ -80,16 +80,16 @@ def fetch(log: Log, manifest: Manifest, *, run: str) -> list[TensorBytes]:
     by_partition: dict[int, list[int]] = {}
     for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
         by_partition.setdefault(partition, []).append(offset)
-    found: dict[tuple[int, int], Chunk] = {}
+    chunk_at: dict[tuple[int, int], Chunk] = {}
     for partition, offsets in by_partition.items():
         for record in log.read(f"{run}.weights", partition, offsets):
             try:
-                found[partition, record.offset] = weights.read_chunk(record, run=run)[1]
+                chunk_at[partition, record.offset] = weights.read_chunk(record, run=run)[1]
             except Unusable as error:
                 raise LogError(
                     f"weights of version {manifest.version}: chunk at partition {partition} offset {record.offset} is broken: {error}"
                 ) from error
-    chunks = [found[place].data for place in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True)]
+    chunks = [chunk_at[at].data for at in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True)]
     try:
         return join(chunks, names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes, expected_digest=manifest.digest)
     except ValueError as error:

@@ -171,8 +171,8 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
     ids = torch.arange(18, device=parameter.device).reshape(2, 9) * 7919 % vocabulary
     ids[1, :5] = ids[0, :5]
     with torch.inference_mode():
-        found = [decoder.begin(ids[0, :5], rows=2, room=4)]
-        found += [decoder.next(ids[:, position]) for position in range(5, 9)]
+        logits = [decoder.begin(ids[0, :5], rows=2, room=4)]
+        logits += [decoder.next(ids[:, position]) for position in range(5, 9)]
         expected = model(input_ids=ids).logits[:, 4:].float()
-    difference = (torch.stack(found, 1).float() - expected).abs().max()
+    difference = (torch.stack(logits, 1).float() - expected).abs().max()
     return bool(difference <= (1e-3 if parameter.dtype == torch.float32 else 5e-2) * expected.abs().max())

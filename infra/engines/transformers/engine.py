@@ -102,11 +102,11 @@ class TransformersEngine:
         return aborted
 
     def in_hand(self) -> list[InHand]:
-        found = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
+        groups = [InHand(group=group, tokens=0, oldest_version=None) for group, _, _ in self._waiting]
         if self._work is not None:
             tokens = self._work.steps * len(self._work.left) + self._work.ended_tokens
-            found.append(InHand(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
-        return sorted(found, key=lambda one: one.group)
+            groups.append(InHand(group=self._work.request.group, tokens=tokens, oldest_version=self.version))
+        return sorted(groups, key=lambda held: held.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         if not self.idle:

@@ -162,8 +162,8 @@ class VllmEngine:
             if state.weight_version_starts:
                 first, known = int(state.weight_version_starts[0][0]), oldest[group]
                 oldest[group] = first if known is None else min(first, known)
-        found = [InHand(group=one.request.group, tokens=tokens[id(one)], oldest_version=oldest[id(one)]) for one in self._groups]
-        return sorted(found, key=lambda one: one.group)
+        groups = [InHand(group=one.request.group, tokens=tokens[id(one)], oldest_version=oldest[id(one)]) for one in self._groups]
+        return sorted(groups, key=lambda one: one.group)
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         self._usable()
@@ -219,10 +219,10 @@ class VllmEngine:
             return bool(queue.queue) or (queue.not_empty.wait(WAIT_S) and bool(queue.queue))
 
     def _finished(self, output: Any) -> Completion:
-        row, found = self._work.pop(output.request_id), output.outputs[0]
-        if found.finish_reason not in ("stop", "length"):
-            raise self._ended("while drawing", RuntimeError(f"vLLM ended a sample with {found.finish_reason!r}"))
-        completion = self._completion(row, found, "length" if found.finish_reason == "length" else "stop")
+        row, drawn = self._work.pop(output.request_id), output.outputs[0]
+        if drawn.finish_reason not in ("stop", "length"):
+            raise self._ended("while drawing", RuntimeError(f"vLLM ended a sample with {drawn.finish_reason!r}"))
+        completion = self._completion(row, drawn, "length" if drawn.finish_reason == "length" else "stop")
         group = row.group
         group.left -= 1
         group.tokens += len(completion.token_ids)
@@ -233,10 +233,10 @@ class VllmEngine:
             self._counts.groups += 1
         return completion
 
-    def _completion(self, row: "Row", found: Any, finish: Finish) -> Completion:
-        ids = np.array(found.token_ids, dtype=np.int32)
-        logprobs = np.array(found.logprobs.logprobs if len(ids) else (), dtype=np.float32)
-        spans = tuple(Span(int(span.version), span.start) for span in found.weight_versions or () if span.end > span.start)
+    def _completion(self, row: "Row", drawn: Any, finish: Finish) -> Completion:
+        ids = np.array(drawn.token_ids, dtype=np.int32)
+        logprobs = np.array(drawn.logprobs.logprobs if len(ids) else (), dtype=np.float32)
+        spans = tuple(Span(int(span.version), span.start) for span in drawn.weight_versions or () if span.end > span.start)
         if len(logprobs) != len(ids) or (len(ids) and not spans):
             raise self._ended(
                 "while drawing", RuntimeError(f"{len(ids)} tokens came with {len(logprobs)} logprobs and {len(spans)} versions")

@@ -38,8 +38,8 @@ def read_geometry(directory: Path) -> Geometry:
     try:
         whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        found = "no config.json in it" if directory.is_dir() else "no such directory"
-        raise EngineRefused(f"there is no model in {directory} ({found}): {ADVICE}") from None
+        reason = "no config.json in it" if directory.is_dir() else "no such directory"
+        raise EngineRefused(f"there is no model in {directory} ({reason}): {ADVICE}") from None
     except (OSError, ValueError) as error:
         raise EngineRefused(f"cannot read {directory / 'config.json'} ({error}): {ADVICE}") from error
     if not isinstance(whole, dict):
