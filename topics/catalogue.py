@@ -3,7 +3,6 @@
 Every name of a run begins with `<run id>.`, so that one prefixed access rule covers it."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 RUNS_TOPIC = "penstock.runs"
@@ -76,12 +75,3 @@ def topics_of(run: str, *, partitions: int, weight_partitions: int = 2) -> dict[
         name = topic_name(run, topic)
         specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=dict(_SETTINGS.get(topic, _RECORD)))
     return specs
-
-
-def partition_count(specs: Mapping[str, TopicSpec]) -> int:
-    """How many partitions these topics have together.
-
-    Example:
-        partition_count(topics_of("demo-1", partitions=8))  # -> 29
-    """
-    return sum(spec.partitions for spec in specs.values())

@@ -3,11 +3,12 @@
 Nothing of the record is changed or left out, so that it can be put back."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, Reader, Writer
+from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import RawHeaders, Record
@@ -71,25 +72,15 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
 
 def encode(letter: DeadLetter) -> bytes:
     """The payload of a dead letter."""
-    writer = Writer()
-    writer.texts((letter.topic,))
-    for number in (letter.partition, letter.offset, letter.timestamp_ms):
-        writer.int64s((number,))
-    for text in (letter.kind, letter.reason, letter.worker):
-        writer.texts((text,))
-    writer.binaries((letter.key,))
-    writer.lists((len(letter.headers),))
-    writer.structs(len(letter.headers))
-    writer.texts([name for name, _ in letter.headers])
-    writer.binaries([value for _, value in letter.headers])
-    writer.binaries((letter.value,))
-    writer.int64s((letter.time_ns,))
-    return CODEC.encode(writer)
+    headers = [{"name": name, "value": value} for name, value in letter.headers]
+    return CODEC.encode({**as_row(letter), "headers": headers})
 
 
 def decode(value: Payload) -> DeadLetter:
     """The dead letter in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    headers = tuple((header["name"], _bytes(header["value"])) for header in row["headers"])
+    return DeadLetter(**{**row, "key": _bytes(row["key"]), "headers": headers, "value": bytes(row["value"])})
 
 
 def headers(letter: DeadLetter, *, run: str) -> Headers:
@@ -110,27 +101,6 @@ def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
     return found, letter
 
 
-def _build(reader: Reader) -> DeadLetter:
-    topic, partition, offset, timestamp_ms = reader.text(), reader.int64(), reader.int64(), reader.int64()
-    kind, reason, worker, key = reader.text(), reader.text(), reader.text(), reader.binaries_or_none()[0]
-    return DeadLetter(
-        topic=topic,
-        partition=partition,
-        offset=offset,
-        timestamp_ms=timestamp_ms,
-        kind=kind,
-        reason=reason,
-        worker=worker,
-        key=None if key is None else bytes(key),
-        headers=_read_headers(reader),
-        value=bytes(reader.binaries()[0]),
-        time_ns=reader.int64(),
-    )
-
-
-def _read_headers(reader: Reader) -> RawHeaders:
-    low, high = reader.lists()
-    reader.structs()
-    names, values = reader.texts(), reader.binaries_or_none()
-    pairs = [(name, None if value is None else bytes(value)) for name, value in zip(names, values, strict=True)]
-    return tuple(pairs[low:high])  # type: ignore[arg-type]  # a foreign client may send a header without a value
+def _bytes(value: memoryview | None) -> Any:
+    """A copy; a foreign client may send a header without a value."""
+    return None if value is None else bytes(value)

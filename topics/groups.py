@@ -6,14 +6,13 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
 import pyarrow as pa
 
-from penstock.topics.samples import SAMPLE_FIELDS, Rollout, read_samples, write_samples
+from penstock.topics.samples import SAMPLE_FIELDS, Rollout, sample_of, sample_row
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Int32s, Payload, Reader, Writer, rows
+from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, list_of
@@ -163,7 +162,11 @@ def decode_parts(values: Sequence[Payload]) -> Group:
 
 def decode_part(value: Payload) -> Part:
     """What one payload holds; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    part, parts, outcome = row.pop("part"), row.pop("parts"), row["outcome"]
+    require(outcome in OUTCOMES, f"outcome is {outcome[:60]!r}, expected one of {', '.join(OUTCOMES)}")
+    samples = tuple(_scored(sample, group=row["group"]) for sample in row["samples"])
+    return Part(part=part, parts=parts, group=Group(**{**row, "samples": samples}))
 
 
 def digest(values: Sequence[Payload]) -> str:
@@ -268,60 +271,10 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
     for sample in group.samples:
         if sample.rollout.group != group.group:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")
-    writer = Writer()
-    for value in (group.group, group.slot, group.min_version, group.samples_per_prompt, group.epoch, group.row):
-        writer.int64s((value,))
-    for value in (group.created_ns, group.scored_ns, part, parts):
-        writer.int64s((value,))
-    for text in (group.outcome, group.reason, group.prompt):
-        writer.texts((text,))
-    writer.lists((len(group.prompt_ids),))
-    writer.array(np.asarray(group.prompt_ids, np.int32))
-    writer.texts((group.columns,))
-    writer.lists((len(group.reward_names),))
-    writer.texts(group.reward_names)
-    writer.lists((len(group.reward_weights),))
-    writer.doubles(group.reward_weights)
-    writer.lists((len(group.samples),))
-    writer.structs(len(group.samples))
-    write_samples(writer, [sample.rollout for sample in group.samples])
-    writer.texts([sample.completion for sample in group.samples])
-    writer.doubles([sample.reward for sample in group.samples])
-    writer.lists([len(sample.components) for sample in group.samples])
-    writer.doubles([component for sample in group.samples for component in sample.components])
-    return CODEC.encode(writer)
+    samples = [{**sample_row(sample.rollout), **as_row(sample)} for sample in group.samples]
+    return CODEC.encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
 
 
-def _build(reader: Reader) -> Part:
-    group, slot, min_version, samples_per_prompt, epoch, row, created_ns, scored_ns, part, parts = (reader.int64() for _ in range(10))
-    outcome, reason, prompt = reader.text(), reader.texts_or_none()[0], reader.text()
-    require(outcome in OUTCOMES, f"outcome is {outcome[:60]!r}, expected one of {', '.join(OUTCOMES)}")
-    found = Group(
-        group=group,
-        outcome=outcome,  # type: ignore[arg-type]
-        reason=reason,
-        slot=slot,
-        min_version=min_version,
-        samples_per_prompt=samples_per_prompt,
-        epoch=epoch,
-        row=row,
-        prompt=prompt,
-        prompt_ids=rows(reader.lists(), reader.ints())[0],
-        columns=reader.text(),
-        reward_names=tuple(rows(reader.lists(), reader.texts())[0]),
-        reward_weights=tuple(rows(reader.lists(), reader.doubles())[0]),
-        samples=_read_scored(reader, group=group),
-        created_ns=created_ns,
-        scored_ns=scored_ns,
-    )
-    return Part(part=part, parts=parts, group=found)
-
-
-def _read_scored(reader: Reader, *, group: int) -> tuple[ScoredSample, ...]:
-    low, high = reader.lists()
-    reader.structs()
-    columns = (read_samples(reader, group=group), reader.texts(), reader.doubles(), rows(reader.lists(), reader.doubles_or_none()))
-    return tuple(
-        ScoredSample(rollout=rollout, completion=completion, reward=reward, components=tuple(components))
-        for rollout, completion, reward, components in zip(*columns, strict=True)
-    )[low:high]
+def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:
+    rollout = sample_of(row, group=group)
+    return ScoredSample(rollout=rollout, completion=row["completion"], reward=row["reward"], components=row["components"])

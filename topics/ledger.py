@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, Reader, Writer, rows
+from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, list_of, map_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
@@ -81,32 +81,14 @@ class Entry:
 
 def encode(entry: Entry) -> bytes:
     """The payload of an entry."""
-    writer = Writer()
-    writer.int64s((entry.seq,))
-    writer.texts((entry.kind,))
-    writer.int64s((entry.time_ns,))
-    writer.int64s((entry.step,))
-    writer.int64s((entry.version,))
-    writer.lists((len(entry.plan),))
-    writer.structs(len(entry.plan))
-    writer.int64s([planned.group for planned in entry.plan])
-    writer.texts([planned.sha256 for planned in entry.plan])
-    writer.int64s([planned.partition for planned in entry.plan])
-    writer.int64s([planned.offset for planned in entry.plan])
-    for numbers in (entry.boundaries, entry.groups):
-        writer.lists((len(numbers),))
-        writer.int64s(numbers)
-    writer.int64s((entry.loss_bits,))
-    writer.int64s((entry.grad_norm_bits,))
-    writer.texts((entry.digest,))
-    writer.numbers_by_name(entry.metrics)
-    writer.texts((entry.details,))
-    return CODEC.encode(writer)
+    return CODEC.encode({**as_row(entry), "plan": [as_row(planned) for planned in entry.plan]})
 
 
 def decode(value: Payload) -> Entry:
     """The entry in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    require(row["kind"] in ENTRY_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
+    return Entry(**{**row, "plan": tuple(Planned(**planned) for planned in row["plan"])})
 
 
 def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
@@ -137,33 +119,3 @@ def continues(entry: Entry, *, after: int) -> bool:
     if entry.seq > after + 1:
         raise Unusable(f"entry {entry.seq} follows entry {after}: it is not of this story", kind="mismatch")
     return entry.seq == after + 1
-
-
-def _build(reader: Reader) -> Entry:
-    seq, kind, time_ns = reader.int64(), reader.text(), reader.int64()
-    require(kind in ENTRY_KINDS, f"kind is {kind[:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
-    return Entry(
-        seq=seq,
-        kind=kind,  # type: ignore[arg-type]
-        time_ns=time_ns,
-        step=reader.int64s_or_none()[0],
-        version=reader.int64s_or_none()[0],
-        plan=_read_plan(reader),
-        boundaries=tuple(rows(reader.lists(), reader.int64s())[0]),
-        groups=tuple(rows(reader.lists(), reader.int64s())[0]),
-        loss_bits=reader.int64s_or_none()[0],
-        grad_norm_bits=reader.int64s_or_none()[0],
-        digest=reader.texts_or_none()[0],
-        metrics=reader.numbers_by_name(),
-        details=reader.texts_or_none()[0],
-    )
-
-
-def _read_plan(reader: Reader) -> tuple[Planned, ...]:
-    low, high = reader.lists()
-    reader.structs()
-    columns = (reader.int64s(), reader.texts(), reader.int64s(), reader.int64s())
-    return tuple(
-        Planned(group=group, sha256=sha256, partition=partition, offset=offset)
-        for group, sha256, partition, offset in zip(*columns, strict=True)
-    )[low:high]

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, Reader, Writer
+from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import column, map_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
@@ -58,21 +58,14 @@ class Measurement:
 
 def encode(measurement: Measurement) -> bytes:
     """The payload of a measurement."""
-    writer = Writer()
-    for text in (measurement.worker, measurement.role, measurement.incarnation):
-        writer.texts((text,))
-    writer.int64s((measurement.seq,))
-    writer.texts((measurement.kind,))
-    for number in (measurement.time_ns, measurement.version, measurement.step):
-        writer.int64s((number,))
-    writer.numbers_by_name(measurement.values)
-    writer.texts_by_name(measurement.labels)
-    return CODEC.encode(writer)
+    return CODEC.encode(as_row(measurement))
 
 
 def decode(value: Payload) -> Measurement:
     """The measurement in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    require(row["kind"] in MEASUREMENT_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(MEASUREMENT_KINDS)}")
+    return Measurement(**row)
 
 
 def headers(measurement: Measurement, *, run: str) -> Headers:
@@ -99,20 +92,3 @@ def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
     version = measurement.version
     match(found, outcome=measurement.kind, worker=measurement.worker, policy_version_min=version, policy_version_max=version)
     return found, measurement
-
-
-def _build(reader: Reader) -> Measurement:
-    worker, role, incarnation, seq, kind = reader.text(), reader.text(), reader.text(), reader.int64(), reader.text()
-    require(kind in MEASUREMENT_KINDS, f"kind is {kind[:60]!r}, expected one of {', '.join(MEASUREMENT_KINDS)}")
-    return Measurement(
-        worker=worker,
-        role=role,
-        incarnation=incarnation,
-        seq=seq,
-        kind=kind,  # type: ignore[arg-type]
-        time_ns=reader.int64(),
-        version=reader.int64s_or_none()[0],
-        step=reader.int64s_or_none()[0],
-        values=reader.numbers_by_name(),
-        labels=reader.texts_by_name(),
-    )

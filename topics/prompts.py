@@ -4,11 +4,10 @@ The prompt is tokenised once, by the feeder; nobody tokenises it again."""
 
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Int32s, Payload, Reader, Writer, rows
+from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
@@ -60,21 +59,13 @@ class Prompt(ByValue):
 
 def encode(prompt: Prompt) -> bytes:
     """The payload of a prompt."""
-    writer = Writer()
-    for value in (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.epoch, prompt.row):
-        writer.int64s((value,))
-    writer.texts((prompt.prompt,))
-    writer.texts((prompt.messages,))
-    writer.lists((len(prompt.token_ids),))
-    writer.array(np.asarray(prompt.token_ids, np.int32))
-    writer.texts((prompt.columns,))
-    writer.int64s((prompt.created_ns,))
-    return CODEC.encode(writer)
+    return CODEC.encode(as_row(prompt))
 
 
 def decode(value: Payload) -> Prompt:
     """The prompt in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    return Prompt(**row)
 
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
@@ -93,19 +84,3 @@ def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
     prompt = decode(record.value)
     match(found, group=prompt.group, policy_version_min=prompt.min_version)
     return found, prompt
-
-
-def _build(reader: Reader) -> Prompt:
-    return Prompt(
-        group=reader.int64(),
-        slot=reader.int64(),
-        min_version=reader.int64(),
-        samples_per_prompt=reader.int64(),
-        epoch=reader.int64(),
-        row=reader.int64(),
-        prompt=reader.text(),
-        messages=reader.texts_or_none()[0],
-        token_ids=rows(reader.lists(), reader.ints())[0],
-        columns=reader.text(),
-        created_ns=reader.int64(),
-    )

@@ -2,43 +2,31 @@
 
 The oldest policy version of a sample is the one that counts; it stands in the header."""
 
-import numpy as np
 import pyarrow as pa
 
-from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, flaw, read_samples
-from penstock.topics.wire import shapes
+from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, sample_of, sample_row
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, Reader
+from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.fields import column
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
-from penstock.topics.wire.shapes import Shapes
 
 __all__ = ["CODEC", "FINISHES", "SCHEMA", "Finish", "Rollout", "check", "decode", "encode", "headers", "read"]
 
 SCHEMA = "rollouts/1"
 CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS))
-_SHAPES = Shapes(CODEC)
 _REQUIRED = ("group", "sample", "policy-version-min", "policy-version-max")
 
 
 def encode(rollout: Rollout) -> bytes:
     """The payload of a sample; raises `ValueError` where its arrays do not fit together."""
-    gaps = bool(np.isnan(rollout.behaviour_logprobs).any())
-    if gaps or flaw(rollout, gaps=False):
-        return shapes.encode(CODEC, rollout)
-    return _SHAPES.of(rollout).write(rollout)
+    return CODEC.encode(sample_row(rollout))
 
 
 def decode(value: Payload) -> Rollout:
     """The sample in a payload; raises `Unusable`."""
-    shape = _SHAPES.find(value) if isinstance(value, bytes) else None
-    if shape is not None and (known := shape.read(value)) is not None:  # type: ignore[arg-type]
-        return known
-    rollout = CODEC.decode(value, _build)
-    if not np.isnan(rollout.behaviour_logprobs).any():
-        _SHAPES.of(rollout)  # the next one like it is read at once
-    return rollout
+    (row,) = CODEC.decode(value)
+    return sample_of(row, group=row["group"])
 
 
 def headers(rollout: Rollout, *, run: str, attempt: int | None = None) -> Headers:
@@ -77,8 +65,3 @@ def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[H
         tokens=len(rollout.token_ids),
     )
     return found, rollout
-
-
-def _build(reader: Reader) -> Rollout:
-    group = reader.int64()
-    return read_samples(reader, group=group)[0]

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, Reader, Writer
+from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import column
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
@@ -47,17 +47,14 @@ class RunRecord:
 
 def encode(record: RunRecord) -> bytes:
     """The payload of a run's record."""
-    writer = Writer()
-    for text in (record.run, record.status, record.config, record.info):
-        writer.texts((text,))
-    writer.int64s((record.created_ns,))
-    writer.int64s((record.updated_ns,))
-    return CODEC.encode(writer)
+    return CODEC.encode(as_row(record))
 
 
 def decode(value: Payload) -> RunRecord:
     """The run's record in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    require(row["status"] in STATUSES, f"status is {row['status'][:60]!r}, expected one of {', '.join(STATUSES)}")
+    return RunRecord(**row)
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:
@@ -77,16 +74,3 @@ def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]
     decoded = decode(record.value)
     match(found, run=decoded.run, outcome=decoded.status)
     return found, decoded
-
-
-def _build(reader: Reader) -> RunRecord:
-    run, status = reader.text(), reader.text()
-    require(status in STATUSES, f"status is {status[:60]!r}, expected one of {', '.join(STATUSES)}")
-    return RunRecord(
-        run=run,
-        status=status,  # type: ignore[arg-type]
-        config=reader.text(),
-        info=reader.text(),
-        created_ns=reader.int64(),
-        updated_ns=reader.int64(),
-    )

@@ -2,16 +2,14 @@
 
 Logprobs are of the distribution that was sampled from; they are null, NaN in memory, on tokens the model did not draw."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 
-from penstock.topics.wire.codec import null_block
-from penstock.topics.wire.columns import Block, Bools, Float32s, Int32s, Reader, Writer, rows
+from penstock.topics.wire.columns import Bools, Float32s, Int32s
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.fields import column, list_of
@@ -59,12 +57,6 @@ SAMPLE_FIELDS = (
 _NAMES = tuple(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY)])
 
 
-@lru_cache(maxsize=1024)
-def no_trajectory(count: int) -> Block:
-    """The columns of multi-turn trajectories for `count` samples that are none."""
-    return null_block(_TRAJECTORY, rows=count)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout(ByValue):
     """One finished sample of a group; T tokens drawn under S policy versions, one after the other."""
@@ -108,8 +100,8 @@ class Rollout(ByValue):
         return max(map(int, self.span_versions))
 
 
-def flaw(rollout: Rollout, *, gaps: bool = True) -> str | None:
-    """What is wrong with a sample's arrays, or `None`; `gaps` is False where it is known that no logprob is missing."""
+def flaw(rollout: Rollout) -> str | None:
+    """What is wrong with a sample's arrays, or `None`."""
     tokens = len(rollout.token_ids)
     if not tokens == len(rollout.behaviour_logprobs) == len(rollout.loss_mask):
         return f"{tokens} tokens, {len(rollout.behaviour_logprobs)} logprobs, {len(rollout.loss_mask)} loss mask elements"
@@ -118,92 +110,23 @@ def flaw(rollout: Rollout, *, gaps: bool = True) -> str | None:
         return f"{len(starts)} span starts, {len(rollout.span_versions)} span versions"
     if starts[0] != 0 or starts[-1] > tokens or starts != sorted(starts):
         return f"span starts {starts[:8]} do not divide {tokens} tokens"
-    if gaps and (rollout.loss_mask & np.isnan(rollout.behaviour_logprobs)).any():
+    if (rollout.loss_mask & np.isnan(rollout.behaviour_logprobs)).any():
         return "a token in the loss mask has no logprob"
     if rollout.finish not in FINISHES:
         return f"finish is {rollout.finish[:60]!r}, expected one of {', '.join(FINISHES)}"
     return None
 
 
-def zeros(*, tokens: int, spans: int, finish: Finish, worker_size: int) -> Rollout:
-    """A sample of these lengths in which everything else is zero; it has the byte layout of every sample of these lengths."""
-    return Rollout(
-        group=0,
-        sample=0,
-        token_ids=np.zeros(tokens, np.int32),
-        behaviour_logprobs=np.zeros(tokens, np.float32),
-        loss_mask=np.zeros(tokens, np.bool_),
-        span_versions=np.zeros(spans, np.int32),
-        span_starts=np.zeros(spans, np.int32),
-        finish=finish,
-        temperature=0.0,
-        top_p=0.0,
-        top_k=0,
-        started_ns=0,
-        ended_ns=0,
-        worker=" " * worker_size,
-    )
+def sample_row(rollout: Rollout) -> dict[str, Any]:
+    """Its values by column; raises `ValueError` where its arrays do not fit together."""
+    if problem := flaw(rollout):
+        raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
+    return {"group": rollout.group, **{name: getattr(rollout, name) for name in _NAMES}}
 
 
-def write_samples(writer: Writer, rollouts: Sequence[Rollout]) -> None:
-    """Write `SAMPLE_FIELDS`, a row per rollout; raises `ValueError` for one whose arrays do not fit together."""
-    logprobs = _joined([rollout.behaviour_logprobs for rollout in rollouts], np.float32)
-    missing = np.isnan(logprobs)
-    gaps = bool(np.count_nonzero(missing))
-    for rollout in rollouts:
-        if problem := flaw(rollout, gaps=gaps):
-            raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
-    writer.int64s([rollout.sample for rollout in rollouts])
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    writer.lists(lengths)
-    writer.array(_joined([rollout.token_ids for rollout in rollouts], np.int32))
-    writer.lists(lengths)
-    writer.array(logprobs, missing=missing if gaps else None)
-    writer.lists(lengths)
-    writer.array(_joined([rollout.loss_mask for rollout in rollouts], np.bool_))
-    spans = [len(rollout.span_versions) for rollout in rollouts]
-    writer.lists(spans)
-    writer.array(_joined([rollout.span_versions for rollout in rollouts], np.int32))
-    writer.lists(spans)
-    writer.array(_joined([rollout.span_starts for rollout in rollouts], np.int32))
-    writer.texts([rollout.finish for rollout in rollouts])
-    writer.doubles([rollout.temperature for rollout in rollouts])
-    writer.doubles([rollout.top_p for rollout in rollouts])
-    writer.int64s([rollout.top_k for rollout in rollouts])
-    writer.int64s([rollout.started_ns for rollout in rollouts])
-    writer.int64s([rollout.ended_ns for rollout in rollouts])
-    writer.texts([rollout.worker for rollout in rollouts])
-    writer.block(no_trajectory(len(rollouts)))
-
-
-def read_samples(reader: Reader, *, group: int) -> list[Rollout]:
-    """Read `SAMPLE_FIELDS`: the samples of a group; raises `Unusable`."""
-    columns = (
-        reader.int64s(),
-        rows(reader.lists(), reader.ints()),
-        rows(reader.lists(), logprobs := reader.floats()),
-        rows(reader.lists(), reader.bools()),
-        rows(reader.lists(), reader.ints()),
-        rows(reader.lists(), reader.ints()),
-        reader.texts(),
-        reader.doubles(),
-        reader.doubles(),
-        reader.int64s(),
-        reader.int64s(),
-        reader.int64s(),
-        reader.texts(),
-    )
-    skipped = no_trajectory(1)
-    reader.skip(nodes=len(skipped.nodes) // 2, buffers=len(skipped.sizes))
-    found = [Rollout(group=group, **dict(zip(_NAMES, row, strict=True))) for row in zip(*columns, strict=True)]
-    gaps = bool(np.count_nonzero(np.isnan(logprobs)))
-    for rollout in found:
-        if problem := flaw(rollout, gaps=gaps):
-            raise Unusable(f"sample {rollout.sample}: {problem}", kind="undecodable")
-    return found
-
-
-def _joined(arrays: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:
-    if not arrays:
-        return np.empty(0, kind)
-    return np.asarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), kind)
+def sample_of(row: Mapping[str, Any], *, group: int) -> Rollout:
+    """The sample of a group in a decoded row; raises `Unusable`."""
+    rollout = Rollout(group=group, **{name: row[name] for name in _NAMES})
+    if problem := flaw(rollout):
+        raise Unusable(f"sample {rollout.sample}: {problem}", kind="undecodable")
+    return rollout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
-from penstock.topics.wire.columns import Payload, Reader, Writer, rows
+from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
@@ -80,42 +80,27 @@ def encode(manifest: Manifest) -> bytes:
     """The payload of a manifest; raises `ValueError` where its lists do not fit together."""
     if problem := _flaw(manifest):
         raise ValueError(f"version {manifest.version}: {problem}")
-    writer = Writer()
-    for value in (manifest.version, manifest.step, manifest.base_version, manifest.nbytes, manifest.created_ns):
-        writer.int64s((value,))
-    writer.texts((manifest.encoding,))
-    writer.texts((manifest.digest,))
-    for texts in (manifest.names, manifest.dtypes):
-        writer.lists((len(texts),))
-        writer.texts(texts)
-    writer.lists((len(manifest.shapes),))
-    writer.lists([len(shape) for shape in manifest.shapes])
-    writer.int64s([size for shape in manifest.shapes for size in shape])
-    for numbers in (manifest.chunk_partitions, manifest.chunk_offsets, manifest.chunk_sizes):
-        writer.lists((len(numbers),))
-        writer.int64s(numbers)
-    writer.lists((len(manifest.chunk_sha256),))
-    writer.texts(manifest.chunk_sha256)
-    return CODEC.encode(writer)
+    return CODEC.encode(as_row(manifest))
 
 
 def encode_chunk(chunk: Chunk) -> bytes:
     """The payload of a chunk."""
-    writer = Writer()
-    writer.int64s((chunk.version,))
-    writer.int64s((chunk.index,))
-    writer.binaries((chunk.data,))
-    return CHUNK_CODEC.encode(writer)
+    return CHUNK_CODEC.encode(as_row(chunk))
 
 
 def decode(value: Payload) -> Manifest:
     """The manifest in a payload; raises `Unusable`."""
-    return CODEC.decode(value, _build)
+    (row,) = CODEC.decode(value)
+    manifest = Manifest(**row)
+    problem = _flaw(manifest)
+    require(problem is None, problem or "")
+    return manifest
 
 
 def decode_chunk(value: Payload) -> Chunk:
     """The chunk in a payload, its data a view of `value`; raises `Unusable`."""
-    return CHUNK_CODEC.decode(value, _build_chunk)
+    (row,) = CHUNK_CODEC.decode(value)
+    return Chunk(**row)
 
 
 def headers(manifest: Manifest, *, run: str, worker: str | None = None) -> Headers:
@@ -164,42 +149,3 @@ def _flaw(manifest: Manifest) -> str | None:
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
         return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
     return None
-
-
-def _build(reader: Reader) -> Manifest:
-    version, step, base_version, nbytes, created_ns = (
-        reader.int64(),
-        reader.int64(),
-        reader.int64s_or_none()[0],
-        reader.int64(),
-        reader.int64(),
-    )
-    manifest = Manifest(
-        version=version,
-        step=step,
-        base_version=base_version,
-        nbytes=nbytes,
-        created_ns=created_ns,
-        encoding=reader.text(),
-        digest=reader.text(),
-        names=tuple(rows(reader.lists(), reader.texts())[0]),
-        dtypes=tuple(rows(reader.lists(), reader.texts())[0]),
-        shapes=_read_shapes(reader),
-        chunk_partitions=tuple(rows(reader.lists(), reader.int64s())[0]),
-        chunk_offsets=tuple(rows(reader.lists(), reader.int64s())[0]),
-        chunk_sizes=tuple(rows(reader.lists(), reader.int64s())[0]),
-        chunk_sha256=tuple(rows(reader.lists(), reader.texts())[0]),
-    )
-    problem = _flaw(manifest)
-    require(problem is None, problem or "")
-    return manifest
-
-
-def _read_shapes(reader: Reader) -> tuple[tuple[int, ...], ...]:
-    low, high = reader.lists()
-    bounds = reader.lists()
-    return tuple(tuple(shape) for shape in rows(bounds, reader.int64s())[low:high])
-
-
-def _build_chunk(reader: Reader) -> Chunk:
-    return Chunk(version=reader.int64(), index=reader.int64(), data=reader.binaries()[0])

@@ -15,7 +15,7 @@ from penstock.infra.kafka.blocks import Block
 from penstock.pipeline.archive.arrays import Flags, Ints
 from penstock.topics import rollouts
 from penstock.topics.rollouts import FINISHES
-from penstock.topics.samples import no_trajectory, zeros
+from penstock.topics.samples import Rollout
 from penstock.topics.wire.headers import MAX_HEADER_BYTES
 
 Words = NDArray[np.uint64]
@@ -117,13 +117,29 @@ class Layout:
 def payload(lengths: Lengths) -> bytes:
     """Of some sample of these lengths."""
     tokens, spans, finish, worker = lengths
-    return rollouts.encode(zeros(tokens=tokens, spans=spans, finish=BY_SIZE[finish], worker_size=worker))
+    sample = Rollout(
+        group=0,
+        sample=0,
+        token_ids=np.zeros(tokens, np.int32),
+        behaviour_logprobs=np.zeros(tokens, np.float32),
+        loss_mask=np.zeros(tokens, np.bool_),
+        span_versions=np.zeros(spans, np.int32),
+        span_starts=np.zeros(spans, np.int32),
+        finish=BY_SIZE[finish],
+        temperature=0.0,
+        top_p=0.0,
+        top_k=0,
+        started_ns=0,
+        ended_ns=0,
+        worker=" " * worker,
+    )
+    return rollouts.encode(sample)
 
 
 def _around() -> tuple[int, bytes]:
-    lengths = 0, 1, min(BY_SIZE), 0
+    lengths = 0, 1, min(BY_SIZE), 8
     whole = payload(lengths)
-    tail = whole[whole.rindex(no_trajectory(1).body) :]
+    tail = whole[whole.rindex(8 * b" ") + 8 :]
     return len(whole) - int(Layout(*map(np.array, lengths)).size) - len(tail), tail
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.topics import rollouts
-from penstock.topics.samples import Rollout
 from penstock.topics.wire.codec import Codec
 
 
@@ -19,20 +17,14 @@ def settings(schema: str, mark: bytes, *, deaths: Path, times: int) -> Mapping[s
 def install() -> None:
     """To be run first in the new process."""
     schema, mark = os.environ["DEADLY_SCHEMA"], bytes.fromhex(os.environ["DEADLY_MARK"])
-    plain, plain_rollout = Codec.decode, rollouts.decode
+    plain = Codec.decode
 
-    def decode(self: Codec, value: Any, build: Any) -> Any:
+    def decode(self: Codec, value: Any) -> Any:
         if self.name == schema and mark in bytes(value):
             _die()
-        return plain(self, value, build)
-
-    def decode_rollout(value: Any) -> Rollout:
-        if schema == rollouts.SCHEMA and mark in bytes(value):
-            _die()
-        return plain_rollout(value)
+        return plain(self, value)
 
     Codec.decode = decode  # type: ignore[method-assign]
-    rollouts.decode = decode_rollout
 
 
 def _die() -> None:

@@ -1,303 +1,261 @@
-"""Arrow columns as bytes: a `Writer` and a `Reader` that walk the fields of a schema in its own order, depth first.
+"""Columns of a schema: Python and numpy values as Arrow arrays, and back.
 
-Both move whole columns, never single tokens. The caller names the columns in the order of its schema; nothing here knows schemas.
-Single-row records have two dozen columns, and objects for each would cost ten times what the bytes do.
+In memory the elements of lists of int32, float and bool are one numpy array, those of other lists a tuple, structs and maps are dicts.
+Buffers are laid out here, as `pyarrow.array` and `Array.to_numpy` import pandas, which takes longer than a worker's start otherwise does.
 Layouts: https://arrow.apache.org/docs/format/Columnar.html"""
 
-import struct
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from array import array as machine_array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
-
-from penstock.topics.wire.errors import Unusable
 
 Payload = bytes | memoryview
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-_PADDING = tuple(bytes(-size & 7) for size in range(8))
-Number = TypeVar("Number", bound=np.generic)
-Elements = TypeVar("Elements", Int32s, Float32s, Bools, list[int], list[str], list[float], list[float | None])
+
+Row = dict[str, Any]
+_ARRAYS: dict[pa.DataType, type[np.generic]] = {pa.int32(): np.int32, pa.float32(): np.float32, pa.bool_(): np.bool_}
+_NUMBERS: dict[pa.DataType, str] = {pa.int32(): "i", pa.int64(): "q", pa.float64(): "d"}
 
 
-class Block(NamedTuple):
-    """Columns that are already written."""
+class Column:
+    """A column, a field of a struct or the elements of a list; this class is for texts."""
 
-    nodes: tuple[int, ...]
-    """Length and null count of each column, one after the other."""
-    sizes: tuple[int, ...]
-    """Bytes of each buffer, without its padding."""
-    body: bytes
-    """The buffers, each padded to 8 bytes."""
+    blank: Any = ""
+    """What lies in the buffers under a null."""
 
+    def __init__(self, field: pa.Field) -> None:
+        self.name: str = field.name
+        self.type: pa.DataType = field.type
+        self.nullable: bool = field.nullable
 
-class Writer:
-    """Collects the nodes and buffers of one record batch; `pieces` are what of the buffers is not empty, padded to 8 bytes."""
+    def to_arrow(self, values: Sequence[Any]) -> pa.Array:
+        """An array of values, one a row; `None` is null. Raises `ValueError` where the column has no nulls."""
+        validity, nulls = None, sum(value is None for value in values)
+        if nulls:
+            if not self.nullable:
+                raise ValueError(f"{self.name!r} may not be null")
+            if nulls == len(values):
+                return pa.nulls(nulls, self.type)
+            validity = _bits([value is not None for value in values])
+            values = [self.blank if value is None else value for value in values]
+        buffers, children = self._layout(values)
+        return pa.Array.from_buffers(self.type, len(values), [validity, *buffers], nulls, 0, children)
 
-    __slots__ = ("nodes", "pieces", "sizes")
+    def from_arrow(self, array: pa.Array, *, path: str) -> Sequence[Any]:
+        """The values of a validated array; byte strings and numpy arrays are read-only views of it, but for bool and nulls as NaN.
 
-    def __init__(self) -> None:
-        self.nodes: list[int] = []
-        self.sizes: list[int] = []
-        self.pieces: list[Payload] = []
+        Structs may lack nullable fields, which read as `None`, and have unknown nullable ones, which are left out. Any other
+        difference of the type, and a null where none may be, raises `ValueError`, which names `path`.
+        """
+        nulls = array.null_count
+        if nulls:
+            if not self.nullable:
+                raise ValueError(f"{nulls} of {len(array)} values of {path} are null where none may be")
+            if nulls == len(array):
+                return [None] * nulls
+        if array.type != self.type and not self._takes(array.type):
+            raise ValueError(f"column {path} is {str(array.type)[:100]}, expected {str(self.type)[:100]}")
+        values = self._values(array, path)
+        if not nulls:
+            return values
+        return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
 
-    def int64s(self, values: Sequence[int | None]) -> None:
-        """A column of int64, nullable."""
-        self._numbers(values, "q")
+    def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
+        """The buffers behind the validity, and the children, for values without `None`."""
+        data = [value.encode() for value in values]
+        return [_offsets(data), pa.py_buffer(b"".join(data))], []
 
-    def doubles(self, values: Sequence[float | None]) -> None:
-        """A column of double, nullable."""
-        self._numbers(values, "d")
+    def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
+        """The values of an array of a type it takes; anything under a null."""
+        return array.to_pylist()  # type: ignore[no-any-return]
 
-    def texts(self, values: Sequence[str | None]) -> None:
-        """A column of UTF-8 strings, nullable."""
-        self.binaries([value if value is None else value.encode() for value in values])
-
-    def binaries(self, values: Sequence[Payload | None]) -> None:
-        """A column of byte strings, nullable."""
-        present = values if self._validity(values) else [b"" if value is None else value for value in values]
-        data = present[0] if len(present) == 1 else b"".join(present)  # type: ignore[arg-type]
-        self._put(_offsets(list(map(len, present))))  # type: ignore[arg-type]
-        self._put(data)  # type: ignore[arg-type]
-
-    def lists(self, lengths: Sequence[int]) -> None:
-        """A column of lists without nulls; its elements, all rows' after each other, are the next column."""
-        self.nodes += (len(lengths), 0)
-        self.sizes.append(0)
-        self._put(_offsets(lengths))
-
-    def structs(self, length: int) -> None:
-        """A column of structs without nulls; its fields are the next columns."""
-        self.nodes += (length, 0)
-        self.sizes.append(0)
-
-    def numbers_by_name(self, values: Mapping[str, float]) -> None:
-        """One row of a map from strings to double."""
-        self._names(values)
-        self.doubles(list(values.values()))
-
-    def texts_by_name(self, values: Mapping[str, str]) -> None:
-        """One row of a map from strings to strings."""
-        self._names(values)
-        self.texts(list(values.values()))
-
-    def array(self, values: NDArray[Any], *, missing: Bools | None = None) -> None:
-        """A column from an array, in its own element type; True in `missing` makes an element null."""
-        nulls = 0 if missing is None else int(np.count_nonzero(missing))
-        self.nodes += (len(values), nulls)
-        self._put(_bits(~missing) if nulls and missing is not None else b"")
-        self._put(_bits(values) if values.dtype == np.bool_ else values.tobytes())
-
-    def block(self, block: Block) -> None:
-        """Columns written before."""
-        self.nodes += block.nodes
-        self.sizes += block.sizes
-        self.pieces.append(block.body)
-
-    def _names(self, values: Mapping[str, object]) -> None:
-        self.lists((len(values),))
-        self.structs(len(values))
-        self.texts(list(values))
-
-    def _numbers(self, values: Sequence[float | None], code: str) -> None:
-        present = values if self._validity(values) else [0 if value is None else value for value in values]
-        self._put(numbers_of(code, len(values)).pack(*present))
-
-    def _validity(self, values: Sequence[object]) -> bool:
-        """Write node and validity of a column; whether all its values are there."""
-        if None not in values:
-            self.nodes += (len(values), 0)
-            self.sizes.append(0)
-            return True
-        valid = np.array([value is not None for value in values])
-        self.nodes += (len(values), len(values) - int(np.count_nonzero(valid)))
-        self._put(_bits(valid))
+    def _takes(self, kind: pa.DataType) -> bool:
+        """Whether arrays of another type than the column's can be read all the same."""
         return False
 
-    def _put(self, buffer: Payload) -> None:
-        size = len(buffer)
-        self.sizes.append(size)
-        self.pieces.append(buffer)
-        if size & 7:
-            self.pieces.append(_PADDING[size & 7])
+
+class Binaries(Column):
+    """Byte strings: `memoryview`s when read."""
+
+    blank = b""
+
+    def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
+        return [_offsets(values), pa.py_buffer(values[0] if len(values) == 1 else b"".join(values))], []
+
+    def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
+        if not len(array):
+            return []  # its buffers may be absent
+        _, offsets, data = array.buffers()
+        view = memoryview(data).cast("B") if data else memoryview(b"")
+        bounds = np.frombuffer(offsets, np.int32, array.offset + len(array) + 1)[array.offset :].tolist()
+        return [view[low:high] for low, high in pairwise(bounds)]
 
 
-class Reader:
-    """Gives out the columns of one record batch that Arrow has validated; `spans` are (offset, length) of its buffers in `body`.
+class Numbers(Column):
+    """Integers or doubles."""
 
-    Raises `Unusable` where a column that may not have nulls has some. Arrays are read-only views of the body.
-    """
+    blank = 0
 
-    __slots__ = ("_body", "_buffer", "_node", "_nodes", "_spans")
-
-    def __init__(self, body: memoryview, *, nodes: tuple[int, ...], spans: tuple[int, ...]) -> None:
-        self._body, self._nodes, self._spans = body, nodes, spans
-        self._node = self._buffer = 0
-
-    def int64s(self) -> list[int]:
-        """A column of int64 without nulls."""
-        return list(self._numbers("q"))
-
-    def doubles(self) -> list[float]:
-        """A column of double without nulls."""
-        return list(self._numbers("d"))
-
-    def int64(self) -> int:
-        """The only row of a column of int64 without nulls."""
-        number: int = self._numbers("q")[0]
-        return number
-
-    def text(self) -> str:
-        """The only row of a column of strings without nulls."""
-        return self.texts()[0]
-
-    def int64s_or_none(self) -> list[int | None]:
-        """A column of int64."""
-        return self._numbers_or_none("q")
-
-    def doubles_or_none(self) -> list[float | None]:
-        """A column of double."""
-        return self._numbers_or_none("d")
-
-    def texts(self) -> list[str]:
-        """A column of strings without nulls."""
-        return [str(value, "utf-8") for value in self.binaries()]
-
-    def texts_or_none(self) -> list[str | None]:
-        """A column of strings."""
-        return [None if value is None else str(value, "utf-8") for value in self.binaries_or_none()]
-
-    def binaries(self) -> list[memoryview]:
-        """A column of byte strings without nulls."""
-        return self._binaries(self._length())
-
-    def binaries_or_none(self) -> list[memoryview | None]:
-        """A column of byte strings."""
-        length, valid = self._validity()
-        values: list[memoryview | None] = [*self._binaries(length)]
-        return values if valid is None else [value if there else None for value, there in zip(values, valid.tolist(), strict=True)]
-
-    def lists(self) -> tuple[int, ...]:
-        """A column of lists without nulls: row i has the elements from bound i to bound i + 1 of the next column."""
-        return self._bounds(self._length())
-
-    def structs(self) -> int:
-        """A column of structs without nulls: how many there are; its fields are the next columns."""
-        return self._length()
-
-    def ints(self) -> Int32s:
-        """A column of int32 without nulls, as an array."""
-        return self._array(self._length(), np.int32)
-
-    def floats(self) -> Float32s:
-        """A column of float32 as an array; nulls are NaN."""
-        length, valid = self._validity()
-        values = self._array(length, np.float32)
-        return values if valid is None else np.where(valid, values, np.float32("nan"))
-
-    def bools(self) -> Bools:
-        """A column of booleans without nulls, as an array."""
-        return self._from_bits(self._length())
-
-    def numbers_by_name(self) -> dict[str, float]:
-        """One row of a map from strings to double."""
-        low, high = self._entries()
-        return dict(zip(self.texts()[low:high], self.doubles()[low:high], strict=True))
-
-    def texts_by_name(self) -> dict[str, str]:
-        """One row of a map from strings to strings."""
-        low, high = self._entries()
-        return dict(zip(self.texts()[low:high], self.texts()[low:high], strict=True))
-
-    def skip(self, *, nodes: int, buffers: int) -> None:
-        """Go past columns that are not wanted."""
-        self._node += 2 * nodes
-        self._buffer += 2 * buffers
-
-    def _entries(self) -> tuple[int, ...]:
-        bounds = self.lists()
-        self.structs()
-        return bounds
-
-    def _numbers(self, code: str) -> tuple[Any, ...]:
-        length = self._length()
-        return numbers_of(code, length).unpack_from(self._body, self._start())
-
-    def _numbers_or_none(self, code: str) -> list[Any]:
-        length, valid = self._validity()
-        values = numbers_of(code, length).unpack_from(self._body, self._start())
-        return list(values) if valid is None else [value if there else None for value, there in zip(values, valid.tolist(), strict=True)]
-
-    def _binaries(self, length: int) -> list[memoryview]:
-        bounds, start, body = self._bounds(length), self._start(), self._body
-        if length == 1:
-            return [body[start + bounds[0] : start + bounds[1]]]
-        return [body[start + low : start + high] for low, high in pairwise(bounds)]
-
-    def _bounds(self, length: int) -> tuple[int, ...]:
-        start = self._start()
-        return numbers_of("i", length + 1).unpack_from(self._body, start) if length else (0,)
-
-    def _length(self) -> int:
-        """Go past the validity of a column that may not have nulls; how many rows it has."""
-        node = self._node
-        length, nulls = self._nodes[node], self._nodes[node + 1]
-        if nulls:
-            raise Unusable(f"{nulls} of {length} values are null where none may be", kind="undecodable")
-        self._node = node + 2
-        self._buffer += 2
-        return length
-
-    def _validity(self) -> tuple[int, Bools | None]:
-        """How many rows the next column has and, where some are null, which are not."""
-        node = self._node
-        length, nulls = self._nodes[node], self._nodes[node + 1]
-        self._node = node + 2
-        if nulls:
-            return length, self._from_bits(length)
-        self._buffer += 2
-        return length, None
-
-    def _start(self) -> int:
-        """Where the next buffer begins."""
-        start = self._spans[self._buffer]
-        self._buffer += 2
-        return start
-
-    def _array(self, length: int, kind: type[Number]) -> NDArray[Number]:
-        start = self._start()
-        # Even for no elements numpy wants to begin within the body.
-        return np.frombuffer(self._body, kind, length, start) if length else np.empty(0, kind)
-
-    def _from_bits(self, length: int) -> Bools:
-        packed = self._array((length + 7) // 8, np.uint8)
-        return np.unpackbits(packed, count=length, bitorder="little").view(np.bool_)
+    def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
+        return [pa.py_buffer(machine_array(_NUMBERS[self.type], values))], []
 
 
-def rows(bounds: Sequence[int], values: Elements) -> list[Elements]:
-    """The elements of each row of a list column.
+class Structs(Column):
+    """Dicts by field name."""
 
-    Example:
-        rows((0, 2, 3), ["a", "b", "c"])  # -> [["a", "b"], ["c"]]
-    """
-    if len(bounds) == 2:
-        return [values[bounds[0] : bounds[1]]]
-    return [values[low:high] for low, high in pairwise(bounds)]
+    blank: Any = {}  # noqa: RUF012
+
+    def __init__(self, field: pa.Field) -> None:
+        super().__init__(field)
+        self.fields = columns_of(field.type)
+
+    def _layout(self, values: Sequence[Row]) -> tuple[list[pa.Buffer], list[pa.Array]]:
+        return [], [field.to_arrow([value.get(field.name) for value in values]) for field in self.fields]
+
+    def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
+        arrays = [array.field(index) for index in range(len(array.type))]
+        return read_rows(self.fields, list(array.type), arrays, rows=len(array), path=f"{path}.")
+
+    def _takes(self, kind: pa.DataType) -> bool:
+        return pa.types.is_struct(kind)
 
 
-@lru_cache(maxsize=256)
-def numbers_of(code: str, count: int) -> struct.Struct:
-    """`count` little-endian numbers of one type."""
-    return struct.Struct(f"<{count}{code}")
+class Lists(Column):
+    """Lists: tuples when read."""
+
+    blank = ()
+
+    def __init__(self, field: pa.Field) -> None:
+        super().__init__(field)
+        self.item = column_of(field.type.value_field)
+
+    def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
+        return [_offsets(values)], [self._joined(values)]
+
+    def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
+        elements = self._elements(array.values, path)
+        return [elements[low:high] for low, high in _bounds(array)]
+
+    def _takes(self, kind: pa.DataType) -> bool:
+        return pa.types.is_list(kind)
+
+    def _joined(self, values: Sequence[Any]) -> pa.Array:
+        """The elements of all lists, one list after the other."""
+        return self.item.to_arrow(list(chain.from_iterable(values)))
+
+    def _elements(self, array: pa.Array, path: str) -> Any:
+        """What holds the elements of all rows and can be cut in slices."""
+        return tuple(self.item.from_arrow(array, path=path))
 
 
-def _offsets(lengths: Sequence[int]) -> bytes:
-    return numbers_of("i", len(lengths) + 1).pack(0, *accumulate(lengths))
+class Arrays(Lists):
+    """Lists whose elements are a numpy array; a null among them, which only float may have, is NaN."""
+
+    def __init__(self, field: pa.Field) -> None:
+        super().__init__(field)
+        self.dtype = _ARRAYS[self.item.type]
+
+    def _joined(self, values: Sequence[Any]) -> pa.Array:
+        arrays = [np.asarray(value, self.dtype) for value in values]
+        joined: NDArray[Any] = np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else np.concatenate([np.empty(0, self.dtype), *arrays])
+        missing = np.isnan(joined) if self.item.nullable else np.empty(0, np.bool_)
+        nulls = int(np.count_nonzero(missing))
+        buffers = [_bits(~missing) if nulls else None, _bits(joined) if self.dtype is np.bool_ else pa.py_buffer(joined)]
+        return pa.Array.from_buffers(self.item.type, len(joined), buffers, nulls, 0)
+
+    def _elements(self, array: pa.Array, path: str) -> Any:
+        size, nulls = len(array), array.null_count
+        if not size or array.type != self.item.type or (nulls and not self.item.nullable):
+            self.item.from_arrow(array, path=path)
+            return np.empty(0, self.dtype)
+        data, end = array.buffers()[1], array.offset + size
+        if self.dtype is np.bool_:
+            return np.unpackbits(np.frombuffer(data, np.uint8), count=end, bitorder="little")[array.offset :].view(np.bool_)
+        values = np.frombuffer(data, self.dtype, end)[array.offset :]
+        return np.where(array.is_valid().to_pylist(), values, self.dtype("nan")) if nulls else values
 
 
-def _bits(values: NDArray[Any]) -> bytes:
-    return np.packbits(values, bitorder="little").tobytes()
+class Maps(Column):
+    """Dicts from strings."""
+
+    blank: Any = {}  # noqa: RUF012
+
+    def __init__(self, field: pa.Field) -> None:
+        super().__init__(field)
+        kind = field.type
+        self.entries = Structs(pa.field("entries", pa.struct([kind.key_field, kind.item_field]), nullable=False))
+
+    def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
+        key, item = self.entries.fields
+        pairs = [{key.name: name, item.name: value} for row in values for name, value in row.items()]
+        return [_offsets(values)], [self.entries.to_arrow(pairs)]
+
+    def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
+        key, item = self.entries.fields
+        pairs = list(zip(key.from_arrow(array.keys, path=path), item.from_arrow(array.items, path=path), strict=True))
+        return [dict(pairs[low:high]) for low, high in _bounds(array)]
+
+    def _takes(self, kind: pa.DataType) -> bool:
+        return pa.types.is_map(kind)
+
+
+def column_of(field: pa.Field) -> Column:
+    """The column of a field."""
+    kind = field.type
+    if pa.types.is_list(kind):
+        return (Arrays if kind.value_type in _ARRAYS else Lists)(field)
+    if pa.types.is_struct(kind):
+        return Structs(field)
+    if pa.types.is_map(kind):
+        return Maps(field)
+    if pa.types.is_binary(kind):
+        return Binaries(field)
+    return (Column if pa.types.is_string(kind) else Numbers)(field)
+
+
+def columns_of(fields: Iterable[pa.Field]) -> tuple[Column, ...]:
+    """The columns of a schema or struct."""
+    return tuple(map(column_of, fields))
+
+
+def read_rows(columns: Sequence[Column], fields: Sequence[pa.Field], arrays: Sequence[pa.Array], *, rows: int, path: str = "") -> list[Row]:
+    """The rows of `arrays`, whose fields are `fields`, with the values of `columns`; raises `ValueError`, as `Column.from_arrow` does."""
+    given = {field.name: array for field, array in zip(fields, arrays, strict=True)}
+    if len(given) != len(fields):
+        raise ValueError("two columns have one name")
+    names = {column.name for column in columns}
+    for field in fields:
+        if field.name not in names and not field.nullable:
+            raise ValueError(f"unknown column {path}{field.name!r} may not be null, so it cannot be ignored")
+    values = []
+    for column in columns:
+        array = given.get(column.name)
+        if array is None and not column.nullable:
+            raise ValueError(f"column {path}{column.name!r} is missing")
+        values.append([None] * rows if array is None else column.from_arrow(array, path=f"{path}{column.name!r}"))
+    wanted = [column.name for column in columns]
+    return [dict(zip(wanted, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def as_row(record: Any) -> Row:
+    """The fields of a dataclass by name, not copied."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _bounds(array: pa.Array) -> Iterable[tuple[int, int]]:
+    """Where the elements of each row of a list or map begin and end."""
+    return pairwise(array.offsets.to_pylist()) if len(array) else ()
+
+
+def _offsets(values: Sequence[Any]) -> pa.Buffer:
+    return pa.py_buffer(machine_array("i", (0, *accumulate(map(len, values)))))
+
+
+def _bits(values: Any) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(values, bitorder="little"))
