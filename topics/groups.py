@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from penstock.topics.samples import SAMPLE_FIELDS, Rollout, sample_of, sample_row
+from penstock.topics.samples import SAMPLE_FIELDS, Rollout, max_bytes_of, sample_of, sample_row
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
@@ -60,9 +60,6 @@ CODEC = Codec(
 _FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "tokens", "reward_mean", "sha256")
 _REQUIRED = ("group", "outcome", "part", "parts", "sha256")
 _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
-_SAMPLE_BYTES = 256
-"""Room for a sample's numbers and offsets; its tokens and texts are counted."""
-_TOKEN_BYTES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +254,7 @@ def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
     fixed += 4 * len(group.prompt_ids) + 12 * len(group.reward_names)
     low, size = 0, fixed
     for high, sample in enumerate(group.samples):
-        rollout = sample.rollout
-        texts = 4 * (len(sample.completion) + len(rollout.worker))
-        more = _SAMPLE_BYTES + texts + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts) + 9 * len(sample.components)
+        more = max_bytes_of(sample.rollout) + 4 * len(sample.completion) + 9 * len(sample.components)
         if high > low and size + more > max_bytes:
             yield low, high
             low, size = high, fixed

@@ -1,67 +1,155 @@
-"""`rollouts`: one finished sample: tokens, behaviour logprobs, loss mask, policy-version spans. Rollout workers -> scorers.
+"""`rollouts`: finished samples: tokens, behaviour logprobs, loss mask, policy-version spans. Rollout workers -> scorers.
 
-The oldest policy version of a sample is the one that counts; it stands in the header."""
+A record holds one sample (`rollouts/1`) or several of one group (`rollouts/2`, the same columns with a row for each). What is
+acknowledged, recognised as a duplicate and drawn again is the single sample, so headers name each of them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import pyarrow as pa
 
-from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, sample_of, sample_row
+from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, max_bytes_of, sample_of, sample_row
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload
+from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 
-__all__ = ["CODEC", "FINISHES", "SCHEMA", "Finish", "Rollout", "check", "decode", "encode", "headers", "read"]
+__all__ = ["CODEC", "FINISHES", "SCHEMA", "SEVERAL_SCHEMA", "Finish", "Rollout"]
 
 SCHEMA = "rollouts/1"
-CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS))
-_REQUIRED = ("group", "sample", "policy-version-min", "policy-version-max")
+SEVERAL_SCHEMA = "rollouts/2"
+MAX_SAMPLES = 64
+"""In one record: their numbers and lengths fit into a header."""
+MAX_BYTES = 8 << 20
+"""Half of what the log takes in one record."""
+CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS), max_rows=MAX_SAMPLES)
+_REQUIRED = ("group", "policy-version-min", "policy-version-max")
+_FACTS = (
+    "schema",
+    "group",
+    "sample",
+    "policy_version_min",
+    "policy_version_max",
+    "outcome",
+    "worker",
+    "samples",
+    "tokens",
+    "sample_tokens",
+)
 
 
-def encode(rollout: Rollout) -> bytes:
-    """The payload of a sample; raises `ValueError` where its arrays do not fit together."""
-    return CODEC.encode(sample_row(rollout))
+def batches(samples: Iterable[Rollout], *, max_samples: int = MAX_SAMPLES, max_bytes: int = MAX_BYTES) -> Iterator[list[Rollout]]:
+    """Cut samples of one group into those of one record each, in their order; one sample is never split."""
+    batch: list[Rollout] = []
+    size = 0
+    for sample in samples:
+        more = max_bytes_of(sample)
+        if batch and (len(batch) == max_samples or size + more > max_bytes):
+            yield batch
+            batch, size = [], 0
+        batch.append(sample)
+        size += more
+    if batch:
+        yield batch
+
+
+def encode(*samples: Rollout) -> bytes:
+    """The payload of samples of one group, by number; raises `ValueError` where they or their arrays do not fit together."""
+    if problem := _unlike(samples):
+        raise ValueError(problem)
+    return CODEC.encode(*map(sample_row, samples))
 
 
 def decode(value: Payload) -> Rollout:
-    """The sample in a payload; raises `Unusable`."""
-    (row,) = CODEC.decode(value)
-    return sample_of(row, group=row["group"])
+    """The only sample in a payload; raises `Unusable`."""
+    return _single(decode_all(value))
 
 
-def headers(rollout: Rollout, *, run: str, attempt: int | None = None) -> Headers:
-    """What a sample says on its outside; the outcome is how it finished."""
+def decode_all(value: Payload) -> tuple[Rollout, ...]:
+    """The samples in a payload, at least one; raises `Unusable`."""
+    samples = tuple(sample_of(row, group=row["group"]) for row in CODEC.decode(value))
+    problem = _unlike(samples)
+    require(problem is None, problem or "")
+    return samples
+
+
+def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
+    """What a record of these samples says on its outside.
+
+    Versions are the oldest and the newest of all, `tokens` their sum; the outcome is how they finished, absent where they differ.
+    """
+    first, several = samples[0], len(samples) > 1
+    finishes = {sample.finish for sample in samples}
     return Headers(
         run=run,
-        schema=SCHEMA,
-        group=rollout.group,
-        sample=rollout.sample,
-        policy_version_min=rollout.version_min,
-        policy_version_max=rollout.version_max,
-        outcome=rollout.finish,
-        worker=rollout.worker,
+        schema=SEVERAL_SCHEMA if several else SCHEMA,
+        group=first.group,
+        sample=None if several else first.sample,
+        policy_version_min=min(sample.version_min for sample in samples),
+        policy_version_max=max(sample.version_max for sample in samples),
+        outcome=first.finish if len(finishes) == 1 else None,
+        worker=first.worker,
         attempt=attempt,
-        tokens=len(rollout.token_ids),
+        samples=len(samples) if several else None,
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        sample_tokens=tuple((sample.sample, len(sample.token_ids)) for sample in samples) if several else None,
     )
+
+
+def tokens_of(said: Headers) -> dict[int, int]:
+    """Number -> tokens of each sample of a record, as the headers that `check` has found say.
+
+    Example:
+        tokens_of(Headers(run="r", schema="rollouts/2", sample_tokens=((0, 20), (3, 31))))  # -> {0: 20, 3: 31}
+    """
+    if said.sample_tokens is not None:
+        return dict(said.sample_tokens)
+    assert said.sample is not None
+    return {said.sample: said.tokens or 0}
 
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=FINISHES)
+    several = ("schema", SEVERAL_SCHEMA.encode()) in record.headers
+    schema, which = (SEVERAL_SCHEMA, "sample-tokens") if several else (SCHEMA, "sample")
+    found = one_of(read_headers(record.headers, record.value, run=run, schema=schema, required=(*_REQUIRED, which)), outcomes=FINISHES)
+    if several and (found.sample is not None or not _ascend(list(tokens_of(found)), count=len(found.sample_tokens or ()))):
+        raise Unusable("header 'sample-tokens' does not name the samples of a record by ascending number", kind="bad-header")
+    return found
 
 
 def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Rollout]:
-    """Headers and payload of a record of `run`, which must agree; raises `Unusable`. `checked` is what `check` has found already."""
+    """As `read_all`, of a record of one sample."""
+    found, samples = read_all(record, run=run, checked=checked)
+    return found, _single(samples)
+
+
+def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, tuple[Rollout, ...]]:
+    """Headers and samples of a record of `run`, which must agree; raises `Unusable`. `checked` is what `check` has found already."""
     found = checked or check(record, run=run)
-    rollout = decode(record.value)
-    match(
-        found,
-        group=rollout.group,
-        sample=rollout.sample,
-        policy_version_min=rollout.version_min,
-        policy_version_max=rollout.version_max,
-        outcome=rollout.finish,
-        worker=rollout.worker,
-        tokens=len(rollout.token_ids),
-    )
-    return found, rollout
+    samples = decode_all(record.value)
+    expected = headers(*samples, run=run)
+    match(found, **{field: getattr(expected, field) for field in _FACTS})
+    return found, samples
+
+
+def _unlike(samples: Sequence[Rollout]) -> str | None:
+    """Why samples cannot be one record, or `None`."""
+    if not 1 <= len(samples) <= MAX_SAMPLES:
+        return f"{len(samples)} samples, a record has 1 to {MAX_SAMPLES}"
+    first = samples[0]
+    if any((sample.group, sample.worker) != (first.group, first.worker) for sample in samples):
+        return f"samples of group {first.group} are with those of another group or worker"
+    numbers = [sample.sample for sample in samples]
+    return None if _ascend(numbers, count=len(samples)) else f"samples {numbers[:8]} are not in the order of their numbers"
+
+
+def _ascend(numbers: Sequence[int], *, count: int) -> bool:
+    return len(numbers) == count and all(low < high for low, high in pairwise(numbers))
+
+
+def _single(samples: Sequence[Rollout]) -> Rollout:
+    require(len(samples) == 1, f"{len(samples)} samples, expected one")
+    return samples[0]

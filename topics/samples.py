@@ -1,4 +1,4 @@
-"""The columns of finished samples, as `rollouts` carries one of them and `groups` carries a group's.
+"""The columns of finished samples, which `rollouts` and `groups` share.
 
 Logprobs are of the distribution that was sampled from; they are null, NaN in memory, on tokens the model did not draw."""
 
@@ -55,6 +55,9 @@ SAMPLE_FIELDS = (
     *_TRAJECTORY,
 )
 _NAMES = tuple(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY)])
+_SAMPLE_BYTES = 256
+"""Room for a sample's numbers and offsets; its tokens and texts are counted."""
+_TOKEN_BYTES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -115,6 +118,11 @@ def flaw(rollout: Rollout) -> str | None:
     if rollout.finish not in FINISHES:
         return f"finish is {rollout.finish[:60]!r}, expected one of {', '.join(FINISHES)}"
     return None
+
+
+def max_bytes_of(rollout: Rollout) -> int:
+    """An upper bound of what a sample adds to a payload; a character takes four bytes at most."""
+    return _SAMPLE_BYTES + 4 * len(rollout.worker) + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts)
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:

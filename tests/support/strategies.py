@@ -1,5 +1,7 @@
 """Hypothesis strategies and one fixed example for every record that flows."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -41,6 +43,19 @@ def rollout_records(draw, *, group=COUNT):
         ended_ns=draw(INT64),
         worker=draw(NAME),
     )
+
+
+@st.composite
+def several_rollouts(draw):
+    """Samples of one group and worker, as one record holds them."""
+    first = draw(rollout_records())
+    others = draw(st.lists(rollout_records(group=st.just(first.group)), max_size=3))
+    numbers = sorted(draw(st.sets(COUNT, min_size=1 + len(others), max_size=1 + len(others))))
+    return tuple(replace(sample, sample=number, worker=first.worker) for sample, number in zip((first, *others), numbers, strict=True))
+
+
+def _encode_several(samples):
+    return rollouts.encode(*samples)
 
 
 @st.composite
@@ -169,6 +184,7 @@ CHUNK = st.builds(weights.Chunk, version=COUNT, index=COUNT, data=BYTES)
 RECORDS = {
     "prompts": (prompts.encode, prompts.decode, prompt_records(), prompts.CODEC),
     "rollouts": (rollouts.encode, rollouts.decode, rollout_records(), rollouts.CODEC),
+    "several samples": (_encode_several, rollouts.decode_all, several_rollouts(), rollouts.CODEC),
     "groups": (groups.encode, groups.decode, group_records(), groups.CODEC),
     "weights": (weights.encode, weights.decode, manifest_records(), weights.CODEC),
     "weights-chunk": (weights.encode_chunk, weights.decode_chunk, CHUNK, weights.CHUNK_CODEC),
@@ -309,6 +325,7 @@ def a_dead_letter():
 EXAMPLES = {
     "prompts": a_prompt(),
     "rollouts": a_rollout(),
+    "several samples": (a_rollout(sample=0), a_rollout(sample=2, tokens=4, finish="length")),
     "groups": a_group(),
     "weights": a_manifest(),
     "weights-chunk": weights.Chunk(version=2, index=1, data=bytes(range(50))),

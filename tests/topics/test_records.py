@@ -103,6 +103,96 @@ def test_a_sample_says_its_oldest_and_newest_version_on_its_outside():
     assert (headers.policy_version_min, headers.policy_version_max, headers.attempt, headers.tokens) == (4, 5, 2, 20)
 
 
+SEVERAL = tuple(
+    a_rollout(sample=number, tokens=tokens, finish=finish) for number, tokens, finish in [(0, 20, "stop"), (2, 4, "length"), (5, 0, "stop")]
+)
+
+
+def of_several(*samples, **changes):
+    value = rollouts.encode(*samples)
+    return record_of(replace(rollouts.headers(*samples, run="r"), **changes), value)
+
+
+def test_several_samples_of_a_group_are_one_record_whose_headers_name_each_of_them():
+    record = of_several(*SEVERAL)
+    headers, found = rollouts.read_all(record, run="r")
+    assert found == SEVERAL
+    assert dict(record.headers)["sample-tokens"] == b"0:20,2:4,5:0"
+    assert headers == rollouts.check(record, run="r") == Headers(
+        run="r", schema="rollouts/2", group=3, policy_version_min=4, policy_version_max=5, worker="rollout-0",
+        samples=3, tokens=24, sample_tokens=((0, 20), (2, 4), (5, 0)),
+    )  # fmt: skip
+    assert rollouts.tokens_of(headers) == {0: 20, 2: 4, 5: 0}
+    assert len(record.value) < 2 * len(rollouts.encode(SEVERAL[0])) - 3000
+    with pytest.raises(Unusable, match="3 samples, expected one"):
+        rollouts.read(record, run="r")
+
+
+def test_a_record_of_one_sample_is_as_it_always_was():
+    record = written("rollouts")
+    assert dict(record.headers)["schema"] == b"rollouts/1"
+    assert rollouts.read_all(record, run="r")[1] == (EXAMPLES["rollouts"],)
+    assert rollouts.tokens_of(rollouts.check(record, run="r")) == {1: 20}
+
+
+LIES_ABOUT_SEVERAL = [
+    *(
+        {"group": 4},
+        {"policy_version_min": 5},
+        {"policy_version_max": 6},
+        {"outcome": "stop"},
+        {"worker": "x"},
+        {"samples": 2},
+        {"tokens": 21},
+    ),
+    *({"sample_tokens": ((0, 20), (2, 5), (5, 0))}, {"sample_tokens": ((0, 20), (2, 4))}, {"schema": "rollouts/1", "sample": 0}),
+]
+
+
+@pytest.mark.parametrize("lie", LIES_ABOUT_SEVERAL)
+def test_a_header_that_contradicts_one_of_several_samples_is_a_mismatch(lie):
+    record = of_several(*SEVERAL, **lie)
+    rollouts.check(record, run="r")
+    with pytest.raises(Unusable) as error:
+        rollouts.read_all(record, run="r")
+    assert error.value.kind == "mismatch"
+
+
+@pytest.mark.parametrize("odd", [{"sample_tokens": ((2, 4), (0, 20), (5, 0))}, {"sample_tokens": ((0, 20), (0, 20))}, {"sample": 0}])
+def test_several_samples_that_are_named_twice_or_out_of_order_are_a_bad_header(odd):
+    with pytest.raises(Unusable) as error:
+        rollouts.check(of_several(*SEVERAL, **odd), run="r")
+    assert error.value.kind == "bad-header"
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [(), SEVERAL[::-1], (SEVERAL[0], a_rollout(group=4, sample=2)), (SEVERAL[0],) * 2, (SEVERAL[0], replace(SEVERAL[1], worker="x"))],
+)
+def test_samples_that_do_not_belong_together_are_neither_written_nor_read(samples, monkeypatch):
+    with pytest.raises(ValueError, match="sample"):
+        rollouts.encode(*samples)
+    if samples:
+        monkeypatch.setattr("penstock.topics.rollouts._unlike", lambda _: None)
+        value = rollouts.encode(*samples)
+        monkeypatch.undo()
+        with pytest.raises(Unusable):
+            rollouts.decode_all(value)
+
+
+def test_samples_are_cut_into_records_by_number_and_size_and_none_is_lost():
+    samples = [a_rollout(sample=number, tokens=100) for number in range(150)]
+    cut = list(rollouts.batches(samples))
+    assert [len(batch) for batch in cut] == [64, 64, 22]
+    assert [sample for batch in cut for sample in batch] == samples
+    small = list(rollouts.batches(samples, max_bytes=12_000))
+    assert len(small) > 3
+    assert max(len(rollouts.encode(*batch)) for batch in small) < 12_000 + len(rollouts.CODEC.schema.serialize()) + 2000
+    assert [sample for batch in small for sample in batch] == samples
+    assert [len(batch) for batch in rollouts.batches(samples[:2], max_bytes=1)] == [1, 1]
+    assert list(rollouts.batches([])) == []
+
+
 def test_chunks_have_a_schema_of_their_own_and_share_memory_with_their_record():
     chunk = EXAMPLES["weights-chunk"]
     record = record_of(weights.chunk_headers(chunk, run="r"), weights.encode_chunk(chunk))

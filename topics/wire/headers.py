@@ -5,7 +5,7 @@ included, before its checksum was compared: a token, a reward or a group number 
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.topics.wire.columns import Payload
@@ -19,9 +19,11 @@ MAX_HEADER_BYTES = 1024
 """Headers are for routing; anything longer belongs in a payload."""
 
 _INT64_MAX = 2**63 - 1
-_INT64_DIGITS = 19
+_NUMBER = re.compile("0|[1-9][0-9]{0,18}")
+_PAIR = re.compile("(0|[1-9][0-9]{0,17}):(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?|inf|nan)")
 _SHOWN = 60
+Fact = str | int | float | tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class Headers:
     tokens: int | None = None
     reward_mean: float | None = None
     sha256: str | None = None
+    sample_tokens: tuple[tuple[int, int], ...] | None = None
+    """Number and tokens of each sample of a record of several."""
 
     def encode(self, value: Payload) -> RawHeaders:
         """Names and ASCII values as they go on the wire with this payload; absent ones are left out, `reward-mean` is exact.
@@ -51,9 +55,8 @@ class Headers:
             Headers(run="r", schema="rollouts/1", group=3).encode(b"")
             # -> (("run", b"r"), ("schema", b"rollouts/1"), ("group", b"3"), ("crc32", b"76398ec4"))
         """
-        found = [(name, getattr(self, field)) for field, name in _WIRE]
-        # The text of a float is its shortest exact one, in `str` as in `repr`.
-        texts = [(name, str(fact).encode("ascii")) for name, fact in found if fact is not None]
+        facts = [(name, getattr(self, field)) for field, name in _WIRE]
+        texts = [(name, _spelled(fact)) for name, fact in facts if fact is not None]
         lines = [part for name, text in texts for part in (_LINE[name], text)]
         return (*texts, (CHECKSUM, _checksum(lines, value)))
 
@@ -62,8 +65,6 @@ _FIELDS = tuple(Headers.__dataclass_fields__)
 _WIRE = tuple((field, field.replace("_", "-")) for field in _FIELDS)
 _LINE = {name: b"\n%b=" % name.encode() for _, name in _WIRE}
 _PUT = tuple((name, getattr(Headers, field).__set__) for field, name in _WIRE)
-_TEXTS = frozenset({"run", "schema", "outcome", "worker", "sha256"})
-_ZERO = ord("0")
 
 
 def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, required: Iterable[str] = ()) -> Headers:
@@ -97,7 +98,7 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
     return headers
 
 
-def match(found: Headers, **facts: str | int | float | None) -> None:
+def match(found: Headers, **facts: Fact | None) -> None:
     """Refuse headers that say anything else than the payload does, which `facts` repeat by field.
 
     A header that is absent claims nothing. Raises `Unusable(kind="mismatch")`.
@@ -139,18 +140,35 @@ def _checksum(lines: list[bytes], value: Payload) -> bytes:
     return b"%08x" % zlib.crc32(b"".join(lines), zlib.crc32(value))
 
 
-def _parse(name: str, value: bytes) -> str | int | float:
-    if name in _TEXTS:
-        return _text(name, value)
-    if value.isdigit() and len(value) < _INT64_DIGITS and (value[0] != _ZERO or value == b"0") and name != "reward-mean":
-        return int(value)
+def _spelled(fact: Fact) -> bytes:
+    """A header's value; the text of a float is its shortest exact one, in `str` as in `repr`."""
+    text = ",".join(f"{number}:{tokens}" for number, tokens in fact) if isinstance(fact, tuple) else str(fact)
+    return text.encode("ascii")
+
+
+def _parse(name: str, value: bytes) -> Fact:
+    return _PARSERS.get(name, _number)(name, value)
+
+
+def _number(name: str, value: bytes) -> int:
     text = _text(name, value)
-    if name == "reward-mean":
-        if _FLOAT.fullmatch(text):
-            return float(text)
-    elif text.isdigit() and text[0] != "0" and len(text) <= _INT64_DIGITS and (number := int(text)) <= _INT64_MAX:
+    if _NUMBER.fullmatch(text) and (number := int(text)) <= _INT64_MAX:
         return number
     raise Unusable(f"header {name!r} is not a number: {text[:_SHOWN]!r}", kind="bad-header")
+
+
+def _float(name: str, value: bytes) -> float:
+    text = _text(name, value)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    raise Unusable(f"header {name!r} is not a number: {text[:_SHOWN]!r}", kind="bad-header")
+
+
+def _pairs(name: str, value: bytes) -> tuple[tuple[int, int], ...]:
+    pairs = [_PAIR.fullmatch(pair) for pair in _text(name, value).split(",")]
+    if not all(pairs):
+        raise Unusable(f"header {name!r} is not a list of NUMBER:TOKENS: {value[:_SHOWN]!r}", kind="bad-header")
+    return tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair)
 
 
 def _text(name: str, value: bytes) -> str:
@@ -161,3 +179,11 @@ def _text(name: str, value: bytes) -> str:
     if not value.isascii():
         raise Unusable(f"header {name!r} is not ASCII: {value[:_SHOWN]!r}", kind="bad-header")
     return value.decode("ascii")
+
+
+_PARSERS: dict[str, Callable[[str, bytes], Fact]] = {
+    **dict.fromkeys(("run", "schema", "outcome", "worker", "sha256"), _text),
+    "reward-mean": _float,
+    "sample-tokens": _pairs,
+}
+"""By name of the header; the others are whole numbers."""

@@ -30,6 +30,7 @@ HEADERS = st.builds(
     tokens=COUNT,
     reward_mean=st.none() | st.floats(allow_nan=False),
     sha256=st.none() | WORD,
+    sample_tokens=st.none() | st.lists(st.tuples(*[st.integers(0, 10**18 - 1)] * 2), min_size=1, max_size=4).map(tuple),
 )
 PLAIN = (("run", b"r"), ("schema", b"rollouts/1"))
 KNOWN = {name for name, _ in Headers(**dict.fromkeys(Headers.__dataclass_fields__, "0")).encode(b"")} - {"crc32"}
@@ -107,6 +108,11 @@ def test_a_number_that_is_none_is_a_bad_header(value):
 @pytest.mark.parametrize("value", [b"", b"nan ", b"0x1p3", b"1_0.0", b"infinity", b"."])
 def test_a_mean_that_is_no_number_is_a_bad_header(value):
     assert refused((*PLAIN, ("reward-mean", value))) == "bad-header"
+
+
+@pytest.mark.parametrize("value", [b"", b",", b"1", b"1:2,", b"01:2", b"1:-2", b"1:2;3:4", b"1:2:3", b"9" * 19 + b":1"])
+def test_a_list_of_samples_that_is_none_is_a_bad_header(value):
+    assert refused((*PLAIN, ("sample-tokens", value))) == "bad-header"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from penstock.topics.wire.record import Record
 from tests.support.mutations import DAMAGE, HARMLESS, signed
 from tests.support.strategies import EXAMPLES, a_group, a_rollout
 
-EACH = 45
-"""Of each damage of each kind of record, with and without a checksum that fits: 9 x 13 x 2 x 45 > 10,000."""
+EACH = 40
+"""Of each damage of each kind of record, with and without a checksum that fits: 10 x 15 x 2 x 40 > 10,000."""
 MEMORY_BYTES = 64 << 20
 CPU_S = 60
 RECORD_S = 1.0
@@ -46,6 +46,9 @@ def genuine() -> dict[str, tuple[Record, Record, Callable[[Record], Any]]]:
         found[name] = (record, record, partial(module.read, run="r"))
     another = a_rollout(group=4, tokens=7)
     found["rollouts"] = (found["rollouts"][0], a_record(rollouts.headers(another, run="r"), rollouts.encode(another)), found["rollouts"][2])
+    several = EXAMPLES["several samples"]
+    record = a_record(rollouts.headers(*several, run="r"), rollouts.encode(*several))
+    found["several samples"] = (record, found["rollouts"][0], partial(rollouts.read_all, run="r"))
     two = [a_record(*groups.encode_parts(group, run="r", worker="w")[0]) for group in (a_group(), a_group(group=4, samples=2))]
     found["groups"] = (two[0], two[1], partial(groups.read, run="r"))
     chunk = EXAMPLES["weights-chunk"]
