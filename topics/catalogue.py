@@ -1,6 +1,6 @@
-"""The table of topics: what a run owns, how many partitions each has, and with which settings it is created.
+"""The table of topics: those of a run, their partitions, and the settings they are created with.
 
-Every name of a run begins with `<run id>.`, so that one prefixed access rule covers it."""
+Every topic of a run begins with `<run id>.`, so that one prefixed access rule covers it."""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicSpec:
-    """One Kafka topic as it is created and checked; replication is left to the cluster."""
+    """Name, partitions and settings of a Kafka topic; replication is left to the cluster."""
 
     name: str
     partitions: int
@@ -38,7 +38,7 @@ RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": 
 
 
 def check_run_id(run: str) -> str:
-    """The run id itself; raises `ValueError` when it cannot be the prefix of a topic.
+    """Return the run id; raises `ValueError` if it cannot be the prefix of a topic.
 
     Example:
         check_run_id("demo-1")  # -> "demo-1"

@@ -1,6 +1,6 @@
-"""`dead-letters`: a record nobody could use, whole, with the reason. Whoever owns reading a topic -> people.
+"""`dead-letters`: an unusable record, whole, with the reason. The role that owns reading a topic -> people.
 
-Nothing of the record is changed or left out, so that it can be put back."""
+The record is kept unchanged, so that it can be written to its topic again."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,17 +36,17 @@ _REQUIRED = ("outcome",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A record that was set aside."""
+    """An unusable record and why it is unusable."""
 
     topic: str
     partition: int
     offset: int
     timestamp_ms: int
     kind: str
-    """The class of the reason: a kind of `Unusable`, or the reader's own."""
+    """Class of the reason: a kind of `Unusable`, or one of the reader's own."""
     reason: str
     worker: str
-    """Who set it aside."""
+    """The worker that wrote the dead letter."""
     key: bytes | None
     headers: RawHeaders
     value: bytes
@@ -84,7 +84,7 @@ def decode(value: Payload) -> DeadLetter:
 
 
 def headers(letter: DeadLetter, *, run: str) -> Headers:
-    """What a dead letter says on its outside; the outcome is the kind of its reason."""
+    """The headers of a dead letter; `outcome` is the kind of its reason."""
     return Headers(run=run, schema=SCHEMA, outcome=letter.kind, worker=letter.worker)
 
 
@@ -95,12 +95,12 @@ def check(record: Record, *, run: str) -> Headers:
 
 def read(record: Record, *, run: str) -> tuple[Headers, DeadLetter]:
     """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
-    found = check(record, run=run)
+    checked = check(record, run=run)
     letter = decode(record.value)
-    match(found, outcome=letter.kind, worker=letter.worker)
-    return found, letter
+    match(checked, outcome=letter.kind, worker=letter.worker)
+    return checked, letter
 
 
 def _bytes(value: memoryview | None) -> Any:
-    """A copy; a foreign client may send a header without a value."""
+    """A copy of a value; `None` for a header that a foreign client sent without one."""
     return None if value is None else bytes(value)

@@ -1,6 +1,6 @@
 """`groups`: the outcome of one group: all its samples with rewards by component, or the reason why there are none. Scorers -> trainer.
 
-A group above the size limit is split over parts; each repeats what is said of the whole group, and none counts without the others."""
+A group above the size limit is split into parts. Each part repeats the fields of the whole group; a group that lacks a part is ignored."""
 
 import hashlib
 import math
@@ -64,11 +64,11 @@ _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSample:
-    """One sample with what the reward functions gave it."""
+    """One sample and its rewards."""
 
     rollout: Rollout
     completion: str
-    """The text that was judged."""
+    """The text that the reward functions judged."""
     reward: float
     """Weighted sum of the components."""
     components: tuple[float | None, ...]
@@ -82,7 +82,7 @@ class Group(ByValue):
     group: int
     outcome: Outcome
     reason: str | None
-    """Why it was not scored; `None` for scored ones."""
+    """Why the group was not scored; `None` if it was."""
     slot: int
     min_version: int
     samples_per_prompt: int
@@ -97,7 +97,7 @@ class Group(ByValue):
     reward_weights: tuple[float, ...]
     samples: tuple[ScoredSample, ...]
     created_ns: int
-    """When its prompt was admitted."""
+    """When the prompt was admitted."""
     scored_ns: int
 
     @property
@@ -108,7 +108,7 @@ class Group(ByValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one record holds of a group."""
+    """The part of a group that one record holds."""
 
     part: int
     parts: int
@@ -116,7 +116,7 @@ class Part:
 
 
 def encode_parts(group: Group, *, run: str, worker: str, max_bytes: int = MAX_PART_BYTES) -> list[tuple[Headers, bytes]]:
-    """Headers and payload of each part, all to be written in one transaction; one sample is never split.
+    """Headers and payload of each part, to be written in one transaction; a sample is never split.
 
     Raises `ValueError` for a sample of another group or one whose arrays do not fit together.
     """
@@ -133,7 +133,7 @@ def encode(group: Group) -> bytes:
 
 
 def encode_part(part: Part) -> bytes:
-    """The payload of one part, as `decode_part` found it."""
+    """The payload of one part, the inverse of `decode_part`."""
     return _encode(part.group, part=part.part, parts=part.parts)
 
 
@@ -148,17 +148,17 @@ def decode_parts(values: Sequence[Payload]) -> Group:
     parts = [decode_part(value) for value in values]
     first = parts[0].group
     for position, part in enumerate(parts):
-        place = (part.part, part.parts)
-        require(place == (position, len(parts)), f"part {place[0]} of {place[1]} stands where {position} of {len(parts)} belongs")
+        expected = (position, len(parts))
+        require((part.part, part.parts) == expected, f"part {part.part} of {part.parts} stands where {position} of {len(parts)} belongs")
     if len(parts) == 1:
         return first
     for part in parts[1:]:
-        require(replace(part.group, samples=first.samples) == first, f"part {part.part} tells of another group than part 0")
+        require(replace(part.group, samples=first.samples) == first, f"part {part.part} is of another group than part 0")
     return replace(first, samples=tuple(sample for part in parts for sample in part.group.samples))
 
 
 def decode_part(value: Payload) -> Part:
-    """What one payload holds; raises `Unusable`."""
+    """The part of a group in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     part, parts, outcome = row.pop("part"), row.pop("parts"), row["outcome"]
     require(outcome in OUTCOMES, f"outcome is {outcome[:60]!r}, expected one of {', '.join(OUTCOMES)}")
@@ -190,7 +190,7 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
-    """What a group in one part says on its outside: versions, tokens and mean reward are over its samples, absent without any."""
+    """The headers of a group in one part; versions, tokens and mean reward are over its samples, absent if it has none."""
     rollouts = [sample.rollout for sample in group.samples]
     rewards = group.rewards
     return Headers(
@@ -212,40 +212,40 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
-    found = one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
-    if found.part is None or found.parts is None or not found.part < found.parts:
-        raise Unusable(f"part {found.part} of {found.parts} cannot be", kind="bad-header")
-    return found
+    checked = one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED), outcomes=OUTCOMES)
+    if checked.part is None or checked.parts is None or not checked.part < checked.parts:
+        raise Unusable(f"part {checked.part} of {checked.parts} cannot be", kind="bad-header")
+    return checked
 
 
 def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Group]:
     """Headers of the first part, and the group, from the records of all parts in their order; raises `Unusable`."""
     parts = (records,) if isinstance(records, Record) else tuple(records)
-    found = [check(record, run=run) for record in parts]
+    checked = [check(record, run=run) for record in parts]
     values = [record.value for record in parts]
     group = decode_parts(values)
     expected = headers(group, run=run, sha256=digest(values))
     facts = {field: getattr(expected, field) for field in _FACTS}
-    for part, claim in enumerate(found):
+    for part, claim in enumerate(checked):
         match(claim, **facts, part=part, parts=len(parts))
-    return found[0], group
+    return checked[0], group
 
 
 class Parts:
-    """Records of outcomes as a topic gives them, kept until no part of one is missing; parts of one outcome share its digest."""
+    """Assembles groups from the records of their parts; parts of one outcome share its digest."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int | None, str | None], dict[int | None, Record]] = {}
 
-    def add(self, record: Record, said: Headers) -> list[Record] | None:
-        """With the last missing part, all of them in their order; `said` is what `check` gives. Of a repeated part the first counts."""
-        outcome = said.group, said.sha256
-        held = self._held.setdefault(outcome, {})
-        held.setdefault(said.part, record)
-        if len(held) != said.parts:
+    def add(self, record: Record, headers: Headers) -> list[Record] | None:
+        """All parts in order once `record` completes them, else `None`; `headers` are those of `check`. Repeated parts are ignored."""
+        outcome = headers.group, headers.sha256
+        parts = self._held.setdefault(outcome, {})
+        parts.setdefault(headers.part, record)
+        if len(parts) != headers.parts:
             return None
         del self._held[outcome]
-        return [held[part] for part in range(said.parts)]
+        return [parts[part] for part in range(headers.parts)]
 
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:

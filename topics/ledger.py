@@ -1,6 +1,6 @@
-"""`ledger`: the run's one ordered story, written by the trainer alone and read by everybody.
+"""`ledger`: the run's events in one order, written by the trainer alone and read by every worker.
 
-A step is committed by exactly one entry; nothing that is not in here has happened."""
+A step is committed by exactly one entry; an event without an entry has not happened."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -44,7 +44,7 @@ _REQUIRED = ("outcome",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One group of a step's plan: the digest says what was trained, partition and offset where to look for it first."""
+    """One group of a step's plan: the digest identifies what was trained, partition and offset are where to look for it first."""
 
     group: int
     sha256: str
@@ -54,10 +54,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One event of the run; `None` and empty lists where a kind has no use for a field."""
+    """One event of the run; fields that its kind does not use are `None` or empty."""
 
     seq: int
-    """Its place in the story, from 0."""
+    """Place in the ledger, from 0."""
     kind: EntryKind
     time_ns: int
     step: int | None = None
@@ -67,13 +67,13 @@ class Entry:
     boundaries: tuple[int, ...] = ()
     """Number of samples, in plan order, at which each micro-batch ends."""
     groups: tuple[int, ...] = ()
-    """Groups that became stale."""
+    """Groups dropped as stale."""
     loss_bits: int | None = None
     """Bits of the loss as an IEEE-754 double, read as int64."""
     grad_norm_bits: int | None = None
-    """Bits of the gradient norm, likewise."""
+    """Bits of the gradient norm as an IEEE-754 double, read as int64."""
     digest: str | None = None
-    """Digest of the weights."""
+    """Hex digest of the weights."""
     metrics: dict[str, float] = field(default_factory=dict)
     details: str | None = None
     """JSON: configuration, arithmetic fingerprint, reason, status."""
@@ -92,7 +92,7 @@ def decode(value: Payload) -> Entry:
 
 
 def headers(entry: Entry, *, run: str, worker: str | None = None) -> Headers:
-    """What an entry says on its outside; the outcome is its kind."""
+    """The headers of an entry; `outcome` is its kind."""
     return Headers(
         run=run, schema=SCHEMA, policy_version_min=entry.version, policy_version_max=entry.version, outcome=entry.kind, worker=worker
     )
@@ -105,17 +105,17 @@ def check(record: Record, *, run: str) -> Headers:
 
 def read(record: Record, *, run: str) -> tuple[Headers, Entry]:
     """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
-    found = check(record, run=run)
+    checked = check(record, run=run)
     entry = decode(record.value)
-    match(found, outcome=entry.kind, policy_version_min=entry.version, policy_version_max=entry.version)
-    return found, entry
+    match(checked, outcome=entry.kind, policy_version_min=entry.version, policy_version_max=entry.version)
+    return checked, entry
 
 
 def continues(entry: Entry, *, after: int) -> bool:
-    """Whether an entry is the next one of the story told up to entry `after` (-1: nothing); False for one that was told already.
+    """True if an entry is the next after entry `after` (-1: none yet), False if it repeats an earlier one.
 
-    Raises `Unusable(kind="mismatch")` for one beyond a gap: it would make its readers take the true entries for repetitions.
+    Raises `Unusable(kind="mismatch")` for an entry beyond a gap: a reader that accepted it would take the missing entries for repeats.
     """
     if entry.seq > after + 1:
-        raise Unusable(f"entry {entry.seq} follows entry {after}: it is not of this story", kind="mismatch")
+        raise Unusable(f"entry {entry.seq} follows entry {after}: it is not of this ledger", kind="mismatch")
     return entry.seq == after + 1

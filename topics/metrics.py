@@ -1,6 +1,6 @@
 """`metrics`: one worker's measurements. Every worker -> tracker, live view, report.
 
-A measurement is dated by whoever measured, so that reading it twice gives the same point twice."""
+A measurement carries the time at which it was taken, so that reading it twice gives the same point twice."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -40,14 +40,14 @@ _REQUIRED = ("outcome", "worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one worker says of itself at one moment."""
+    """Figures of one worker at one moment."""
 
     worker: str
     role: str
     incarnation: str
-    """Tells the processes that have borne the worker's name apart."""
+    """Identifies the process among those that have had the worker's name."""
     seq: int
-    """Counts an incarnation's measurements, from 0."""
+    """Number among the incarnation's measurements, from 0."""
     kind: MeasurementKind
     time_ns: int
     version: int | None = None
@@ -69,7 +69,7 @@ def decode(value: Payload) -> Measurement:
 
 
 def headers(measurement: Measurement, *, run: str) -> Headers:
-    """What a measurement says on its outside; the outcome is its kind."""
+    """The headers of a measurement; `outcome` is its kind."""
     return Headers(
         run=run,
         schema=SCHEMA,
@@ -87,8 +87,8 @@ def check(record: Record, *, run: str) -> Headers:
 
 def read(record: Record, *, run: str) -> tuple[Headers, Measurement]:
     """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
-    found = check(record, run=run)
+    checked = check(record, run=run)
     measurement = decode(record.value)
     version = measurement.version
-    match(found, outcome=measurement.kind, worker=measurement.worker, policy_version_min=version, policy_version_max=version)
-    return found, measurement
+    match(checked, outcome=measurement.kind, worker=measurement.worker, policy_version_min=version, policy_version_max=version)
+    return checked, measurement

@@ -1,6 +1,6 @@
 """`prompts`: one prompt group to be sampled `samples_per_prompt` times. Feeder -> rollout workers, scorers.
 
-The prompt is tokenised once, by the feeder; nobody tokenises it again."""
+The feeder tokenises the prompt; every later stage uses its token ids."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ _REQUIRED = ("group", "policy-version-min")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt(ByValue):
-    """A prompt group that was admitted."""
+    """An admitted prompt group."""
 
     group: int
     slot: int
@@ -69,7 +69,7 @@ def decode(value: Payload) -> Prompt:
 
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
-    """What a prompt says on its outside; `policy-version-min` is the oldest version it may be sampled from."""
+    """The headers of a prompt; `policy-version-min` is the oldest version it may be sampled from."""
     return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker)
 
 
@@ -80,7 +80,7 @@ def check(record: Record, *, run: str) -> Headers:
 
 def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
     """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
-    found = check(record, run=run)
+    checked = check(record, run=run)
     prompt = decode(record.value)
-    match(found, group=prompt.group, policy_version_min=prompt.min_version)
-    return found, prompt
+    match(checked, group=prompt.group, policy_version_min=prompt.min_version)
+    return checked, prompt

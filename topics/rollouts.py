@@ -76,9 +76,9 @@ def decode_all(value: Payload) -> tuple[Rollout, ...]:
 
 
 def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
-    """What a record of these samples says on its outside.
+    """The headers of a record of these samples.
 
-    Versions are the oldest and the newest of all, `tokens` their sum; the outcome is how they finished, absent where they differ.
+    Versions are the oldest and the newest of all, `tokens` is their sum; `outcome` is how they finished, absent where that differs.
     """
     first, several = samples[0], len(samples) > 1
     finishes = {sample.finish for sample in samples}
@@ -98,41 +98,41 @@ def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
     )
 
 
-def tokens_of(said: Headers) -> dict[int, int]:
-    """Number -> tokens of each sample of a record, as the headers that `check` has found say.
+def tokens_of(claims: Headers) -> dict[int, int]:
+    """Number -> tokens of each sample of a record, from the headers that `check` returned.
 
     Example:
         tokens_of(Headers(run="r", schema="rollouts/2", sample_tokens=((0, 20), (3, 31))))  # -> {0: 20, 3: 31}
     """
-    if said.sample_tokens is not None:
-        return dict(said.sample_tokens)
-    assert said.sample is not None
-    return {said.sample: said.tokens or 0}
+    if claims.sample_tokens is not None:
+        return dict(claims.sample_tokens)
+    assert claims.sample is not None
+    return {claims.sample: claims.tokens or 0}
 
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
     several = ("schema", SEVERAL_SCHEMA.encode()) in record.headers
     schema, which = (SEVERAL_SCHEMA, "sample-tokens") if several else (SCHEMA, "sample")
-    found = one_of(read_headers(record.headers, record.value, run=run, schema=schema, required=(*_REQUIRED, which)), outcomes=FINISHES)
-    if several and (found.sample is not None or not _ascend(list(tokens_of(found)), count=len(found.sample_tokens or ()))):
+    claims = one_of(read_headers(record.headers, record.value, run=run, schema=schema, required=(*_REQUIRED, which)), outcomes=FINISHES)
+    if several and (claims.sample is not None or not _ascend(list(tokens_of(claims)), count=len(claims.sample_tokens or ()))):
         raise Unusable("header 'sample-tokens' does not name the samples of a record by ascending number", kind="bad-header")
-    return found
+    return claims
 
 
 def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Rollout]:
     """As `read_all`, of a record of one sample."""
-    found, samples = read_all(record, run=run, checked=checked)
-    return found, _single(samples)
+    claims, samples = read_all(record, run=run, checked=checked)
+    return claims, _single(samples)
 
 
 def read_all(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, tuple[Rollout, ...]]:
-    """Headers and samples of a record of `run`, which must agree; raises `Unusable`. `checked` is what `check` has found already."""
-    found = checked or check(record, run=run)
+    """Headers and samples of a record of `run`, which must agree; raises `Unusable`. `checked`: its headers, if `check` has read them."""
+    claims = checked or check(record, run=run)
     samples = decode_all(record.value)
     expected = headers(*samples, run=run)
-    match(found, **{field: getattr(expected, field) for field in _FACTS})
-    return found, samples
+    match(claims, **{field: getattr(expected, field) for field in _FACTS})
+    return claims, samples
 
 
 def _unlike(samples: Sequence[Rollout]) -> str | None:

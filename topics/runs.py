@@ -1,6 +1,6 @@
-"""`penstock.runs`: run id -> configuration and status, compacted to the newest record of each. Launcher, trainer -> everybody.
+"""`penstock.runs`: configuration and status by run id, compacted to each run's newest record. Launcher, trainer -> every worker.
 
-A worker needs a broker's address and a run id; everything else it finds in here."""
+A worker is given a broker's address and a run id; it reads everything else from this topic."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -33,7 +33,7 @@ CODEC = Codec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What is known of a run; its record's key is the run id."""
+    """Configuration and status of a run; the record's key is the run id."""
 
     run: str
     status: Status
@@ -58,7 +58,7 @@ def decode(value: Payload) -> RunRecord:
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:
-    """What a run's record says on its outside; the outcome is its status."""
+    """The headers of a run's record; `outcome` is its status."""
     return Headers(run=record.run if run is None else run, schema=SCHEMA, outcome=record.status)
 
 
@@ -70,7 +70,7 @@ def check(record: Record, *, run: str) -> Headers:
 def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:
     """Headers and payload of a run's record, which must agree; any run's without `run`. Raises `Unusable`."""
     wanted = run if run is not None else (record.key or b"").decode("ascii", "replace")
-    found = check(record, run=wanted)
+    checked = check(record, run=wanted)
     decoded = decode(record.value)
-    match(found, run=decoded.run, outcome=decoded.status)
-    return found, decoded
+    match(checked, run=decoded.run, outcome=decoded.status)
+    return checked, decoded

@@ -1,6 +1,6 @@
 """`weights`: one manifest per policy version in partition 0, its bytes in chunks in the others. Trainer -> rollout workers.
 
-A manifest comes after its chunks and says where they are; a version counts when it is whole and its digest fits, or not at all."""
+A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks are there and its digest fits."""
 
 from dataclasses import dataclass
 
@@ -42,25 +42,25 @@ _REQUIRED = ("policy-version-min",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A piece of a version's bytes."""
+    """A slice of a version's bytes."""
 
     version: int
     index: int
-    """Its place in the version, from 0."""
+    """Index of the slice in the version, from 0."""
     data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a policy version consists of; tensors by name order, chunks by index."""
+    """Tensors and chunks of a policy version: tensors in name order, chunks by index."""
 
     version: int
     step: int
-    """Optimizer steps taken before it."""
+    """Optimizer steps taken before this version."""
     encoding: str
-    """How the chunks become tensors: "full", their bytes one after the other."""
+    """How chunks become tensors; "full": the tensors' bytes one after the other."""
     base_version: int | None
-    """The version the chunks are to be applied to; `None` when they stand alone."""
+    """The version that the chunks change; `None` if they are a whole version."""
     digest: str
     """Hex SHA-256 over names, types, shapes and bytes of all tensors, independent of the chunks."""
     nbytes: int
@@ -104,12 +104,12 @@ def decode_chunk(value: Payload) -> Chunk:
 
 
 def headers(manifest: Manifest, *, run: str, worker: str | None = None) -> Headers:
-    """What a manifest says on its outside."""
+    """The headers of a manifest."""
     return Headers(run=run, schema=SCHEMA, policy_version_min=manifest.version, worker=worker)
 
 
 def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Headers:
-    """What a chunk says on its outside; `part` is its place in the version."""
+    """The headers of a chunk; `part` is its index in the version."""
     return Headers(run=run, schema=CHUNK_SCHEMA, policy_version_min=chunk.version, part=chunk.index, worker=worker)
 
 
@@ -125,18 +125,18 @@ def check_chunk(record: Record, *, run: str) -> Headers:
 
 def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
     """Headers and payload of a manifest of `run`, which must agree; raises `Unusable`."""
-    found = check(record, run=run)
+    checked = check(record, run=run)
     manifest = decode(record.value)
-    match(found, policy_version_min=manifest.version)
-    return found, manifest
+    match(checked, policy_version_min=manifest.version)
+    return checked, manifest
 
 
 def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
     """Headers and payload of a chunk of `run`, which must agree; raises `Unusable`."""
-    found = check_chunk(record, run=run)
+    checked = check_chunk(record, run=run)
     chunk = decode_chunk(record.value)
-    match(found, policy_version_min=chunk.version, part=chunk.index)
-    return found, chunk
+    match(checked, policy_version_min=chunk.version, part=chunk.index)
+    return checked, chunk
 
 
 def _flaw(manifest: Manifest) -> str | None:

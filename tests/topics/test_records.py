@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
-from penstock.topics.wire.record import Record, key_of
+from penstock.topics.wire.record import Record
 from tests.support.strategies import EXAMPLES, a_group, a_prompt, a_rollout, group_records
 
 MODULES = {
@@ -230,10 +230,6 @@ def test_records_with_arrays_are_equal_by_value():
     rollout = a_rollout()
     rollout.token_ids[0] = 9
     assert rollout != a_rollout()
-
-
-def test_a_key_is_the_number_in_decimal():
-    assert key_of(17) == b"17"
 
 
 def records_of(parts):

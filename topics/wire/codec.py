@@ -1,7 +1,7 @@
 """Payloads as Arrow IPC streams (schema, one record batch, end marker), which any Arrow library reads.
 
-Decoding raises nothing but `Unusable(kind="undecodable")`: Arrow validates every buffer before one of them is looked at, and nothing
-is decompressed, since a payload of a few bytes may claim to hold gigabytes."""
+Decoding raises nothing but `Unusable(kind="undecodable")`. Arrow validates all buffers before any of them is read, and compressed ones
+are refused: a payload of a few bytes can claim to hold gigabytes."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ class Codec:
 
 
 def is_compressed(metadata: Payload) -> bool:
-    """Whether the flatbuffer of a record-batch message names a compression, which pyarrow tells only by decompressing.
+    """True if the metadata of a record-batch message names a compression; pyarrow itself would decompress at once.
 
     Follows `Message.header` to `RecordBatch.compression`, fields 2 and 3 of their tables: https://flatbuffers.dev/internals
     """
@@ -72,7 +72,7 @@ def is_compressed(metadata: Payload) -> bool:
 
 
 def _field(view: memoryview, table: int, number: int) -> int:
-    """Position of a field of a flatbuffer table; 0 where the table lacks it."""
+    """Position of a field of a flatbuffer table, 0 if the table lacks it."""
     vtable = table - struct.unpack_from("<i", view, table)[0]
     size = struct.unpack_from("<H", view, vtable)[0]
     offset = struct.unpack_from("<H", view, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0

@@ -1,7 +1,7 @@
 """Columns of a schema: Python and numpy values as Arrow arrays, and back.
 
 In memory the elements of lists of int32, float and bool are one numpy array, those of other lists a tuple, structs and maps are dicts.
-Buffers are laid out here, as `pyarrow.array` and `Array.to_numpy` import pandas, which takes longer than a worker's start otherwise does.
+Buffers are laid out here because `pyarrow.array` and `Array.to_numpy` import pandas, which slows the start of every worker.
 Layouts: https://arrow.apache.org/docs/format/Columnar.html"""
 
 from array import array as machine_array
@@ -24,10 +24,10 @@ _NUMBERS: dict[pa.DataType, str] = {pa.int32(): "i", pa.int64(): "q", pa.float64
 
 
 class Column:
-    """A column, a field of a struct or the elements of a list; this class is for texts."""
+    """A column, a field of a struct or the elements of a list; this class is for strings."""
 
     blank: Any = ""
-    """What lies in the buffers under a null."""
+    """The value in the buffers under a null; lists, structs and maps have no nulls."""
 
     def __init__(self, field: pa.Field) -> None:
         self.name: str = field.name
@@ -67,21 +67,21 @@ class Column:
         return [value if valid else None for value, valid in zip(values, array.is_valid().to_pylist(), strict=True)]
 
     def _layout(self, values: Sequence[Any]) -> tuple[list[pa.Buffer], list[pa.Array]]:
-        """The buffers behind the validity, and the children, for values without `None`."""
+        """All buffers but the validity, and the children, of an array of values without `None`."""
         data = [value.encode() for value in values]
         return [_offsets(data), pa.py_buffer(b"".join(data))], []
 
     def _values(self, array: pa.Array, path: str) -> Sequence[Any]:
-        """The values of an array of a type it takes; anything under a null."""
+        """The values of an array whose type `_takes` accepts; under a null, any value."""
         return array.to_pylist()  # type: ignore[no-any-return]
 
     def _takes(self, kind: pa.DataType) -> bool:
-        """Whether arrays of another type than the column's can be read all the same."""
+        """True if arrays of type `kind` can be read although it is not the column's own type."""
         return False
 
 
 class Binaries(Column):
-    """Byte strings: `memoryview`s when read."""
+    """Byte strings, read as `memoryview`s of the payload."""
 
     blank = b""
 
@@ -98,7 +98,7 @@ class Binaries(Column):
 
 
 class Numbers(Column):
-    """Integers or doubles."""
+    """Numbers of type int32, int64 or double."""
 
     blank = 0
 
@@ -107,9 +107,7 @@ class Numbers(Column):
 
 
 class Structs(Column):
-    """Dicts by field name."""
-
-    blank: Any = {}  # noqa: RUF012
+    """Structs as dicts by field name."""
 
     def __init__(self, field: pa.Field) -> None:
         super().__init__(field)
@@ -127,9 +125,7 @@ class Structs(Column):
 
 
 class Lists(Column):
-    """Lists: tuples when read."""
-
-    blank = ()
+    """Lists, read as tuples."""
 
     def __init__(self, field: pa.Field) -> None:
         super().__init__(field)
@@ -150,12 +146,12 @@ class Lists(Column):
         return self.item.to_arrow(list(chain.from_iterable(values)))
 
     def _elements(self, array: pa.Array, path: str) -> Any:
-        """What holds the elements of all rows and can be cut in slices."""
+        """The elements of all lists, to be cut into slices."""
         return tuple(self.item.from_arrow(array, path=path))
 
 
 class Arrays(Lists):
-    """Lists whose elements are a numpy array; a null among them, which only float may have, is NaN."""
+    """Lists of int32, float or bool, whose elements are a numpy array in memory; nulls, which only float may have, are NaN."""
 
     def __init__(self, field: pa.Field) -> None:
         super().__init__(field)
@@ -182,9 +178,7 @@ class Arrays(Lists):
 
 
 class Maps(Column):
-    """Dicts from strings."""
-
-    blank: Any = {}  # noqa: RUF012
+    """Maps from strings as dicts."""
 
     def __init__(self, field: pa.Field) -> None:
         super().__init__(field)
@@ -205,9 +199,24 @@ class Maps(Column):
         return pa.types.is_map(kind)
 
 
+class Reserved(Column):
+    """A list or struct that may be null: always null in today's records, and not read from those of later versions."""
+
+    def to_arrow(self, values: Sequence[Any]) -> pa.Array:
+        """Nulls."""
+        assert not any(value is not None for value in values), self.name
+        return pa.nulls(len(values), self.type)
+
+    def from_arrow(self, array: pa.Array, *, path: str) -> Sequence[Any]:
+        """`None` for each row: nested values of no use could take many times the memory of the payload."""
+        return [None] * len(array)
+
+
 def column_of(field: pa.Field) -> Column:
-    """The column of a field."""
+    """The column that writes and reads a field."""
     kind = field.type
+    if field.nullable and pa.types.is_nested(kind):
+        return Reserved(field)
     if pa.types.is_list(kind):
         return (Arrays if kind.value_type in _ARRAYS else Lists)(field)
     if pa.types.is_struct(kind):
@@ -220,7 +229,7 @@ def column_of(field: pa.Field) -> Column:
 
 
 def columns_of(fields: Iterable[pa.Field]) -> tuple[Column, ...]:
-    """The columns of a schema or struct."""
+    """The columns of the fields of a schema or struct."""
     return tuple(map(column_of, fields))
 
 
@@ -249,7 +258,7 @@ def as_row(record: Any) -> Row:
 
 
 def _bounds(array: pa.Array) -> Iterable[tuple[int, int]]:
-    """Where the elements of each row of a list or map begin and end."""
+    """Begin and end of each row's elements in a list or map column."""
     return pairwise(array.offsets.to_pylist()) if len(array) else ()
 
 

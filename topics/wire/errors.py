@@ -1,4 +1,4 @@
-"""Why a record cannot be used; reading a record raises nothing but `Unusable`, whatever its bytes are."""
+"""Why a record is unusable; reading a record raises nothing but `Unusable`, whatever its bytes are."""
 
 from typing import Literal, get_args
 
@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Unusable(ValueError):
-    """A record nobody can use: `kind` is for machines and dead letters, the message for people."""
+    """A record cannot be used; `kind` is for machines and dead letters, the message for people."""
 
     def __init__(self, message: str, *, kind: Kind) -> None:
         super().__init__(message)

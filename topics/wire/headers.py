@@ -1,7 +1,7 @@
-"""The short ASCII headers that routing is decided from, before any payload is decoded.
+"""The short ASCII headers from which routing is decided, before any payload is decoded.
 
-A header is a claim: what the payload repeats must match it, or the record is refused. And nothing of a record is believed, its headers
-included, before its checksum was compared: a token, a reward or a group number with one bit turned would look like any other."""
+Values that the payload repeats must match the headers, or the record is refused. No header but `run` and `schema` is used before the
+checksum is verified: a token, a reward or a group number with one flipped bit would look like any other."""
 
 import re
 import zlib
@@ -13,10 +13,10 @@ from penstock.topics.wire.errors import Kind, Unusable
 from penstock.topics.wire.record import RawHeaders
 
 CHECKSUM = "crc32"
-"""Its header: CRC-32, in 8 lower-case hex digits, of the payload and of the headers below behind it, as lines `\\nname=value`."""
+"""Name of the header with the CRC-32, in 8 lower-case hex digits, of the payload followed by the other headers as `\\nname=value`."""
 
 MAX_HEADER_BYTES = 1024
-"""Headers are for routing; anything longer belongs in a payload."""
+"""Limit of one header's value; anything longer belongs in a payload."""
 
 _INT64_MAX = 2**63 - 1
 _NUMBER = re.compile("0|[1-9][0-9]{0,18}")
@@ -28,7 +28,7 @@ Fact = str | int | float | tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
-    """What a record says about itself; `None` means the header is absent."""
+    """The headers of a record; `None` means that a header is absent."""
 
     run: str
     schema: str
@@ -49,7 +49,7 @@ class Headers:
     """Number and tokens of each sample of a record of several."""
 
     def encode(self, value: Payload) -> RawHeaders:
-        """Names and ASCII values as they go on the wire with this payload; absent ones are left out, `reward-mean` is exact.
+        """Names and ASCII values on the wire, checksum of this payload included; absent headers are left out, `reward-mean` is exact.
 
         Example:
             Headers(run="r", schema="rollouts/1", group=3).encode(b"")
@@ -75,45 +75,42 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
     """
     values: dict[str, bytes] = {}
     lines: list[bytes] = []
-    said: bytes | None = None
+    checksum: bytes | None = None
     for name, text in raw:
         line = _LINE.get(name)
         if line is not None and name not in values:
             values[name] = text
             lines += (line, text)
-        elif line is not None or (name == CHECKSUM and said is not None):
+        elif line is not None or (name == CHECKSUM and checksum is not None):
             raise Unusable(f"header {name!r} occurs twice", kind="bad-header")
         elif name == CHECKSUM:
-            said = text
+            checksum = text
     _identify(values, "run", expected=run, kind="foreign-run")
     _identify(values, "schema", expected=schema, kind="schema-version")
-    _verify(said, lines, value)
+    _verify(checksum, lines, value)
     for name in required:
         if name not in values:
             raise Unusable(f"header {name!r} is missing", kind="missing-header")
-    found = {name: _parse(name, text) for name, text in values.items()}
-    headers = object.__new__(Headers)  # its own constructor takes as long as all the rest here
+    facts = {name: _parse(name, text) for name, text in values.items()}
+    headers = object.__new__(Headers)  # a frozen dataclass's constructor takes as long as all of the above
     for name, put in _PUT:
-        put(headers, found.get(name))
+        put(headers, facts.get(name))
     return headers
 
 
-def match(found: Headers, **facts: Fact | None) -> None:
-    """Refuse headers that say anything else than the payload does, which `facts` repeat by field.
-
-    A header that is absent claims nothing. Raises `Unusable(kind="mismatch")`.
-    """
+def match(headers: Headers, **facts: Fact | None) -> None:
+    """Raise `Unusable(kind="mismatch")` unless each header that is present equals the payload's value, given in `facts` by field."""
     for field, truth in facts.items():
-        said = getattr(found, field)
-        if said is not None and said != truth and repr(said) != repr(truth):  # NaN differs from itself, its text does not
-            raise Unusable(f"header {field.replace('_', '-')!r} is {said!r}, the payload says {truth!r}", kind="mismatch")
+        claim = getattr(headers, field)
+        if claim is not None and claim != truth and repr(claim) != repr(truth):  # NaN differs from itself, its text does not
+            raise Unusable(f"header {field.replace('_', '-')!r} is {claim!r}, the payload says {truth!r}", kind="mismatch")
 
 
-def one_of(found: Headers, *, outcomes: Iterable[str]) -> Headers:
-    """The headers as they are, if their outcome is absent or one of `outcomes`; otherwise `Unusable(kind="bad-header")`."""
-    if found.outcome is not None and found.outcome not in outcomes:
-        raise Unusable(f"header 'outcome' is {found.outcome[:_SHOWN]!r}, expected one of {', '.join(outcomes)}", kind="bad-header")
-    return found
+def one_of(headers: Headers, *, outcomes: Iterable[str]) -> Headers:
+    """Return the headers; raises `Unusable(kind="bad-header")` for an outcome other than `outcomes`."""
+    if headers.outcome is not None and headers.outcome not in outcomes:
+        raise Unusable(f"header 'outcome' is {headers.outcome[:_SHOWN]!r}, expected one of {', '.join(outcomes)}", kind="bad-header")
+    return headers
 
 
 def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:
@@ -121,19 +118,19 @@ def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind)
         raise Unusable(f"header {name!r} is missing", kind="missing-header")
     if values[name] == expected.encode():
         return
-    if (said := _text(name, values[name])) != expected:
-        raise Unusable(f"header {name!r} is {said[:_SHOWN]!r}, expected {expected!r}", kind=kind)
+    if (text := _text(name, values[name])) != expected:
+        raise Unusable(f"header {name!r} is {text[:_SHOWN]!r}, expected {expected!r}", kind=kind)
 
 
-def _verify(said: bytes | None, lines: list[bytes], value: Payload) -> None:
-    if said is None:
+def _verify(checksum: bytes | None, lines: list[bytes], value: Payload) -> None:
+    if checksum is None:
         raise Unusable(f"header {CHECKSUM!r} is missing", kind="missing-header")
     try:
-        found = _checksum(lines, value)
+        computed = _checksum(lines, value)
     except TypeError as error:
         raise Unusable("a header has no value", kind="bad-header") from error
-    if said != found:
-        raise Unusable(f"header {CHECKSUM!r} is {said[:_SHOWN]!r}, headers and payload make {found!r}", kind="checksum")
+    if checksum != computed:
+        raise Unusable(f"header {CHECKSUM!r} is {checksum[:_SHOWN]!r}, headers and payload make {computed!r}", kind="checksum")
 
 
 def _checksum(lines: list[bytes], value: Payload) -> bytes:

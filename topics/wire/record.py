@@ -1,4 +1,4 @@
-"""A record as the log carries it: bytes and headers, not yet believed."""
+"""A record as the log carries it: bytes and headers, unchecked."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ RawHeaders = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a consumer delivers."""
+    """A record that a consumer delivers."""
 
     topic: str
     partition: int
@@ -21,19 +21,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """What a producer is given."""
+    """A record for a producer to send."""
 
     topic: str
     partition: int
     key: bytes | None
     headers: RawHeaders
     value: bytes | memoryview
-
-
-def key_of(number: int) -> bytes:
-    """The key of a record about one group or version: its number in decimal.
-
-    Example:
-        key_of(17)  # -> b"17"
-    """
-    return b"%d" % number

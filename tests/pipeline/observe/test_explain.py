@@ -218,8 +218,8 @@ def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.Monke
     told = teller.group([0.0, 1.0], version=0)
     letter = refused(teller, as_record(told[1], 0), kind="killer", reason="three processes died")
     decoded: list[int] = []
-    original = rollouts.decode
-    monkeypatch.setattr(rollouts, "decode", lambda value: decoded.append(len(value)) or original(value))
+    original = rollouts.decode_all
+    monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(len(value)) or original(value))
     found = explained([teller.record(), teller.opened(), *told[:-1], letter], 0)
     assert len(decoded) == 1  # of two samples
     assert [one["sample"] for one in found["samples"]] == [1]
