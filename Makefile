@@ -11,9 +11,12 @@ UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell $(name) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13); print("$(name)")' 2>/dev/null)))
 MODEL := .penstock/tiny
 PYTEST := $(BIN)/python -m pytest
-# Processes that share the default tests, each with a broker of its own.
+# Processes that share the tests, each with a broker of its own.
 TESTERS ?= 2
+SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
+COVERED := .penstock/coverage
+COVERED_AT_LEAST := 90
 
 # DeepSpeed looks for ninja on PATH; one thread per process keeps workers from slowing each other down on few cores.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -23,13 +26,15 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo install model test test-all chaos check format lock clean help
+.PHONY: demo install model unit test test-all coverage chaos check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
 help:
 	@echo "make demo      install, make the tiny model, train it through Kafka, print the report"
+	@echo "make unit      the tests that need no broker and train no model; a minute"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
+	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make check     ruff, mypy --strict, the layer test;  make format rewrites the files"
 	@echo "make lock      resolve requirements.in into requirements.lock"
@@ -46,13 +51,25 @@ install: $(STAMP)/installed
 
 model: $(MODEL)/config.json
 
+unit: install
+	$(PYTEST) -m unit $(SHARED) $(ARGS)
+
 test: install
 	@mkdir -p $(dir $(LOG))
-	@set -o pipefail; $(PYTEST) -m "not slow" -n $(TESTERS) --dist loadgroup --no-loadscope-reorder $(ARGS) 2>&1 | tee $(LOG)
+	@set -o pipefail; $(PYTEST) -m "not slow" --durations=40 $(SHARED) $(ARGS) 2>&1 | tee $(LOG)
 
 test-all: install
 	@mkdir -p $(dir $(LOG))
-	@set -o pipefail; $(PYTEST) --timeout 1200 $(ARGS) 2>&1 | tee $(LOG)
+	@set -o pipefail; $(PYTEST) --timeout 1200 --durations=40 $(ARGS) 2>&1 | tee $(LOG)
+
+# A test that fails shows in pytest's summary; what was covered until then is worth knowing all the same.
+coverage: install
+	@rm -rf $(COVERED) && mkdir -p $(COVERED)
+	-@$(BIN)/coverage run -m pytest -m "not slow" --timeout 600 $(SHARED) $(ARGS)
+	@$(BIN)/coverage combine --quiet && $(BIN)/coverage report --sort=cover > $(COVERED)/report.txt
+	@echo "covered to less than $(COVERED_AT_LEAST) %, of all in $(COVERED)/report.txt:"
+	@awk 'NR > 2 && $$1 != "TOTAL" && $$NF + 0 < $(COVERED_AT_LEAST)' $(COVERED)/report.txt
+	@grep TOTAL $(COVERED)/report.txt
 
 chaos: install model
 	$(BIN)/python benchmarks/chaos.py examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)

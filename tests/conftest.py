@@ -1,4 +1,4 @@
-"""One embedded broker for a whole test session, in a home of its own, which ends with the session however the session ends."""
+"""What the whole suite shares: one broker for a session, which tests are unit tests, which stay together, and what each may cost."""
 
 import os
 import shutil
@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,7 +31,7 @@ for home in sys.stdin.read().splitlines():
 
 
 @pytest.fixture(scope="session")
-def new_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Callable[[], Path]]:
+def _make_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Callable[[], Path]]:
     """Make state directories; a broker that still runs in one at the end of the session is stopped."""
     guard = subprocess.Popen([sys.executable, "-c", _GUARD], cwd=_ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True)
     assert guard.stdin is not None
@@ -53,10 +54,16 @@ def new_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Conf
         shutil.rmtree(home / "broker" / "data", ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def new_home(_make_home: Callable[[], Path]) -> Callable[[], Path]:
+    """Makes state directories for tests that have a broker of their own."""
+    return _make_home
+
+
 @pytest.fixture(scope="session", autouse=True)
-def penstock_home(new_home: Callable[[], Path]) -> Iterator[Path]:
+def penstock_home(_make_home: Callable[[], Path]) -> Iterator[Path]:
     """The session's state directory: no test touches the user's own, and `kafka.bootstrap = "embedded"` is the session's broker."""
-    home = new_home()
+    home = _make_home()
     before = os.environ.get("PENSTOCK_HOME")
     os.environ["PENSTOCK_HOME"] = str(home)
     yield home
@@ -98,20 +105,66 @@ def _delete_topics(bootstrap: str, prefix: str) -> None:
         admin.close()
 
 
+COSTLY = frozenset({"broker", "new_home", "tiny_model", "model_path", "model_dir", "tiny_backend", "empty_database", "story", "page"})
+"""Fixtures that start a broker or a browser, load MLflow, or make a model: a test that uses one, directly or not, is no unit test."""
+HEAVY = frozenset({"transformers", "vllm", "deepspeed", "kafka"})
+"""Values of parameters that stand for an engine, a backend or a broker that takes seconds to open."""
+UNIT_S, OTHER_S = 2.0, 15.0
+"""[s] a test may take on a quiet machine, without its fixtures; those that take longer are listed at the end of a run."""
+LISTED = 25
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests, and say which stay together when several processes share them (`pytest -n`)."""
-    # An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come last.
-    items.sort(key=lambda item: ("vllm" in item.nodeid, "test_vllm" not in item.nodeid))
+    """Mark the unit tests, order the tests, and say which stay together when several processes share them (`pytest -n`)."""
     for item in items:
+        if not _is_costly(item):
+            item.add_marker(pytest.mark.unit)
         item.add_marker(pytest.mark.xdist_group(_together(item)))
+    items.sort(key=_turn)
+
+
+def _is_costly(item: pytest.Item) -> bool:
+    """Whether the test needs what a unit test must not need."""
+    marked = any(item.get_closest_marker(name) for name in ("slow", "costly"))
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    heavy = not HEAVY.isdisjoint(value for value in parameters if isinstance(value, str))
+    return marked or heavy or not COSTLY.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def _turn(item: pytest.Item) -> tuple[int, bool]:
+    """What takes longest first, so that several processes end together.
+
+    An engine of vLLM in this process ends torch.distributed with itself, and DeepSpeed's groups with that: its tests come behind theirs.
+    """
+    if item.get_closest_marker("unit"):
+        return 3, False
+    if "vllm" in item.nodeid:
+        return 2, "test_vllm" not in item.nodeid
+    return int(_together(item) not in ("recorded", "processes")), False
 
 
 def _together(item: pytest.Item) -> str:
-    """A name that all tests of one process share: those of a file, that look into the recorded run, or at shared memory left behind."""
+    """A name that all tests of one process share: those of a file, that look into the recorded run, or at shared memory left behind.
+
+    So do those that kill worker processes: these are forked from a server that has imported torch, which takes ten seconds.
+    """
     file = item.nodeid.partition("::")[0]
     if "recorded" in getattr(item, "fixturenames", ()):
         return "recorded"
+    if hasattr(getattr(item, "module", None), "Processes"):
+        return "processes"
     if "test_vllm" in file:
         return "vllm"
     return f"{file} on vllm" if "vllm" in item.nodeid else file
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the tests that took longer than a test of their kind may."""
+    calls = [report for report in terminalreporter.getreports("passed") if report.when == "call" and "slow" not in report.keywords]
+    over = {report.nodeid: report.duration for report in calls if report.duration > (UNIT_S if "unit" in report.keywords else OTHER_S)}
+    if not over:
+        return
+    terminalreporter.section(f"{len(over)} tests over their budget: {UNIT_S:g} s for a unit test, {OTHER_S:g} s for another")
+    for name, seconds in sorted(over.items(), key=lambda held: -held[1])[:LISTED]:
+        terminalreporter.line(f"{seconds:6.1f} s  {name}")

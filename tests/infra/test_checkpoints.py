@@ -327,7 +327,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def tiny_backend(tiny_path: str) -> Iterator[Callable[..., object]]:
     """Opens a backend on a tiny model, with the function that trains it."""
     from penstock.infra.backends.registry import open_backend
-    from tests.infra.backends.test_backends import train
+    from tests.support.training import train
 
     opened = []
 

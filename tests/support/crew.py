@@ -1,4 +1,4 @@
-"""Whole runs inside one test process: every worker is a thread with its own connection to the real broker.
+"""Whole runs inside one test process: every worker is a thread, on a broker with its own connection or on one in-memory log.
 
 Threads share one import of torch, so a run takes seconds; what differs from a live run is only the process boundary.
 """
@@ -11,24 +11,40 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.config.load import Config, from_table
+from penstock.infra.log import Log
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit.report import Audit, audit, audit_kafka
+from penstock.pipeline.audit.source import Listed
+from penstock.pipeline.config.load import from_table
+from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect, load
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import join
+from penstock.topics.wire.record import Record
 
 LIMIT_S = 150.0
+PIPELINE = ("trainer", "rollout", "scorer", "feeder")
+"""The roles without which no run goes on."""
+
+Place = str | MemoryLog
+"""Where the topics of a run are: a broker's address, or the in-memory log that all its workers share."""
+
+
+def connect(place: Place, *, client_id: str = "tests") -> Log:
+    """A connection to a broker, or the in-memory log itself, which needs no closing."""
+    return place if isinstance(place, MemoryLog) else KafkaLog(place, client_id=client_id)
 
 
 class Crew:
     """Starts and ends the workers of one run; leaving the block ends all of them."""
 
-    def __init__(self, bootstrap: str, run: str) -> None:
-        self.bootstrap, self.run = bootstrap, run
+    def __init__(self, place: Place, run: str) -> None:
+        self.place, self.run = place, run
         self.threads: dict[str, threading.Thread] = {}
         self.stops: dict[str, threading.Event] = {}
         self.failures: dict[str, BaseException] = {}
-        self.log = KafkaLog(bootstrap, client_id="tests")
+        self.log = connect(place)
 
     def start(self, role: str, slot: int = 0) -> None:
         """Start one worker, whether the run exists or not."""
@@ -42,6 +58,16 @@ class Crew:
         self.stops[name].set()
         self.threads[name].join(60.0)
         assert not self.threads[name].is_alive(), f"{name} did not stop"
+
+    def start_all(self, config: Config, roles: Sequence[str] = PIPELINE) -> None:
+        """Start the workers of a run, as many of each role as it asks for."""
+        for role in roles:
+            for slot in range({"rollout": config.rollout.workers, "scorer": config.scorer.workers}.get(role, 1)):
+                self.start(role, slot)
+
+    def abandon(self, name: str) -> None:
+        """Forget a worker that `deaths.dying_at` has ended: its thread never goes on."""
+        del self.threads[name], self.stops[name]
 
     def wait(self, until: Callable[[], bool] | None = None, *, limit_s: float = LIMIT_S) -> None:
         """Wait until every worker has ended, or `until` holds; a worker's failure is raised at once."""
@@ -74,7 +100,7 @@ class Crew:
         self.log.close()
 
     def _work(self, role: str, name: str) -> None:
-        log = KafkaLog(self.bootstrap, client_id=f"{self.run}.{name}")
+        log = connect(self.place, client_id=f"{self.run}.{name}")
         try:
             session = join(run=self.run, role=role, log=log, worker=name, model=None, stop=self.stops[name])
             if session is not None:
@@ -110,15 +136,26 @@ def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Co
     return from_table(table)
 
 
-def complete(
-    bootstrap: str, run: str, config: Config, *, roles: Sequence[str] = ("trainer", "rollout", "scorer", "feeder")
-) -> dict[str, Any]:
+def records_of(log: Log, topic: str) -> list[Record]:
+    """All committed records of a topic."""
+    tail = log.tail({(topic, partition): "earliest" for partition in range(log.partitions(topic) or 0)})
+    try:
+        return tail.read_to_end(60.0)
+    finally:
+        tail.close()
+
+
+def audited(place: Place, run: str) -> Audit:
+    """The audit of a run; on a broker it reads with its own client."""
+    if isinstance(place, MemoryLog):
+        return audit(Listed(run, [record for topic in place.topics(f"{run}.") for record in records_of(place, topic)]))
+    return audit_kafka(place, run)
+
+
+def complete(place: Place, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:
     """A whole undisturbed run; returns its report."""
-    with Crew(bootstrap, run) as crew:
+    with Crew(place, run) as crew:
         create(config, log=crew.log, run_id=run, say=lambda _: None)
-        for role in roles:
-            count = {"rollout": config.rollout.workers, "scorer": config.scorer.workers}.get(role, 1)
-            for slot in range(count):
-                crew.start(role, slot)
+        crew.start_all(config, roles)
         crew.wait()
         return crew.report()

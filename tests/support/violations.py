@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.topics.groups import encode_parts
 from penstock.topics.ledger import Entry
-from tests.support.planting import Told, with_sample
+from tests.support.edited_run import EditedRun, with_sample
 
 U, K, S, STEPS = 2, 2, 2, 6
 RUN = "audited-run"
@@ -16,16 +16,16 @@ FOREIGN = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dea
 MS = 1_000_000
 
 
-def first_in(told: Told, round_number: int) -> int:
+def first_in(told: EditedRun, round_number: int) -> int:
     """A trained group of a round."""
     return next(group for group in told.trained() if told.one("prompts", group=group)[1].slot >= round_number * U * S)
 
 
-def filtered(told: Told, *, from_round: int = 0) -> int:
+def filtered(told: EditedRun, *, from_round: int = 0) -> int:
     return told.ended("filtered", from_round=from_round, round_groups=U * S)
 
 
-def another(told: Told, *, beyond: int = 0) -> int:
+def another(told: EditedRun, *, beyond: int = 0) -> int:
     """Admit one more group in a run that was to go on for two steps more; returns its number."""
     told.registered("info", steps=STEPS + 2)
     count = len(told.all("prompts"))
@@ -37,7 +37,7 @@ def another(told: Told, *, beyond: int = 0) -> int:
     return count + beyond
 
 
-def outcome_of(told: Told, number: int, *, like: str) -> tuple[int, Any]:
+def outcome_of(told: EditedRun, number: int, *, like: str) -> tuple[int, Any]:
     """An outcome for a group that has none, as another group's: its index is where that one stands."""
     index, held = told.one("groups", outcome=like)
     prompt = told.one("prompts", group=number)[1]
@@ -47,25 +47,25 @@ def outcome_of(told: Told, number: int, *, like: str) -> tuple[int, Any]:
     return index, replace(held, **facts, **texts, samples=samples)
 
 
-def a_gap_in_the_numbers(told: Told) -> None:
+def a_gap_in_the_numbers(told: EditedRun) -> None:
     another(told, beyond=1)
 
 
-def a_second_prompt(told: Told) -> None:
+def a_second_prompt(told: EditedRun) -> None:
     index, held = told.one("prompts", group=0)
     told.append(index, replace(held, row=held.row + 1))
 
 
-def a_prompt_copied_into_another_partition(told: Told) -> None:
+def a_prompt_copied_into_another_partition(told: EditedRun) -> None:
     index, held = told.one("prompts", group=0)
     told.append(index, held, partition=(told.records[index].partition + 1) % 4)
 
 
-def a_slot_beyond_its_number(told: Told) -> None:
+def a_slot_beyond_its_number(told: EditedRun) -> None:
     told.prompt(0, slot=1)
 
 
-def a_slot_that_counts_drops_that_were_not(told: Told) -> None:
+def a_slot_that_counts_drops_that_were_not(told: EditedRun) -> None:
     group = first_in(told, 1)
     slot = told.one("prompts", group=group)[1].slot
     dropped = sum(held.outcome == "filtered" and held.group < group for _, held in told.all("groups"))
@@ -74,45 +74,45 @@ def a_slot_that_counts_drops_that_were_not(told: Told) -> None:
     told.prompt(group, slot=low, min_version=low // (U * S))
 
 
-def an_oldest_version_that_is_too_old(told: Told) -> None:
+def an_oldest_version_that_is_too_old(told: EditedRun) -> None:
     told.prompt(first_in(told, 1), min_version=0)
 
 
-def a_prompt_for_more_samples(told: Told) -> None:
+def a_prompt_for_more_samples(told: EditedRun) -> None:
     told.prompt(0, samples_per_prompt=K + 1)
 
 
-def admission_before_its_version(told: Told) -> None:
+def admission_before_its_version(told: EditedRun) -> None:
     manifest = told.one("manifests", version=1)[1]
     told.prompt(first_in(told, 1), created_ns=manifest.created_ns - MS)
 
 
-def admission_beyond_the_run(told: Told) -> None:
+def admission_beyond_the_run(told: EditedRun) -> None:
     another(told)
     told.registered("info", steps=STEPS)
 
 
-def a_sample_of_older_weights(told: Told) -> None:
+def a_sample_of_older_weights(told: EditedRun) -> None:
     told.sample(filtered(told, from_round=1), 0, span_versions=np.array([0], np.int32))
 
 
-def a_sample_of_weights_that_never_were(told: Told) -> None:
+def a_sample_of_weights_that_never_were(told: EditedRun) -> None:
     told.sample(filtered(told), 0, span_versions=np.array([9], np.int32))
 
 
-def two_outcomes(told: Told) -> None:
+def two_outcomes(told: EditedRun) -> None:
     index, held = told.one("groups", outcome="filtered")
     told.append(index, replace(held, reason="on second thoughts"))
 
 
-def a_part_without_the_other(told: Told) -> None:
+def a_part_without_the_other(told: EditedRun) -> None:
     index, held = outcome_of(told, another(told), like="scored")
     (headers, value), _ = encode_parts(held, run=RUN, worker="scorer-0", max_bytes=1)
     told.append(index, held)
     told.records[-1] = replace(told.records[-1], headers=headers.encode(value), value=value)
 
 
-def an_outcome_in_another_partition(told: Told) -> None:
+def an_outcome_in_another_partition(told: EditedRun) -> None:
     index, held = told.one("groups", outcome="filtered")
     partition = told.records[index].partition
     del told.records[index]
@@ -120,11 +120,11 @@ def an_outcome_in_another_partition(told: Told) -> None:
     told.append(like, held, partition=(partition + 1) % 4)
 
 
-def an_outcome_of_another_row(told: Told) -> None:
+def an_outcome_of_another_row(told: EditedRun) -> None:
     told.group(first_in(told, 0), lambda held: replace(held, row=held.row + 1))
 
 
-def a_token_that_was_not_drawn(told: Told) -> None:
+def a_token_that_was_not_drawn(told: EditedRun) -> None:
     def change(held: Any) -> Any:
         tokens = held.samples[1].rollout.token_ids.copy()
         tokens[0] += 1
@@ -133,7 +133,7 @@ def a_token_that_was_not_drawn(told: Told) -> None:
     told.group(first_in(told, 1), change)
 
 
-def a_logprob_that_was_not_drawn(told: Told) -> None:
+def a_logprob_that_was_not_drawn(told: EditedRun) -> None:
     def change(held: Any) -> Any:
         logprobs = held.samples[0].rollout.behaviour_logprobs.copy()
         logprobs[-1] = np.nextafter(logprobs[-1], np.float32(0))
@@ -142,40 +142,40 @@ def a_logprob_that_was_not_drawn(told: Told) -> None:
     told.group(first_in(told, 0), change)
 
 
-def a_sample_too_few(told: Told) -> None:
+def a_sample_too_few(told: EditedRun) -> None:
     told.group(first_in(told, 1), lambda held: replace(held, samples=held.samples[:-1]))
 
 
-def the_second_record_of_a_sample(told: Told) -> None:
+def the_second_record_of_a_sample(told: EditedRun) -> None:
     group = first_in(told, 0)
     index, held = told.one("rollouts", group=group, sample=0)
     told.append(index, held)  # what was first is second now
     told.put(index, replace(held, started_ns=held.started_ns - 1))
 
 
-def a_sample_from_nowhere(told: Told) -> None:
+def a_sample_from_nowhere(told: EditedRun) -> None:
     told.drop("rollouts", group=first_in(told, 0), sample=1)
 
 
-def stale_and_filtered(told: Told) -> None:
+def stale_and_filtered(told: EditedRun) -> None:
     group = filtered(told)
     told.ledger(lambda entries: entries.insert(-1, Entry(seq=0, kind="stale", time_ns=1, step=STEPS - 1, groups=(group,))))
 
 
-def trained_and_filtered(told: Told) -> None:
+def trained_and_filtered(told: EditedRun) -> None:
     told.group(first_in(told, 1), lambda held: replace(held, outcome="filtered", reason="why not"))
 
 
-def an_outcome_of_nobody(told: Told) -> None:
+def an_outcome_of_nobody(told: EditedRun) -> None:
     index, held = told.one("groups", outcome="filtered")
     told.append(index, replace(held, group=10**12, outcome="failed", samples=()))
 
 
-def a_gap_in_the_ledger(told: Told) -> None:
+def a_gap_in_the_ledger(told: EditedRun) -> None:
     told.alter("ledger", where={"kind": "run-closed"}, change=lambda entry: replace(entry, seq=entry.seq + 1))
 
 
-def a_number_twice_in_the_ledger(told: Told) -> None:
+def a_number_twice_in_the_ledger(told: EditedRun) -> None:
     index = told.one("ledger", kind="run-opened")[0]
     last = told.all("ledger")[-1][1]
     closed = told.one("ledger", kind="run-closed")[0]
@@ -183,48 +183,48 @@ def a_number_twice_in_the_ledger(told: Told) -> None:
     told.append(index, last)
 
 
-def a_story_that_goes_on_after_its_end(told: Told) -> None:
+def a_story_that_goes_on_after_its_end(told: EditedRun) -> None:
     told.ledger(lambda entries: entries.append(Entry(seq=0, kind="stale", time_ns=1)))
 
 
-def a_story_without_a_beginning(told: Told) -> None:
+def a_story_without_a_beginning(told: EditedRun) -> None:
     told.ledger(lambda entries: entries.pop(0))
 
 
-def an_end_that_only_the_register_knows(told: Told) -> None:
+def an_end_that_only_the_register_knows(told: EditedRun) -> None:
     told.drop("ledger", kind="run-closed")
 
 
-def another_schedule_than_agreed(told: Told) -> None:
+def another_schedule_than_agreed(told: EditedRun) -> None:
     told.registered("schedule", max_drops_per_step=9)
 
 
-def altered_step(number: int, **fields: Any) -> Callable[[Told], None]:
-    def plant(told: Told) -> None:
+def altered_step(number: int, **fields: Any) -> Callable[[EditedRun], None]:
+    def plant(told: EditedRun) -> None:
         told.alter("ledger", where={"kind": "step", "step": number}, **fields)
 
     return plant
 
 
-def a_step_that_trained_too_little(told: Told) -> None:
+def a_step_that_trained_too_little(told: EditedRun) -> None:
     told.alter("ledger", lambda entry: replace(entry, plan=entry.plan[:-1]), where={"kind": "step", "step": STEPS - 1})
 
 
-def closed_after_another_step(told: Told) -> None:
+def closed_after_another_step(told: EditedRun) -> None:
     told.alter("ledger", where={"kind": "run-closed"}, step=STEPS - 1)
 
 
-def trained_twice(told: Told) -> None:
+def trained_twice(told: EditedRun) -> None:
     again = told.one("ledger", kind="step", step=STEPS - 2)[1].plan[0]
     told.alter("ledger", lambda entry: replace(entry, plan=(entry.plan[0], again)), where={"kind": "step", "step": STEPS - 1})
 
 
-def trained_in_another_order(told: Told) -> None:
+def trained_in_another_order(told: EditedRun) -> None:
     told.alter("ledger", lambda entry: replace(entry, plan=entry.plan[::-1]), where={"kind": "step", "step": 2})
 
 
-def planned(step: int, **fields: Any) -> Callable[[Told], None]:
-    def plant(told: Told) -> None:
+def planned(step: int, **fields: Any) -> Callable[[EditedRun], None]:
+    def plant(told: EditedRun) -> None:
         told.alter(
             "ledger",
             lambda entry: replace(entry, plan=(*entry.plan[:-1], replace(entry.plan[-1], **fields))),
@@ -234,21 +234,21 @@ def planned(step: int, **fields: Any) -> Callable[[Told], None]:
     return plant
 
 
-def planned_where_nothing_lies(told: Told) -> None:
+def planned_where_nothing_lies(told: EditedRun) -> None:
     offset = told.one("ledger", kind="step", step=1)[1].plan[-1].offset
     planned(1, offset=offset + 1)(told)
 
 
-def planned_where_another_lies(told: Told) -> None:
+def planned_where_another_lies(told: EditedRun) -> None:
     other = told.one("ledger", kind="step", step=0)[1].plan[0]
     planned(1, partition=other.partition, offset=other.offset)(told)
 
 
-def trained_too_old(told: Told) -> None:
+def trained_too_old(told: EditedRun) -> None:
     told.sample(first_in(told, 1), 1, span_versions=np.array([0], np.int32))
 
 
-def stale_although_fresh(told: Told) -> None:
+def stale_although_fresh(told: EditedRun) -> None:
     group = another(told)
     index, held = outcome_of(told, group, like="scored")
     version = held.min_version
@@ -262,20 +262,20 @@ def stale_although_fresh(told: Told) -> None:
     told.ledger(lambda entries: entries.insert(-1, Entry(seq=0, kind="stale", time_ns=1, step=version * S, groups=(group,))))
 
 
-def two_manifests(told: Told) -> None:
+def two_manifests(told: EditedRun) -> None:
     index, held = told.one("manifests", version=1)
     told.append(index, replace(held, created_ns=held.created_ns + 1))
 
 
-def a_version_without_manifest(told: Told) -> None:
+def a_version_without_manifest(told: EditedRun) -> None:
     told.drop("manifests", version=STEPS // S)
 
 
-def a_version_without_entry(told: Told) -> None:
+def a_version_without_entry(told: EditedRun) -> None:
     told.ledger(lambda entries: entries.remove(next(entry for entry in entries if entry.kind == "version" and entry.version == 1)))
 
 
-def a_version_before_its_step(told: Told) -> None:
+def a_version_before_its_step(told: EditedRun) -> None:
     def change(entries: list[Entry]) -> None:
         at = next(i for i, entry in enumerate(entries) if entry.kind == "version" and entry.version == 1)
         entries[at - 1], entries[at] = entries[at], entries[at - 1]
@@ -283,15 +283,15 @@ def a_version_before_its_step(told: Told) -> None:
     told.ledger(change)
 
 
-def a_chunk_that_is_gone(told: Told) -> None:
+def a_chunk_that_is_gone(told: EditedRun) -> None:
     told.drop("chunks", version=1, index=0)
 
 
-def a_chunk_with_a_bit_turned(told: Told) -> None:
+def a_chunk_with_a_bit_turned(told: EditedRun) -> None:
     told.alter("chunks", lambda chunk: replace(chunk, data=flipped(chunk.data)), where={"version": 1})
 
 
-def a_chunk_of_another_version(told: Told) -> None:
+def a_chunk_of_another_version(told: EditedRun) -> None:
     places = told.one("manifests", version=2)[1].chunk_offsets
     told.alter("manifests", where={"version": 1}, chunk_offsets=places)
 
@@ -300,7 +300,7 @@ def flipped(data: Any) -> bytes:
     return bytes([data[0] ^ 1]) + bytes(data[1:])
 
 
-def weights_that_are_not_their_digest(told: Told) -> None:
+def weights_that_are_not_their_digest(told: EditedRun) -> None:
     import hashlib
 
     data = flipped(told.one("chunks", version=1, index=0)[1].data)
@@ -312,50 +312,50 @@ def weights_that_are_not_their_digest(told: Told) -> None:
     )
 
 
-def a_digest_that_only_the_ledger_knows(told: Told) -> None:
+def a_digest_that_only_the_ledger_knows(told: EditedRun) -> None:
     told.alter("ledger", where={"kind": "version", "version": 1}, digest="0" * 64)
 
 
-def a_base_that_comes_later(told: Told) -> None:
+def a_base_that_comes_later(told: EditedRun) -> None:
     told.alter("manifests", where={"version": 1}, base_version=2)
 
 
-def a_step_that_ended_in_other_weights(told: Told) -> None:
+def a_step_that_ended_in_other_weights(told: EditedRun) -> None:
     told.alter("ledger", where={"kind": "step", "step": S - 1}, digest="e" * 64)
 
 
-def a_closing_digest_of_other_weights(told: Told) -> None:
+def a_closing_digest_of_other_weights(told: EditedRun) -> None:
     told.alter("ledger", where={"kind": "run-closed"}, digest=told.one("manifests", version=1)[1].digest)
 
 
-def a_checkpoint_of_other_weights(told: Told) -> None:
+def a_checkpoint_of_other_weights(told: EditedRun) -> None:
     at = Entry(seq=0, kind="checkpoint", time_ns=1, step=S, version=1, digest="f" * 64)
     told.ledger(lambda entries: entries.insert(-1, at))
 
 
-def a_letter_about_nothing(told: Told) -> None:
+def a_letter_about_nothing(told: EditedRun) -> None:
     index, held = told.all("dead-letters")[0]
     told.append(index, replace(held, offset=10_000))
 
 
-def a_letter_with_other_bytes(told: Told) -> None:
+def a_letter_with_other_bytes(told: EditedRun) -> None:
     index, held = told.all("dead-letters")[0]
     told.put(index, replace(held, value=b"hello?"))
 
 
-def a_letter_sent_twice(told: Told) -> None:
+def a_letter_sent_twice(told: EditedRun) -> None:
     index, held = told.all("dead-letters")[0]
     told.append(index, replace(held, time_ns=held.time_ns + 1))
 
 
-def no_letter(topic: str) -> Callable[[Told], None]:
-    def plant(told: Told) -> None:
+def no_letter(topic: str) -> Callable[[EditedRun], None]:
+    def plant(told: EditedRun) -> None:
         told.drop("dead-letters", topic=f"{RUN}.{topic}")
 
     return plant
 
 
-PLANTED: list[tuple[Callable[[Told], None], set[str]]] = [
+PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (a_gap_in_the_numbers, {"prompt-numbers"}),
     (a_second_prompt, {"prompt-numbers"}),
     (a_prompt_copied_into_another_partition, {"prompt-numbers"}),

@@ -1,30 +1,12 @@
 """A model small enough that a whole run takes seconds, and a finished run of it for those who only look."""
 
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from penstock.pipeline.config.load import Config
 from tests.support.crew import complete, config_of
-
-JUDGE = """
-def digits(prompts, completions, **columns):
-    first = int(prompts[0].split("+")[0])
-    if first % 10 == 5:
-        raise RuntimeError(f"cannot judge {prompts[0]}")
-    if first % 10 == 7:
-        return [0.25] * len(completions)
-    return [sum(c.isdigit() for c in text) / 8 for text in completions]
-
-
-def brevity(prompts, completions, **columns):
-    first = int(prompts[0].split("+")[0])
-    return [None if first % 10 == 7 else 1.0 - len(text) / 16 for text in completions]
-"""
-"""Of ten prompts one breaks the reward, and one gives every sample the same."""
+from tests.support.recorded_run import JUDGE, RecordedRun
 
 
 @pytest.fixture(scope="session")
@@ -51,17 +33,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedRun:
-    """A finished run to look into; tests read it and write nothing to its topics."""
-
-    run: str
-    bootstrap: str
-    config: Config
-    report: dict[str, Any]
-    mlflow_uri: str
 
 
 @pytest.fixture(scope="session")

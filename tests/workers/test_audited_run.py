@@ -18,7 +18,8 @@ from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 from tests.support.crew import Crew, config_of
-from tests.support.planting import Told
+from tests.support.edited_run import EditedRun
+from tests.support.foreign_records import OWNED, bad_records, repeat
 from tests.support.processes import Processes
 from tests.support.violations import (
     FOREIGN,
@@ -34,7 +35,6 @@ from tests.support.violations import (
     stale_although_fresh,
     two_outcomes,
 )
-from tests.workers.test_foreign_records import OWNED, bad_records, repeat
 
 ROLES = (("trainer", 0), ("rollout", 0), ("scorer", 0), ("feeder", 0), ("tracker", 0))
 
@@ -84,12 +84,12 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def told(genuine: list[Record]) -> Told:
+def told(genuine: list[Record]) -> EditedRun:
     """The same records, to be changed."""
-    return Told(RUN, genuine)
+    return EditedRun(RUN, genuine)
 
 
-def judged(told: Told) -> Audit:
+def judged(told: EditedRun) -> Audit:
     return audit(Listed(RUN, told.records))
 
 
@@ -98,7 +98,7 @@ def broken(found: Audit) -> set[str]:
     return {result.check.name for result in found.results if result.violations}
 
 
-def test_a_real_run_is_clean_and_every_check_has_examined_something(told: Told) -> None:
+def test_a_real_run_is_clean_and_every_check_has_examined_something(told: EditedRun) -> None:
     found = judged(told)
     assert broken(found) == set(), as_text(found)
     assert [result.check.name for result in found.results if not result.examined] == []
@@ -122,7 +122,7 @@ def test_a_run_that_is_under_way_is_clean_at_any_instant_and_says_which_groups_a
 
 
 @pytest.mark.parametrize(("plant", "names"), PLANTED, ids=[f"{number}-{plant.__name__}" for number, (plant, _) in enumerate(PLANTED)])
-def test_a_planted_violation_is_reported_by_its_check_alone(told: Told, plant: Callable[[Told], None], names: set[str]) -> None:
+def test_a_planted_violation_is_reported_by_its_check_alone(told: EditedRun, plant: Callable[[EditedRun], None], names: set[str]) -> None:
     plant(told)
     found = judged(told)
     assert broken(found) == names, as_text(found)
@@ -132,14 +132,14 @@ def test_a_planted_violation_is_reported_by_its_check_alone(told: Told, plant: C
             assert any(value is not None for value in (violation.group, violation.step, violation.version, violation.where))
 
 
-def test_every_check_has_a_violation_that_was_planted(told: Told) -> None:
+def test_every_check_has_a_violation_that_was_planted(told: EditedRun) -> None:
     assert {result.check.name for result in judged(told).results} == {name for _, names in PLANTED for name in names}
 
 
 # --- what is told and breaks nothing -----------------------------------------------------------------------------------------------
 
 
-def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(told: Told) -> None:
+def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(told: EditedRun) -> None:
     group = first_in(told, 1)
     index, rollout = told.one("rollouts", group=group, sample=0)
     told.append(index, rollout)
@@ -167,7 +167,7 @@ def test_records_that_come_twice_are_counted_by_kind_and_are_no_violation(told: 
     assert as_table(found)["redrawn"] == []  # it was begun before the first one was sent
 
 
-def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worker_and_time(told: Told) -> None:
+def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worker_and_time(told: EditedRun) -> None:
     index, rollout = told.one("rollouts", group=first_in(told, 1), sample=0)
     sent_ms = told.records[index].timestamp_ms
     told.append(index, replace(rollout, started_ns=(sent_ms + 2000) * MS, worker="rollout-7"))
@@ -180,7 +180,7 @@ def test_a_sample_begun_after_its_first_record_was_sent_is_listed_with_its_worke
     assert "1 samples were begun after the first record of them had been sent (rollout-7 1)" in as_text(found)
 
 
-def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violation(told: Told) -> None:
+def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violation(told: EditedRun) -> None:
     index, rollout = told.one("rollouts", group=0, sample=0)
     told.append(index, rollout)
     told.records[-1] = replace(told.records[-1], value=told.records[-1].value[:-9])
@@ -189,7 +189,7 @@ def test_a_broken_record_behind_everything_that_was_read_is_told_and_no_violatio
     assert "1 records cannot be used and have no dead letter" in as_text(found)
 
 
-def test_a_second_letter_by_a_process_that_took_over_is_a_duplicate(told: Told) -> None:
+def test_a_second_letter_by_a_process_that_took_over_is_a_duplicate(told: EditedRun) -> None:
     index, held = told.one("dead-letters", topic=f"{RUN}.rollouts")
     told.append(index, replace(held, worker="scorer-1"))
     assert broken(judged(told)) == set()
@@ -201,7 +201,7 @@ def test_a_second_letter_by_a_process_that_took_over_is_a_duplicate(told: Told) 
     assert as_table(found)["duplicates"] == {"dead letters": 2}
 
 
-def test_a_sound_group_that_killed_its_reader_may_be_called_stale(told: Told) -> None:
+def test_a_sound_group_that_killed_its_reader_may_be_called_stale(told: EditedRun) -> None:
     stale_although_fresh(told)
     group = told.all("ledger")[-2][1].groups[0]
     index = told.one("groups", group=group)[0]
@@ -212,7 +212,7 @@ def test_a_sound_group_that_killed_its_reader_may_be_called_stale(told: Told) ->
     assert as_table(found)["dead_letters"]["killer"] == 1
 
 
-def test_an_entry_beyond_a_gap_that_was_set_aside_is_not_of_the_story(told: Told) -> None:
+def test_an_entry_beyond_a_gap_that_was_set_aside_is_not_of_the_story(told: EditedRun) -> None:
     index, held = told.one("ledger", kind="step", step=0)
     told.append(index, replace(held, seq=10**6, step=10**6))
     assert "ledger-order" in broken(judged(told))
@@ -221,7 +221,7 @@ def test_an_entry_beyond_a_gap_that_was_set_aside_is_not_of_the_story(told: Told
     assert broken(judged(told)) == set()
 
 
-def test_a_missing_measurement_and_a_role_without_any_are_told(told: Told) -> None:
+def test_a_missing_measurement_and_a_role_without_any_are_told(told: EditedRun) -> None:
     measured = told.all("metrics")
     gone = {index for index, found in measured if found.role == "tracker"}
     gone.add([index for index, found in measured if found.role == "feeder"][2])
@@ -233,7 +233,7 @@ def test_a_missing_measurement_and_a_role_without_any_are_told(told: Told) -> No
     assert "1 measurements are missing between others of their process" in notes
 
 
-def test_chunks_that_retention_released_are_told(told: Told) -> None:
+def test_chunks_that_retention_released_are_told(told: EditedRun) -> None:
     begin = told.one("manifests", version=1)[1].chunk_offsets[0] + 1
     told.records = [record for record in told.records if told.kind(record) != "chunks" or record.offset >= begin]
     found = judged(told)
@@ -241,7 +241,7 @@ def test_chunks_that_retention_released_are_told(told: Told) -> None:
     assert "chunks of 2 versions were released by retention: their digests cannot be recomputed" in as_table(found)["notes"]
 
 
-def test_times_of_two_machines_are_not_compared(told: Told) -> None:
+def test_times_of_two_machines_are_not_compared(told: EditedRun) -> None:
     admission_before_its_version(told)
     for at, measured in told.all("metrics"):
         if measured.role == "feeder":
@@ -251,7 +251,7 @@ def test_times_of_two_machines_are_not_compared(told: Told) -> None:
     assert any("not on one machine" in note for note in as_table(found)["notes"])
 
 
-def test_one_bit_turned_in_any_record_that_was_used_is_noticed(told: Told) -> None:
+def test_one_bit_turned_in_any_record_that_was_used_is_noticed(told: EditedRun) -> None:
     genuine, chosen = told.records, random.Random(5)
     used = [index for kind in ("prompts", "rollouts", "groups", "ledger", "manifests", "chunks") for index, _ in told.all(kind)]
     for index in chosen.sample(used, 24):
@@ -319,7 +319,7 @@ def test_the_command_ends_with_0_for_a_clean_run_1_for_a_broken_one_and_2_for_an
     assert said.splitlines()[-1].startswith("audit: clean, ")
     status, said = command(capsys, "no-such-run", "--bootstrap", broker)
     assert (status, len(said.splitlines())) == (2, 1)
-    told = Told(RUN, genuine)
+    told = EditedRun(RUN, genuine)
     two_outcomes(told)
     planted = told.records[-1]
     stranger = Producer({"bootstrap.servers": broker})

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.learner.micro_batches import pack
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.observe.explain import as_json, group_records, text
 from penstock.pipeline.observe.tables import samples_groups_steps
-from tests.workers.conftest import RecordedRun
+from tests.support.in_flight import config_in_flight, run_of
+from tests.support.recorded_run import RecordedRun
 
 Ask = Callable[[int], dict[str, Any]]
 
@@ -248,20 +250,15 @@ def test_a_dead_letter_that_is_not_there_names_those_that_are(recorded: Recorded
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "fate"), [({"mode": "bounded"}, "abandoned"), ({"mode": "in_flight", "max_lag": 1}, "stale")])
-def test_groups_that_came_too_late_say_how_late(
-    broker: str, run_id: str, tiny_model: Path, tmp_path: Path, schedule: dict[str, Any], fate: str
-) -> None:
-    from tests.workers.test_in_flight import config_in_flight, run_of
-
-    report, samples, ended = run_of(broker, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
+def test_groups_that_came_too_late_say_how_late(run_id: str, tiny_model: Path, tmp_path: Path, schedule: dict[str, Any], fate: str) -> None:
+    log = MemoryLog()
+    report, samples, ended = run_of(log, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
     assert report["groups"][fate]
-    log = KafkaLog(broker, client_id="test")
     fate_of = {row["group"]: row["fate"] for row in samples_groups_steps.groups(log, run_id).to_pylist()}
     run = group_records.read_run(log, run_id)
     found = {}
     for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):
         found[fate_of[number]] = as_json.tell(log, run, group_records.read_group(log, run, number, say=lambda _: None), say=lambda _: None)
-    log.close()
     late, trained = found[fate], found["trained"]
     versions = [sample["versions"] for sample in late["samples"]]
     drawn = {sample.sample: sample for sample in samples if sample.group == late["group"]}

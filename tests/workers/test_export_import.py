@@ -18,7 +18,7 @@ from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables.timeline import timeline
 from penstock.pipeline.runtime.weight_sync import fetch
-from tests.workers.conftest import RecordedRun
+from tests.support.recorded_run import RecordedRun
 
 
 @pytest.fixture

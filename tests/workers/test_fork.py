@@ -1,40 +1,48 @@
 """A fork goes on where its parent stood: weights, optimizer, data; unchanged it ends where its parent ended."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
+from penstock.pipeline.launch import launcher
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, complete, config_of
 
 STEPS, AT = 4, 2
+HERE = "here:1"
+
+
+class LogHere(MemoryLog):
+    """The in-memory log as a broker at an address."""
+
+    bootstrap = HERE
+
+
 ROLES = ("trainer", "rollout", "scorer", "feeder", "tracker")
 
 
 @pytest.fixture(scope="module")
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker, client_id="tests")
-    yield opened
-    opened.close()
+def log() -> LogHere:
+    return LogHere()
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command sets for its own process is put back."""
+def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
+    """What the command sets for its own process is put back, and the broker it is given is the in-memory log."""
+    monkeypatch.setattr(launcher, "connect", lambda *_, **__: log)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="module")
-def parent(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def parent(log: MemoryLog, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A strictly on-policy run whose rate falls and whose loss looks back at version 0."""
     directory = tmp_path_factory.mktemp("parent")
     config = config_of(
@@ -46,25 +54,25 @@ def parent(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
         trainer={"checkpoint_every": 3, "lr_schedule": "linear"},
         mlflow={"enabled": True, "tracking_uri": f"sqlite:///{directory / 'mlflow.db'}"},
     )
-    return {**complete(broker, "parent", config, roles=ROLES), "mlflow": f"sqlite:///{directory / 'mlflow.db'}"}
+    return {**complete(log, "parent", config, roles=ROLES), "mlflow": f"sqlite:///{directory / 'mlflow.db'}"}
 
 
-def forked(broker: str, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["fork", "parent", "--bootstrap", broker, "--json", *words]) == 0
+def forked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["fork", "parent", "--bootstrap", HERE, "--json", *words]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_a_fork_without_changes_ends_in_its_parents_weights(
-    broker: str, log: KafkaLog, parent: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    log: MemoryLog, parent: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mlflow import MlflowClient
 
-    told = forked(broker, capsys, "--from-step", str(AT), "--run-id", "kid")
+    told = forked(capsys, "--from-step", str(AT), "--run-id", "kid")
     steps = read_past(log, "parent").steps
     assert (told["run"], told["status"]) == ("kid", "created")
     assert {"run": "parent", "step": AT, "version": AT, "digest": steps[AT - 1].digest}.items() <= told["forked_from"].items()
-    with Crew(broker, "kid") as crew:  # what `penstock run --resume` starts
+    with Crew(log, "kid") as crew:  # what `penstock run --resume` starts
         for role in ROLES:
             crew.start(role)
         crew.wait()
@@ -80,14 +88,14 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
     assert found.data.tags["penstock.forked_from"] == "parent"
     assert client.get_run(found.data.tags["mlflow.parentRunId"]).data.tags["penstock.run"] == "parent"
     capsys.readouterr()
-    assert main(["replay", "train", "kid", "--bootstrap", broker, "--json"]) == 0
+    assert main(["replay", "train", "kid", "--bootstrap", HERE, "--json"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert (replayed["steps"], replayed["matching_steps"]) == (STEPS - AT, STEPS - AT)
 
 
 @pytest.mark.usefixtures("parent")
-def test_a_fork_may_change_what_follows_and_says_where_it_begins(broker: str, log: KafkaLog, capsys: pytest.CaptureFixture[str]) -> None:
-    told = forked(broker, capsys, "--from-step", "3", "--run-id", "other", "--set", "run.steps=9", "--set", "trainer.lr=1e-4")
+def test_a_fork_may_change_what_follows_and_says_where_it_begins(log: MemoryLog, capsys: pytest.CaptureFixture[str]) -> None:
+    told = forked(capsys, "--from-step", "3", "--run-id", "other", "--set", "run.steps=9", "--set", "trainer.lr=1e-4")
     record = find(log, "other")
     assert record is not None
     config = from_json(record.config)
@@ -116,26 +124,26 @@ def test_a_fork_may_change_what_follows_and_says_where_it_begins(broker: str, lo
     ],
 )
 def test_what_a_fork_cannot_do_is_refused_before_anything_is_trained(
-    broker: str, capsys: pytest.CaptureFixture[str], words: list[str], status: int, why: str
+    capsys: pytest.CaptureFixture[str], words: list[str], status: int, why: str
 ) -> None:
-    assert main(["fork", "parent", "--bootstrap", broker, *words]) == status
+    assert main(["fork", "parent", "--bootstrap", HERE, *words]) == status
     assert why in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_fork_of_a_deepspeed_run_goes_on_with_its_optimizer(
-    broker: str, run_id: str, log: KafkaLog, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_id: str, log: MemoryLog, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = {"backend": "deepspeed", "zero_stage": 2, "lr_schedule": "linear"}
     config = config_of(tiny_model, tmp_path, run={"steps": STEPS, "seed": 7}, rollout={"workers": 1}, trainer=trainer)
-    complete(broker, run_id, config)
+    complete(log, run_id, config)
     kid = f"{run_id}-kid"
-    assert main(["fork", run_id, "--bootstrap", broker, "--from-step", str(AT), "--run-id", kid]) == 0
-    with Crew(broker, kid) as crew:
+    assert main(["fork", run_id, "--bootstrap", HERE, "--from-step", str(AT), "--run-id", kid]) == 0
+    with Crew(log, kid) as crew:
         for role in ROLES[:4]:
             crew.start(role)
         crew.wait()
     assert [entry.digest for entry in read_past(log, kid).steps] == [entry.digest for entry in read_past(log, run_id).steps[AT:]]
     capsys.readouterr()
-    assert main(["replay", "train", kid, "--bootstrap", broker, "--json"]) == 0
+    assert main(["replay", "train", kid, "--bootstrap", HERE, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["matching_steps"] == STEPS - AT

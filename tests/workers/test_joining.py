@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import duplicate_samples
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, complete, config_of
 
@@ -17,12 +18,13 @@ MANY = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
 
 @pytest.mark.parametrize("moves", [SOME, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "many"])
 def test_the_worst_order_and_joiners_and_leavers_half_way_give_the_same_report_and_weights(
-    broker, run_id, tiny_model, tmp_path: Path, moves: tuple[str, ...]
+    run_id, tiny_model, tmp_path: Path, moves: tuple[str, ...]
 ):
     config = config_of(tiny_model, tmp_path, run={"steps": 2 * len(moves) + 2, "seed": 7}, scorer={"workers": 2})
-    plain = complete(broker, f"{run_id}-plain", config)
+    log = MemoryLog()
+    plain = complete(log, f"{run_id}-plain", config)
     draw = random.Random(3)
-    with Crew(broker, f"{run_id}-odd") as crew:
+    with Crew(log, f"{run_id}-odd") as crew:
         crew.start("trainer")  # the run does not exist yet
         crew.start("scorer", 0)
         crew.start("rollout", 0)

@@ -56,7 +56,11 @@ def pids(home: Path, run: str) -> dict[str, int]:
 
 
 def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights(broker, run_id, tiny_model, tmp_path: Path, penstock_home: Path):
-    sections = {"run": {"steps": 12, "seed": 7}, "rollout": {"workers": 1}, "kafka": {"bootstrap": broker, "partitions": 8}}
+    sections = {
+        "run": {"steps": 12, "seed": 7},
+        "rollout": {"workers": 1, "engine": "toy", "toy_delay_s": 0.02},
+        "kafka": {"bootstrap": broker, "partitions": 8},
+    }
     config = config_of(tiny_model, tmp_path, **sections)
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-cli"
@@ -81,6 +85,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights(broker, 
     assert len(places) == len(set(places))
 
 
+@pytest.mark.slow
 def test_a_killed_worker_and_a_killed_broker_cost_a_run_nothing_but_time(
     new_home: Callable[[], Path], tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,20 +1,42 @@
-"""Whole runs of other kinds: real prompts for one epoch, a lagging schedule on DeepSpeed, too many drops, a broken reward."""
+"""Whole runs of all kinds: each schedule on the broker, real prompts for one epoch, a lagging schedule, too many drops, a broken reward."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.explain.as_json import explain
 from penstock.pipeline.observe.explain.group_records import read_run
-from tests.support.crew import Crew, complete, config_of
+from penstock.pipeline.scheduling.schedule import MODES
+from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.paths import GSM8K
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_of_each_schedule_on_a_broker_keeps_its_lag_and_its_audit_is_clean(broker, run_id, tiny_model, tmp_path: Path, mode: str):
+    engine = "toy" if MODES[mode].loads_at == "step" else "transformers"
+    config = config_of(
+        tiny_model,
+        tmp_path,
+        run={"steps": 3, "seed": 7},
+        schedule={"mode": mode, "prompts_per_step": 2, "samples_per_prompt": 2},
+        algorithm={"filter_zero_variance": False},
+        rollout={"engine": engine, "workers": 2},
+    )
+    report = complete(broker, run_id, config)
+    assert (report["status"], report["steps"]) == ("finished", 3)
+    assert report["groups"]["trained"] == 6
+    assert report["lag"]["max"] <= MODES[mode].max_lag
+    audit = audited(broker, run_id)
+    assert audit.clean, as_text(audit)
+
+
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K questions are not beside the checkout")
-def test_64_real_questions_go_through_the_pipeline_once_and_every_group_has_one_fate(broker, run_id, tiny_model, tmp_path: Path):
+def test_64_real_questions_go_through_the_pipeline_once_and_every_group_has_one_fate(run_id, tiny_model, tmp_path: Path):
     config = config_of(
         tiny_model,
         tmp_path,
@@ -25,7 +47,7 @@ def test_64_real_questions_go_through_the_pipeline_once_and_every_group_has_one_
         algorithm={"filter_zero_variance": False},
         trainer={"micro_batch_tokens": 4096},
     )
-    report = complete(broker, run_id, config)
+    report = complete(MemoryLog(), run_id, config)
     groups = report["groups"]
     assert report["status"] == "finished"
     assert report["steps"] == 8
@@ -37,28 +59,30 @@ def test_64_real_questions_go_through_the_pipeline_once_and_every_group_has_one_
     assert report["dead_letters"]["total"] == 0
 
 
-def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_ends_early_when_asked(
-    broker, run_id, tiny_model, tmp_path: Path
+@pytest.mark.parametrize(
+    "trainer", [{}, pytest.param({"backend": "deepspeed", "zero_stage": 2}, marks=pytest.mark.slow)], ids=["torch", "deepspeed"]
+)
+def test_a_lagging_run_with_an_evaluator_stays_within_its_lag_and_ends_early_when_asked(
+    run_id, tiny_model, tmp_path: Path, trainer: dict[str, Any]
 ):
     config = config_of(
         tiny_model,
         tmp_path,
-        run={"steps": 30, "seed": 3},
+        run={"steps": 200, "seed": 3},
         schedule={"mode": "one_step_off", "order": "arrival", "prompts_per_step": 2},
-        trainer={"backend": "deepspeed", "zero_stage": 2},
+        trainer=trainer,
         eval={"source": str(tmp_path / "data.jsonl"), "limit": 4, "every": 2, "samples": 2, "patience": 1},
     )
-    report = complete(broker, run_id, config, roles=("trainer", "rollout", "scorer", "feeder", "evaluator"))
+    log = MemoryLog()
+    report = complete(log, run_id, config, roles=("trainer", "rollout", "scorer", "feeder", "evaluator"))
     assert report["status"] == "finished"
-    assert report["steps"] < 30  # an untrained model gets no better
+    assert report["steps"] < 200  # an untrained model gets no better
     assert report["lag"]["max"] <= 1
     assert report["eval"][0]["version"] == 0
     groups = report["groups"]
     assert groups["admitted"] == groups["trained"] + sum(groups[fate] for fate in ("filtered", "stale", "failed", "abandoned", "unused"))
-    log = KafkaLog(broker, client_id="tests")
     run = read_run(log, run_id)
     lives = [explain(log, run_id, number, say=lambda _: None) for number in sorted(set(range(groups["admitted"])) - set(run.past.trained))]
-    log.close()
     unused = [life for life in lives if life["fate"] == "unused"]
     assert len(unused) == groups["unused"] > 0
     closed = json.loads(run.past.story.closed.details)
@@ -67,7 +91,7 @@ def test_a_lagging_run_on_deepspeed_with_an_evaluator_stays_within_its_lag_and_e
     assert all(life["step"] is None and life["version"] is None for life in unused)
 
 
-def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(broker, run_id, tiny_model, tmp_path: Path):
+def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(run_id, tiny_model, tmp_path: Path):
     (tmp_path / "same.py").write_text("def same(prompts, completions, **columns):\n    return [0.5 for _ in completions]\n")
     config = config_of(
         tiny_model,
@@ -75,7 +99,7 @@ def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(broker, run_id,
         reward={"functions": [f"{tmp_path / 'same.py'}:same"]},
         schedule={"prompts_per_step": 2, "samples_per_prompt": 2, "max_drops_per_step": 6},
     )
-    with Crew(broker, run_id) as crew:
+    with Crew(MemoryLog(), run_id) as crew:
         create(config, log=crew.log, run_id=run_id, say=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             crew.start(role)
@@ -84,7 +108,7 @@ def test_a_run_whose_groups_are_all_filtered_ends_with_the_cause(broker, run_id,
         assert crew.report()["status"] == "failed"
 
 
-def test_a_broken_reward_makes_failed_groups_and_dead_letters_never_zeros(broker, run_id, tiny_model, tmp_path: Path):
+def test_a_broken_reward_makes_failed_groups_and_dead_letters_never_zeros(run_id, tiny_model, tmp_path: Path):
     (tmp_path / "moody.py").write_text(
         "def moody(prompts, completions, **columns):\n"
         "    if prompts[0].startswith('3'):\n"
@@ -92,7 +116,7 @@ def test_a_broken_reward_makes_failed_groups_and_dead_letters_never_zeros(broker
         "    return [float(len(text)) + i for i, text in enumerate(completions)]\n"
     )
     config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 5}, reward={"functions": [f"{tmp_path / 'moody.py'}:moody"]})
-    report = complete(broker, run_id, config)
+    report = complete(MemoryLog(), run_id, config)
     assert report["status"] == "finished"
     assert report["groups"]["failed"] >= 1
     assert report["dead_letters"]["by_kind"] == {"reward-failed": report["groups"]["failed"]}

@@ -19,9 +19,9 @@ from penstock.pipeline.observe.report.summary import load
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record
 from tests.support.crew import Crew, complete, config_of
+from tests.support.foreign_records import letters
 from tests.support.mutations import DAMAGE, HARMLESS
 from tests.support.processes import Processes
-from tests.workers.test_foreign_records import letters
 
 MUTATIONS = DAMAGE | HARMLESS
 TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")

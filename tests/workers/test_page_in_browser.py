@@ -17,10 +17,10 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.cli.app import main
 from penstock.pipeline.observe.html.build import build, write
 from penstock.pipeline.observe.tables import samples_groups_steps
-from tests.pipeline.observe.test_html import EVIL, rewritten, told_to_a_log
 from tests.support.a_run import RUN, Teller
+from tests.support.page_records import EVIL, log_with, rewritten
 from tests.support.paths import ROOT
-from tests.workers.conftest import RecordedRun
+from tests.support.recorded_run import RecordedRun
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -122,6 +122,7 @@ def test_the_tracker_leaves_the_page_beside_the_report_and_with_mlflow(recorded:
     assert "report.html" in {file.path for file in files}
 
 
+@pytest.mark.slow
 def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_drag(page: Any) -> None:
     lanes = page.locator("#lanes")
     assert {"feeder", "rollout-0", "rollout-1", "scorer-0", "trainer"} <= set(lanes.get_attribute("data-lanes").split())
@@ -151,6 +152,7 @@ def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_
     assert span() == pytest.approx(whole * 200 / (box["width"] - 2 - 112 - 8), rel=0.05)
 
 
+@pytest.mark.slow
 def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(page: Any) -> None:
     where = page.evaluate(
         """() => {
@@ -176,6 +178,7 @@ def test_an_interval_tells_what_it_is_and_a_click_opens_its_group(page: Any) -> 
     assert page.is_visible("#tip")
 
 
+@pytest.mark.slow
 def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log: KafkaLog, recorded: RecordedRun) -> None:
     counts = recorded.report["groups"]
     assert shown(page) == counts["admitted"]
@@ -205,6 +208,7 @@ def test_the_list_filters_by_fate_reward_version_step_and_worker(page: Any, log:
         wait_for_shown(page, len(drawn))
 
 
+@pytest.mark.slow
 def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_side(
     page: Any, log: KafkaLog, recorded: RecordedRun
 ) -> None:
@@ -231,6 +235,7 @@ def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_s
     assert page.locator(".text span.hit").count() > 0
 
 
+@pytest.mark.slow
 def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page: Any, log: KafkaLog, recorded: RecordedRun) -> None:
     number = page.evaluate("data.g_number[Array.from(data.g_fate).indexOf(0)]")
     page.evaluate("number => openGroup(data.byNumber.get(number))", number)
@@ -266,7 +271,7 @@ def test_text_that_looks_like_markup_is_shown_as_text(watched: Watched, tmp_path
         evil = lambda samples: tuple(replace(sample, completion=EVIL) for sample in samples)  # noqa: E731
         told += rewritten(record, prompt=EVIL, reason=EVIL, samples=evil) if record.topic.endswith(".groups") else [record]
     path = tmp_path / "evil.html"
-    write(build(told_to_a_log(told), RUN), path)
+    write(build(log_with(told), RUN), path)
     page = watched.open(path)
     page.evaluate("openGroup(0)")
     page.wait_for_selector(".card")
@@ -278,12 +283,13 @@ def test_text_that_looks_like_markup_is_shown_as_text(watched: Watched, tmp_path
     wait_for_shown(page, 4)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(watched: Watched, tmp_path: Path) -> None:
     teller = Teller(steps=3)
     begun = [teller.record(), teller.opened(), teller.version(0)]
     drawn = [record for record in teller.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
     for name, told in {"first.html": begun[:1], "open.html": [*begun, *drawn]}.items():
-        write(build(told_to_a_log(told), RUN), tmp_path / name)
+        write(build(log_with(told), RUN), tmp_path / name)
     page = watched.open(tmp_path / "open.html")
     assert page.text_content("#status") == "running"
     page.evaluate("openGroup(0)")

@@ -7,13 +7,13 @@ import pytest
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.launch.create import create
-from tests.support import power
+from tests.support import power_loss
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(power.COMPILER is None, reason="needs a C compiler: a library in Java notes what was synced"),
+    pytest.mark.skipif(power_loss.COMPILER is None, reason="needs a C compiler: a library in Java notes what was synced"),
 ]
 
 
@@ -32,7 +32,7 @@ def committed(log: KafkaLog, run: str, partitions: int) -> dict[tuple[str, int],
 def test_a_run_goes_on_after_a_power_loss_and_nothing_committed_is_missing(
     new_home: Callable[[], Path], run_id: str, tiny_model: Path, tmp_path: Path
 ):
-    broker = power.PowerBroker(new_home(), tmp_path)
+    broker = power_loss.PowerBroker(new_home(), tmp_path)
     config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 7}, rollout={"workers": 1})
     bootstrap = broker.start()
     plain = complete(bootstrap, f"{run_id}-plain", config)

@@ -10,7 +10,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 import penstock
 from tests.support.paths import ROOT
-from tests.workers.conftest import RecordedRun
+from tests.support.recorded_run import RecordedRun
 
 BYTES = {"float32": 4, "bfloat16": 2}
 

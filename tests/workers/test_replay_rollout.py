@@ -7,7 +7,7 @@ import pytest
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.cli import main
 from penstock.pipeline.learner.ledger_history import read_past
-from tests.workers.conftest import RecordedRun
+from tests.support.recorded_run import RecordedRun
 
 
 def redraw(recorded: RecordedRun, capsys: pytest.CaptureFixture[str], *words: str) -> dict:

@@ -16,7 +16,7 @@ from penstock.pipeline.observe.tables import samples_groups_steps
 from penstock.pipeline.replay.rescore.run import Wish, score_run
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.weight_sync import fetch
-from tests.workers.conftest import JUDGE, RecordedRun
+from tests.support.recorded_run import JUDGE, RecordedRun
 
 STRICT = """
 def strict(completions, **columns):

@@ -19,9 +19,9 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing, Record
-from tests.support.ahead import config_for, group_of, outcome_of, write_groups, written
 from tests.support.crew import Crew
-from tests.workers.conftest import RecordedRun
+from tests.support.recorded_run import RecordedRun
+from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
 
 ALTERED_STEP = 5
 
@@ -262,7 +262,7 @@ def test_steps_that_are_not_there_are_named(recorded: RecordedRun, capsys: pytes
 
 
 def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_first_as_it_is(
-    broker: str, run_id: str, log: KafkaLog, tiny_model: Path, tmp_path: Path
+    run_id: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     from penstock.pipeline.replay.train.overrides import what_if
     from penstock.pipeline.replay.train.verify import Asked
@@ -270,34 +270,26 @@ def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_fi
 
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0})
     found = [group_of(number, version=number // 2) for number in range(12)]
-    plain = undisturbed(broker, log, f"{run_id}-plain", config, found)
+    log = MemoryLog()
+    written(log, f"{run_id}-plain", config, found)
+    plain = trained(log, f"{run_id}-plain")
     written(log, run_id, config, found[:6])
-    own = KafkaLog(broker, client_id="follower")
-    recording = Recording.open(own, run_id)
+    recording = Recording.open(log, run_id)
     result = Alternative(run_id, {})
     chosen = what_if(recording.config, ["algorithm.loss=dr_grpo"])
     wanted = {"result": result, "curves": nullcontext(), "export": None, "say": lambda _: None}
     follower = threading.Thread(target=train, args=(recording, chosen, Asked(follow=True)), kwargs=wanted)
     follower.start()
-    with Crew(broker, run_id) as crew:
+    with Crew(log, run_id) as crew:
         crew.start("trainer")
         crew.wait(lambda: len(result.steps) == 3)
         write_groups(log, run_id, found[6:], partitions=config.partitions)
         crew.wait()
     follower.join(60.0)
     recording.close()
-    own.close()
     assert (len(result.steps), result.whole) == (6, True)
     assert outcome_of(log, run_id) == plain
     assert result.digest != plain["digest"]
-
-
-def undisturbed(broker: str, log: KafkaLog, run: str, config: Any, found: list[Any]) -> dict[str, Any]:
-    written(log, run, config, found)
-    with Crew(broker, run) as crew:
-        crew.start("trainer")
-        crew.wait()
-    return outcome_of(log, run)
 
 
 def test_a_replay_whose_records_are_deleted_names_their_offsets(
@@ -306,7 +298,8 @@ def test_a_replay_whose_records_are_deleted_names_their_offsets(
     from kafka import KafkaAdminClient, TopicPartition
 
     config = config_for(tiny_model, tmp_path, run={"steps": 3, "seed": 7}, trainer={"checkpoint_every": 2})
-    undisturbed(broker, log, run_id, config, [group_of(number, version=number // 2) for number in range(6)])
+    written(log, run_id, config, [group_of(number, version=number // 2) for number in range(6)])
+    trained(broker, run_id)
     admin = KafkaAdminClient(bootstrap_servers=broker)
     admin.delete_records({TopicPartition(f"{run_id}.groups", 1): 2})
     admin.close()

@@ -14,7 +14,7 @@ from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 GONE_S = 15.0
 
@@ -24,9 +24,7 @@ def left_behind(temporary: Path) -> set[str]:
     return {str(path) for path in [*Path("/dev/shm").glob("psm_*"), *temporary.rglob("*vllm*")]}
 
 
-@pytest.mark.parametrize(
-    "engine_process", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["engine in the worker", "engine in its own process"]
-)
+@pytest.mark.parametrize("engine_process", [False, True], ids=["engine in the worker", "engine in its own process"])
 def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
     broker: str, run_id: str, tiny_model: Path, tmp_path: Path, engine_process: bool
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.observe.live.view import LiveView
@@ -30,7 +31,25 @@ class Listener:
         while not any(all(word in text for word in words) for text in self.said):
             assert time.monotonic() < deadline, f"not said: {words}; said: {self.said}"
             self.view.poll(0.1)
-            self._dog.check(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
+            self._dog.look(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
+
+
+def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, tiny_model, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path, run={"steps": 2}, rollout={"workers": 1})
+    with Crew(MemoryLog(), run_id) as crew:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        listener = Listener(crew, stall_s=1.0)
+        listener.hears("stuck: trainer\n  the run is not opened yet; no trainer")
+        crew.start("trainer")
+        listener.hears("stuck: rollout\n  no rollout worker")
+        crew.start("rollout")
+        listener.hears("stuck: feeder\n  step 0 waits for the prompt of group 0; no feeder")
+        crew.start("feeder")
+        listener.hears("stuck: scorer, group 0", "complete since", "no scorer")
+        crew.start("scorer")
+        listener.hears("the run moves again")
+        crew.wait()
+    listener.view.close()
 
 
 @pytest.mark.slow

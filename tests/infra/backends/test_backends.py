@@ -17,8 +17,8 @@ from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
 from tests.support.paths import ROOT
+from tests.support.training import VOCABULARY, batch_of, loss_of, take_step, train
 
-VOCABULARY = 40
 STAGES = (0, 1, 2, 3)
 ALL = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in STAGES)]
 SOME = [("torch", {}), ("deepspeed", {"zero_stage": 2}), ("deepspeed", {"zero_stage": 3})]
@@ -51,42 +51,8 @@ def opened(model_path):
         backend.close()
 
 
-def batch_of(seed, rows=4, *, prompt=3, longest=6):
-    random = np.random.default_rng(seed)
-    lengths = random.integers(2, longest + 1, rows)
-    width = prompt + int(lengths.max())
-    ids = random.integers(1, VOCABULARY, (rows, width))
-    real = np.arange(width)[None] < prompt + lengths[:, None]
-    return TokenBatch(
-        input_ids=np.where(real, ids, 0).astype(np.int64),
-        attention_mask=real,
-        completion_mask=real[:, 1:] & (np.arange(width - 1)[None] >= prompt - 1),
-        behaviour_logprobs=np.zeros((rows, width - 1), np.float32),
-        advantages=random.normal(size=rows).astype(np.float32),
-        temperatures=np.linspace(0.7, 1.3, rows, dtype=np.float32),
-        groups=np.zeros(rows, np.int64),
-        samples=np.arange(rows),
-    )
-
-
 def rows_of(batch, rows):
     return TokenBatch(**{name: getattr(batch, name)[rows] for name in TokenBatch.__slots__})
-
-
-def loss_of(batch):
-    """A loss whose gradient depends on the logprobs: -exp(logprob / 4) * advantage, summed."""
-    mask, advantages = torch.from_numpy(batch.completion_mask), torch.from_numpy(batch.advantages)[:, None]
-    return lambda logprobs: (-((logprobs / 4).exp() * advantages * mask).sum(), {"extra": 1.0})
-
-
-def take_step(backend, batches):
-    count = float(sum(batch.tokens for batch in batches))
-    total = sum(backend.backward(batch, loss_of(batch), denominator=count)["loss_sum"] for batch in batches)
-    return total / count, backend.step(denominator=count)
-
-
-def train(backend, steps=5, first=0):
-    return [take_step(backend, [batch_of(10 * step, 4), batch_of(10 * step + 1, 3)]) for step in range(first, first + steps)]
 
 
 def plain_torch_losses(model_path, *, steps, clip, weight_decay=0.0):
@@ -266,6 +232,7 @@ def test_copy_into_fits_everything_before_it_changes_anything(model_path):
     assert digest(to_bytes(model.named_parameters())) == digest(to_bytes((t.name, from_bytes(t).bfloat16()) for t in tensors))
 
 
+@pytest.mark.slow
 def test_another_process_ends_in_the_same_bits_without_a_compiler_and_without_noise(opened, model_path):
     expected = []
     for name, own in (("torch", {}), ("deepspeed", {"zero_stage": 2})):

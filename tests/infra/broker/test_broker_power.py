@@ -11,13 +11,13 @@ import pytest
 from penstock.infra.broker import settings
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Committed, Pending
-from tests.support import power
+from tests.support import power_loss
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in
 
-pytestmark = pytest.mark.skipif(power.COMPILER is None, reason="needs a C compiler: a library in Java notes what was synced")
+pytestmark = pytest.mark.skipif(power_loss.COMPILER is None, reason="needs a C compiler: a library in Java notes what was synced")
 
 
-def write_until_the_power_fails(broker: power.PowerBroker, log: KafkaLog, topic: str) -> list[bytes]:
+def write_until_the_power_fails(broker: power_loss.PowerBroker, log: KafkaLog, topic: str) -> list[bytes]:
     """Kill the broker while single records are written, one after the other; returns those that were acknowledged before."""
     producer, sent, stop = log.producer(linger_ms=0), list[tuple[bytes, Pending]](), threading.Event()
 
@@ -42,7 +42,7 @@ def write_until_the_power_fails(broker: power.PowerBroker, log: KafkaLog, topic:
 
 
 def test_everything_that_was_acknowledged_survives_a_power_loss(new_home: Callable[[], Path], tmp_path: Path) -> None:
-    broker = power.PowerBroker(new_home(), tmp_path)
+    broker = power_loss.PowerBroker(new_home(), tmp_path)
     log = KafkaLog(broker.start())
     plain, transactional, grouped = make_topics(log, "r", "plain", "transactional", "grouped", partitions=1)
     heard = Heard(log.member("r.group", [grouped]))
@@ -80,7 +80,7 @@ def test_a_broker_that_leaves_writing_to_the_operating_system_loses_records(
     new_home: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(settings._DISK, "log.flush.interval.messages")
-    broker = power.PowerBroker(new_home(), tmp_path)
+    broker = power_loss.PowerBroker(new_home(), tmp_path)
     log = KafkaLog(broker.start())
     (topic,) = make_topics(log, "r", "plain", partitions=1)
     acknowledged = write_until_the_power_fails(broker, log, topic)

@@ -60,7 +60,10 @@ def one_vllm_engine(directory: Path) -> tuple[Any, Callable[[], None]]:
 Make = Callable[[], Any]
 EXACT = ["toy", "transformers"]
 """Engines whose samples are bit-identical whatever is drawn beside them; in a batch that changes all the time no sample is."""
-WITH_VLLM = [*EXACT, pytest.param("vllm", marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"))]
+WITH_VLLM = [
+    *EXACT,
+    pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]),
+]
 
 
 @pytest.fixture(scope="module", params=WITH_VLLM)

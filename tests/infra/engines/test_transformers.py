@@ -18,6 +18,8 @@ from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.costly
+
 SAMPLING = Sampling(max_new_tokens=10, stop_ids=(2,))
 PROMPT = np.array([4, 9, 11, 30, 1], dtype=np.int32)
 SMALL = {"vocab_size": 40, "hidden_size": 32, "max_position_embeddings": 128, "initializer_range": 0.2}
@@ -139,6 +141,7 @@ def test_a_bfloat16_model_reports_float32_logprobs(directory: Path) -> None:
         np.testing.assert_allclose(completion.logprobs, recomputed(engine._model, PROMPT, completion, temperature=1.0), atol=0.1)
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same_bits(directory: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, '.'); import numpy as np\n"

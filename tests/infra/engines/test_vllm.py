@@ -26,7 +26,7 @@ from tests.support.vllm_helpers import (
     version_values,
 )
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from penstock.infra.engines.base import Completion, Span
 from tests.support.paths import ROOT, SUPPORT
 from tests.support.vllm_helpers import LIMIT, largest_error, request, save_model, version_values
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 SHARED = Path("/dev/shm")
 GONE_S = 10.0
@@ -69,6 +69,7 @@ def completions(found: dict[str, Any]) -> list[Completion]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_killed_worker_leaves_no_engine_no_shared_memory_and_no_file(tmp_path: Path, temporary: Path) -> None:
     directory, out = save_model(tmp_path / "model", tied=True), tmp_path / "out"
     before = set(os.listdir(SHARED))

@@ -9,7 +9,7 @@ import pytest
 from penstock.infra.errors import EngineError
 from tests.support.vllm_helpers import LIMIT, draw_with_swaps, largest_error, open_engine, request, save_model, tensors_of, version_values
 
-pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 
 def test_an_untied_output_layer_is_swapped_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from penstock.pipeline.algorithms.importance_weights import CORRECTIONS, correct
 from penstock.pipeline.algorithms.losses import batch_loss, summarise
 from penstock.pipeline.config.load import ConfigError, from_json, from_table, to_json
 from penstock.pipeline.learner.train_step import Objective
-from tests.pipeline.algorithms.test_losses import batch_of
+from tests.support.loss_batches import batch_of
 
 LOG2 = math.log(2.0)
 RATIOS = [[8.0, 0.25, 1.0, 2.0], [0.1, 4.0, 4.0, 99.0]]

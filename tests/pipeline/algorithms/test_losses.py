@@ -10,23 +10,9 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms.losses import add_stats, batch_loss, kl_k3, summarise, token_weights
 from penstock.pipeline.algorithms.surrogates import SURROGATES, cispo_loss, gspo_loss, policy_loss
 from penstock.pipeline.learner.training_samples import AGGREGATES, denominator
+from tests.support.loss_batches import batch_of
 
 LOG2 = math.log(2.0)
-
-
-def batch_of(mask, *, behaviour=0.0, advantages=None):
-    mask = np.array(mask, bool)
-    rows, width = mask.shape
-    return TokenBatch(
-        input_ids=np.zeros((rows, width + 1), np.int64),
-        attention_mask=np.ones((rows, width + 1), bool),
-        completion_mask=mask,
-        behaviour_logprobs=np.full(mask.shape, behaviour, np.float32) * mask,
-        advantages=np.ones(rows, np.float32) if advantages is None else np.array(advantages, np.float32),
-        temperatures=np.ones(rows, np.float32),
-        groups=np.zeros(rows, np.int64),
-        samples=np.arange(rows),
-    )
 
 
 def random_batch(seed, rows=4, width=6):

@@ -125,6 +125,7 @@ def test_equal_seeds_make_equal_weights_and_others_other_ones(model_dir: Path, t
     assert (other / "model.safetensors").read_bytes() != held
 
 
+@pytest.mark.costly
 def test_making_it_tells_its_progress_and_learns_something(tmp_path: Path) -> None:
     from penstock.pipeline.envs.tiny.model import make_tiny_model
 

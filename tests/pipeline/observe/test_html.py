@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,32 +27,12 @@ from penstock.pipeline.observe.html.timeline import NEVER, Clock
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.run_view import RunView
-from penstock.topics import groups
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller
+from tests.support.page_records import EVIL, log_with, rewritten
 
 STEPS = 3
-EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
-
-
-def told_to_a_log(told: Iterable[Outgoing], run: str = RUN) -> MemoryLog:
-    log = MemoryLog()
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
-    log.create_topics(topics_of(run, partitions=1), replication_factor=1)
-    producer = log.producer()
-    for record in told:
-        producer.send(record)
-    return log
-
-
-def rewritten(record: Outgoing, **changes: Any) -> list[Outgoing]:
-    """A group's record with other contents."""
-    group = groups.decode(bytes(record.value))
-    samples = changes.pop("samples", lambda found: found)(group.samples)
-    parts = groups.encode_parts(replace(group, samples=samples, **changes), run=RUN, worker="scorer-0")
-    return [replace(record, headers=headers.encode(value), value=value) for headers, value in parts]
 
 
 def blocks(page: Page) -> dict[str, bytes]:
@@ -79,7 +59,7 @@ def log() -> MemoryLog:
     """A finished run of three steps, one group filtered and one unused, with a dead letter and two records of nobody's."""
     teller = Teller(steps=STEPS)
     nobodys = [Outgoing(topic=f"{RUN}.{topic}", partition=0, key=b"1", headers=(), value=b"?") for topic in ("groups", "rollouts")]
-    return told_to_a_log([*teller.whole(), teller.letter(), *nobodys])
+    return log_with([*teller.whole(), teller.letter(), *nobodys])
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +132,7 @@ def test_advantages_are_those_of_the_runs_own_function() -> None:
     told: list[Outgoing] = []
     teller = Teller(steps=1)
     told += [teller.record(), teller.opened(), teller.version(0), *teller.group([0.0, 1.0, 1.0, 0.25], version=0)]
-    index = unpacked(blocks(build(told_to_a_log(told), RUN))["index"])
+    index = unpacked(blocks(build(log_with(told), RUN))["index"])
     assert index["advantage"] == {"name": "grpo", "why_not": None}
     np.testing.assert_array_equal(index["s_advantage"], group_advantages([0.0, 1.0, 1.0, 0.25]))
 
@@ -161,7 +141,7 @@ def test_a_users_own_advantage_function_is_not_loaded_where_that_is_not_wanted(t
     own = tmp_path / "own.py"
     own.write_text("import numpy as np\n\ndef doubled(rewards):\n    return 2 * np.asarray(rewards, np.float32)\n")
     teller = Teller(steps=1, config={"algorithm": {"advantage": f"{own}:doubled"}})
-    log = told_to_a_log([teller.record(), teller.opened(), *teller.group([0.0, 1.0, 1.0, 0.25], version=0)])
+    log = log_with([teller.record(), teller.opened(), *teller.group([0.0, 1.0, 1.0, 0.25], version=0)])
     with_own = unpacked(blocks(build(log, RUN))["index"])
     without = unpacked(blocks(build(log, RUN, own_functions=False))["index"])
     assert with_own["s_advantage"].tolist() == [0.0, 2.0, 2.0, 0.5]
@@ -218,7 +198,7 @@ def test_no_text_of_a_run_becomes_markup() -> None:
             told += rewritten(record, prompt=EVIL, reason=EVIL, columns=json.dumps({"x": EVIL}), samples=evil)
         else:
             told.append(record)
-    page = build(told_to_a_log(told), RUN)
+    page = build(log_with(told), RUN)
     assert b"onerror" not in page.html and b"\xe2\x80\xa8" not in page.html
     assert json.loads(blocks(page)["x0"])[0][0] == EVIL
     # The browser's view of it: only our own elements, the code's included.
@@ -247,7 +227,7 @@ def test_groups_without_rewards_show_their_prompt_and_what_was_drawn() -> None:
     waiting = [record for record in teller.group([0.0] * 4, version=0) if not record.topic.endswith(".groups")]
     failed = teller.group([0.0] * 4, version=0, outcome="failed")
     outcome = rewritten(failed[-1], samples=lambda _: (), reason="the judge broke")
-    page = build(told_to_a_log([*told, *waiting, *failed[:-1], *outcome]), RUN)
+    page = build(log_with([*told, *waiting, *failed[:-1], *outcome]), RUN)
     found = blocks(page)
     index, tokens = unpacked(found["index"]), unpacked(found["k0"])
     assert [index["fates"][fate] for fate in index["g_fate"]] == ["open", "failed"]
@@ -347,5 +327,5 @@ def test_what_all_prompts_begin_with_is_found() -> None:
 def test_what_was_written_twice_is_shown_once() -> None:
     told = list(Teller(steps=1).whole())
     again = [record for record in told if record.topic.endswith((".rollouts", ".groups"))]
-    index = unpacked(blocks(build(told_to_a_log([*told, *again]), RUN))["index"])
+    index = unpacked(blocks(build(log_with([*told, *again]), RUN))["index"])
     assert len(index["s_reward"]) == 16

@@ -164,6 +164,7 @@ def check(told: Story, *, uri: str, database: Path) -> None:
     assert json.loads((told.file.parent / "report.json").read_text())["mlflow_run_id"] == run.info.run_id
 
 
+@pytest.mark.slow
 def test_a_tracker_killed_again_and_again_has_every_point_once(story, broker: str, tmp_path: Path):
     told, chance = story(steps=24), random.Random(4)
     database, unborn = told.home / "mlflow.db", told.home / ".mlflow.db.new"

@@ -18,7 +18,7 @@ from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.trainer.worker import Trainer, chunk_partitions
-from tests.support.ahead import config_for, group_of, outcome_of, written
+from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
 RUN, STEPS = "snapshots", 6
 
@@ -44,7 +44,7 @@ def log_of(model: Path, directory: Path, *, checkpoints: Path, dtype: str) -> Me
     )
     assert config.correction == "tis"
     made = MemoryLog()
-    written(made, RUN, config, [group_of(number, version=max(0, number // 6 - 1)) for number in range(2 * STEPS)])  # type: ignore[arg-type]
+    written(made, RUN, config, [group_of(number, version=max(0, number // 6 - 1)) for number in range(2 * STEPS)])
     return made
 
 
@@ -67,7 +67,7 @@ def finished(trainer: Trainer) -> dict[str, Any]:
     while trainer.training.steps_done < STEPS:
         assert trainer.train_step()
     trainer.end()
-    return outcome_of(trainer.session.log, RUN)  # type: ignore[arg-type]
+    return outcome_of(trainer.session.log, RUN)
 
 
 @pytest.fixture

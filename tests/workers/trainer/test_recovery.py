@@ -1,7 +1,8 @@
 """What is committed is never lost: a trainer that comes back goes on from its newest checkpoint, bit for bit, and says so."""
 
+import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.infra.errors import Unrecoverable
-from penstock.infra.faults import VARIABLE
-from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.chronicle import Chronicle
 from penstock.pipeline.learner.ledger_history import read_past
@@ -19,27 +19,20 @@ from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group
 from penstock.workers.trainer.worker import Trainer, chunk_partitions
-from tests.support.ahead import config_for, group_of, outcome_of, write_groups, written
 from tests.support.crew import Crew, complete, config_of
+from tests.support.deaths import dying_at
 from tests.support.processes import Processes
+from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
 
 
 @pytest.fixture
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker, client_id="tests")
-    yield opened
-    opened.close()
+def log() -> MemoryLog:
+    return MemoryLog()
 
 
-def alone(broker: str, log: KafkaLog, run: str, directory: Path, *deaths: str) -> tuple[dict[str, Any], str, Mapping[str, float]]:
-    """Run a trainer to the end, after it died at these points; returns what the run came to, what was printed, and the last values."""
-    with Processes(broker, run, directory) as trainer:
-        for fault in deaths:
-            trainer.start("trainer", environment={VARIABLE: fault})
-            assert trainer.ended("trainer", limit_s=150.0) == -9, trainer.text("trainer")
-        trainer.start("trainer")
-        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
-        return outcome_of(log, run), trainer.text("trainer"), load(log, run).workers["trainer"].values
+def values_of(log: MemoryLog, run: str) -> Mapping[str, float]:
+    """The last values that the trainer reported."""
+    return load(log, run).workers["trainer"].values
 
 
 def rounds(count: int, *, per_version: int) -> list[Group]:
@@ -47,8 +40,6 @@ def rounds(count: int, *, per_version: int) -> list[Group]:
     return [group_of(number, version=number // per_version) for number in range(count)]
 
 
-ALWAYS = "round by round"
-"""The kind that the default suite has; the others are among the slow tests."""
 KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
     # killed at a checkpoint inside a round; the KL's reference stays version 0 and the rate goes on falling
     "round by round": (
@@ -81,16 +72,16 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [ALWAYS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != ALWAYS)])
-def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(broker, run_id, log, tiny_model, tmp_path: Path, kind: str):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(run_id, log, tiny_model, tmp_path: Path, kind: str):
     sections, found = KINDS[kind]
     config = config_for(tiny_model, tmp_path, **sections)
     written(log, f"{run_id}-plain", config, found)
-    plain, _, _ = alone(broker, log, f"{run_id}-plain", tmp_path)
+    plain = trained(log, f"{run_id}-plain")
     for name, fault, repeated in (("at", "checkpoint.renamed:1", 0), ("after", "ledger.step.after:5", 2)):
         written(log, f"{run_id}-{name}", config, found)
-        again, _, values = alone(broker, log, f"{run_id}-{name}", tmp_path, fault)
-        assert again == plain
+        assert trained(log, f"{run_id}-{name}", fault) == plain
+        values = values_of(log, f"{run_id}-{name}")
         assert (values["recovered_from_step"], values["repeated_steps"]) == (3, repeated)
         assert values["recovery_s"] > 0
 
@@ -105,20 +96,22 @@ def spoil(directory: Path) -> None:
 
 @pytest.mark.parametrize(("spoilt", "start"), [((4,), 2), ((4, 2), 0)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_used(
-    broker, run_id, log, tiny_model, tmp_path: Path, spoilt: tuple[int, ...], start: int
+    run_id, log, tiny_model, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoilt: tuple[int, ...], start: int
 ):
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_dir": str(tmp_path / "kept")})
     found = rounds(12, per_version=2)
     written(log, f"{run_id}-plain", config, found)
-    plain, _, _ = alone(broker, log, f"{run_id}-plain", tmp_path)
+    plain = trained(log, f"{run_id}-plain")
     written(log, run_id, config, found)
-    with Processes(broker, run_id, tmp_path) as trainer:
-        trainer.start("trainer", environment={VARIABLE: "ledger.step.after:5"})
-        assert trainer.ended("trainer", limit_s=150.0) == -9
+    with Crew(log, run_id) as crew, dying_at("ledger.step.after:5") as dead:
+        crew.start("trainer")
+        crew.wait(dead.is_set)
+        crew.abandon("trainer")
     for steps in spoilt:
         spoil(tmp_path / "kept" / run_id / f"step-{steps:08d}")
-    again, said, values = alone(broker, log, run_id, tmp_path)
-    assert again == plain
+    capsys.readouterr()
+    assert trained(log, run_id) == plain
+    said, values = capsys.readouterr().out, values_of(log, run_id)
     for steps in spoilt:
         assert f"checkpoint of step {steps} is not used: backend/trainer.pt is damaged" in said
     origin = f"checkpoint of step {start} loaded" if start else "no checkpoint to start from"
@@ -127,21 +120,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_us
     assert (values["recovered_from_step"], values["repeated_steps"]) == (start, 5 - start)
 
 
-def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_restart(broker, run_id, log, tiny_model, tmp_path: Path):
+def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_restart(run_id, log, tiny_model, tmp_path: Path):
     config = config_for(
         tiny_model, tmp_path, trainer={"checkpoint_every": 50}, eval={"source": str(tmp_path / "data.jsonl"), "target": 0.9}
     )
     found = rounds(12, per_version=2)
     written(log, run_id, config, found[:6])
-    with Crew(broker, run_id) as crew:
+    with Crew(log, run_id) as crew:
         crew.start("trainer")
         crew.wait(lambda: crew.report()["steps"] == 3)
         crew.stop("trainer")
         write_groups(log, run_id, found[6:], partitions=config.partitions)
-        evaluator = session_of(broker, run_id, "evaluator")
+        evaluator = session_of(log, run_id, "evaluator")
         evaluator.report(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels={"ask": "stop", "reason": "good enough"})
         evaluator.close(status="finished")
-        evaluator.log.close()
         crew.start("trainer")
         crew.wait()
         assert crew.report()["status"] == "finished"
@@ -150,8 +142,8 @@ def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_
     assert len(outcome_of(log, run_id)["steps"]) == 3  # groups for more were there
 
 
-def session_of(broker: str, run: str, role: str) -> Session:
-    session = join(run=run, role=role, log=KafkaLog(broker, client_id=f"{run}.{role}"), worker=role, model=None, stop=threading.Event())
+def session_of(log: MemoryLog, run: str, role: str) -> Session:
+    session = join(run=run, role=role, log=log, worker=role, model=None, stop=threading.Event())
     assert session is not None
     return session
 
@@ -163,13 +155,13 @@ def opened(session: Session) -> tuple[Trainer, Any]:
 
 
 @pytest.fixture
-def three_steps(broker, run_id, log, tiny_model, tmp_path: Path) -> Callable[[], tuple[Trainer, Any]]:
+def three_steps(run_id, log, tiny_model, tmp_path: Path) -> Callable[[], tuple[Trainer, Any]]:
     """A run of which a trainer, stopped since, has done three steps; opens another trainer for it."""
     written(log, run_id, config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0}), rounds(6, per_version=2))
-    with Crew(broker, run_id) as crew:
+    with Crew(log, run_id) as crew:
         crew.start("trainer")
         crew.wait(lambda: crew.report()["steps"] == 3)
-    return lambda: opened(session_of(broker, run_id, "trainer"))
+    return lambda: opened(session_of(log, run_id, "trainer"))
 
 
 def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_steps: Callable[[], tuple[Trainer, Any]]):
@@ -188,7 +180,6 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
         ]
         with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {told}"):
             trainer.begin(replace(past, entries=changed))
-        trainer.session.log.close()
 
 
 def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
@@ -202,7 +193,7 @@ def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: 
 
 
 @pytest.mark.parametrize("more", [6, 7])
-def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(broker, run_id, log, tiny_model, tmp_path: Path, more: int):
+def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id, log, tiny_model, tmp_path: Path, more: int):
     def half(first: int, dropped: int) -> list[Group]:
         """Six groups to train behind so many that are dropped."""
         numbers = range(first, first + dropped + 6)
@@ -210,15 +201,14 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(broker
 
     config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
     written(log, run_id, config, half(0, 6))
-    with Crew(broker, run_id) as crew:
+    with Crew(log, run_id) as crew:
         crew.start("trainer")
         crew.wait(lambda: crew.report()["steps"] == 3)
-    trainer, past = opened(session_of(broker, run_id, "trainer"))
+    trainer, past = opened(session_of(log, run_id, "trainer"))
     trainer.begin(past)
     assert trainer.arrivals.selector.drops == past.drops == 6
-    trainer.session.log.close()
     write_groups(log, run_id, half(12, more), partitions=config.partitions)
-    with Crew(broker, run_id) as crew:
+    with Crew(log, run_id) as crew:
         crew.start("trainer")
         if more > 6:
             with pytest.raises(
@@ -239,31 +229,30 @@ def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], 
         trainer.begin(past)
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_on_when_it_can(
-    broker, run_id, log, tiny_model, tmp_path: Path
-):
+def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_on_when_it_can(broker, run_id, tiny_model, tmp_path: Path):
     place = tmp_path / "kept"
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_dir": str(place)})
     found = rounds(12, per_version=2)
-    written(log, f"{run_id}-plain", config, found)
-    plain, _, _ = alone(broker, log, f"{run_id}-plain", tmp_path)
-    written(log, run_id, config, found)
+    twin = MemoryLog()
+    written(twin, run_id, config, found)
+    plain = trained(twin, run_id)
+    shutil.rmtree(place)
     with Crew(broker, run_id) as crew:
+        written(crew.log, run_id, config, found)
         crew.start("trainer")
         crew.wait(lambda: bool(list((place / run_id).glob("step-*"))))
         crew.stop("trainer")
-    with Processes(broker, run_id, tmp_path) as trainer:
-        trainer.start("trainer", before=no_large_files)
-        assert trainer.ended("trainer", limit_s=150.0) == 1
-        (line,) = [
-            line for line in trainer.text("trainer").splitlines() if line.startswith("penstock: trainer: cannot write the checkpoint")
-        ]
-    assert str(place / run_id) in line
-    assert "File too large" in line
-    assert line.endswith(f"then: penstock run --resume {run_id}")
-    again, _, values = alone(broker, log, run_id, tmp_path)
-    assert again == plain
-    assert values["recovered_from_step"] >= 2
+        with Processes(broker, run_id, tmp_path) as trainer:
+            trainer.start("trainer", before=no_large_files)
+            assert trainer.ended("trainer", limit_s=150.0) == 1
+            (line,) = [
+                line for line in trainer.text("trainer").splitlines() if line.startswith("penstock: trainer: cannot write the checkpoint")
+            ]
+        assert str(place / run_id) in line
+        assert "File too large" in line
+        assert line.endswith(f"then: penstock run --resume {run_id}")
+        assert trained(broker, run_id) == plain
+        assert load(crew.log, run_id).workers["trainer"].values["recovered_from_step"] >= 2
 
 
 def no_large_files() -> None:
@@ -273,10 +262,10 @@ def no_large_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
 
 
-def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(broker, run_id, tiny_model, tmp_path: Path):
+def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(run_id, log, tiny_model, tmp_path: Path):
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
-    plain = complete(broker, f"{run_id}-plain", config)
-    with Crew(broker, f"{run_id}-again") as crew:
+    plain = complete(log, f"{run_id}-plain", config)
+    with Crew(log, f"{run_id}-again") as crew:
         create(config, log=crew.log, run_id=crew.run, say=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             crew.start(role)
@@ -291,13 +280,12 @@ def test_a_feeder_and_a_scorer_that_are_replaced_go_on_where_the_log_ends(broker
     assert again["groups"] == plain["groups"]
 
 
-@pytest.mark.slow
-def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(broker, run_id, tiny_model, tmp_path: Path):
+def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(run_id, log, tiny_model, tmp_path: Path):
     config = config_of(
         tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}
     )
-    plain = complete(broker, f"{run_id}-plain", config)
-    with Crew(broker, f"{run_id}-again") as crew:
+    plain = complete(log, f"{run_id}-plain", config)
+    with Crew(log, f"{run_id}-again") as crew:
         create(config, log=crew.log, run_id=crew.run, say=lambda _: None)
         for role in ("trainer", "rollout", "scorer", "feeder"):
             crew.start(role)
@@ -312,10 +300,10 @@ def test_a_whole_crew_whose_trainer_is_replaced_ends_in_the_same_weights(broker,
     assert again["groups"] == plain["groups"]
 
 
-def test_an_evaluator_that_is_replaced_measures_no_version_again(broker, run_id, tiny_model, tmp_path: Path):
+def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, tiny_model, tmp_path: Path):
     held = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
     config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
-    with Crew(broker, run_id) as crew:
+    with Crew(log, run_id) as crew:
         create(config, log=crew.log, run_id=run_id, say=lambda _: None)
         crew.start("evaluator")
         crew.start("trainer")

@@ -1,6 +1,6 @@
 """The trainer dies at every named point between two lines that matter, is started again, and the run ends as if nothing had been."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +8,19 @@ import pytest
 
 from penstock.infra.faults import POINTS, VARIABLE
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Log
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
-from tests.support.ahead import config_for, group_of, outcome_of, written
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
+from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, written
 
 LATER = {"ledger.step.before": 3, "ledger.step.after": 3, "ledger.version.before": 4, "ledger.version.after": 4, "chunk.sent": 4}
 """At which passing the process dies, where the first is not the one that tells most."""
 TRANSACTIONS = {"run-opened": 1, "version 0": 2, "step": 5, "version": 6, "checkpoint": 7, "stale": 11, "run-closed": 19}
 """What the n-th transaction of the run commits."""
-ALWAYS = {"chunk.sent", "ledger.step.after", "checkpoint.some", "recovery.repeated", "ledger.run-closed.after"}
-"""Points that the default suite passes; all the others are among the slow tests."""
+ALWAYS = {"ledger.step.after", "checkpoint.some", "recovery.repeated"}
+"""Points at which the default suite kills a process, besides a transaction's; the others are among the slow tests."""
 CASES = [(point, LATER.get(point, 1)) for point in POINTS if point != "transaction.sent"]
 CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]
 ALWAYS_TOO = ("transaction.sent", TRANSACTIONS["step"])
@@ -26,29 +28,20 @@ MARKED = [case if case[0] in ALWAYS or case == ALWAYS_TOO else pytest.param(*cas
 
 
 @pytest.fixture(scope="module")
-def log(broker: str) -> Iterator[KafkaLog]:
-    opened = KafkaLog(broker, client_id="tests")
-    yield opened
-    opened.close()
-
-
-@pytest.fixture(scope="module")
-def run(log: KafkaLog, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Log, str], None]:
     """Creates runs of 12 groups to train, one that is filtered and one that becomes stale; keeps one checkpoint."""
     config = config_for(tiny_model, tmp_path_factory.mktemp("data"), trainer={"checkpoint_keep_last": 1})
-    found = [group_of(number, version=0 if number == 7 else max(0, (number - 1) // 2 - 1)) for number in range(14)]
-    found[3] = group_of(3, version=0, outcome="filtered")
-    return lambda name: written(log, name, config, found)
+    groups = [group_of(number, version=0 if number == 7 else max(0, (number - 1) // 2 - 1)) for number in range(14)]
+    groups[3] = group_of(3, version=0, outcome="filtered")
+    return lambda log, name: written(log, name, config, groups)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(broker: str, log: KafkaLog, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(run: Callable[[Log, str], None]) -> dict[str, Any]:
     """What the run comes to when nobody dies."""
-    run("undisturbed-alone")
-    with Processes(broker, "undisturbed-alone", tmp_path_factory.mktemp("undisturbed")) as trainer:
-        trainer.start("trainer")
-        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
-    return outcome_of(log, "undisturbed-alone")
+    log = MemoryLog()
+    run(log, "undisturbed-alone")
+    return trained(log, "undisturbed-alone")
 
 
 def test_the_undisturbed_run_is_what_the_cases_count_on(undisturbed: dict[str, Any]) -> None:
@@ -59,21 +52,35 @@ def test_the_undisturbed_run_is_what_the_cases_count_on(undisturbed: dict[str, A
     assert sum(undisturbed["kinds"].values()) + 3 == TRANSACTIONS["run-closed"]
 
 
-@pytest.mark.parametrize(("point", "passing"), MARKED)
-def test_a_trainer_that_dies_there_and_comes_back_ends_in_the_same_run(
-    broker: str, log: KafkaLog, run_id: str, run: Any, undisturbed: dict[str, Any], tmp_path: Path, point: str, passing: int
+def deaths_at(point: str, passing: int) -> list[str]:
+    """Recovery has its own points: to get there a trainer must have died before."""
+    return (["ledger.step.after:4"] if point.startswith("recovery.") else []) + [f"{point}:{passing}"]
+
+
+@pytest.mark.parametrize(("point", "passing"), [case for case in CASES if case[0] != "transaction.sent"])
+def test_a_trainer_that_goes_no_further_there_is_followed_by_one_that_ends_in_the_same_run(
+    run: Callable[[Log, str], None], run_id: str, undisturbed: dict[str, Any], point: str, passing: int
 ) -> None:
-    run(run_id)
-    # Recovery has its own points: to get there a trainer must have died before.
-    deaths = (["ledger.step.after:4"] if point.startswith("recovery.") else []) + [f"{point}:{passing}"]
+    log = MemoryLog()
+    run(log, run_id)
+    assert trained(log, run_id, *deaths_at(point, passing)) == undisturbed
+
+
+@pytest.mark.parametrize(("point", "passing"), MARKED)
+def test_a_trainer_process_killed_there_is_followed_by_one_that_ends_in_the_same_run(
+    broker: str, run: Callable[[Log, str], None], run_id: str, undisturbed: dict[str, Any], tmp_path: Path, point: str, passing: int
+) -> None:
+    log = KafkaLog(broker, client_id="tests")
+    run(log, run_id)
     with Processes(broker, run_id, tmp_path) as trainer:
-        for fault in deaths:
+        for fault in deaths_at(point, passing):
             trainer.start("trainer", environment={VARIABLE: fault})
             assert trainer.ended("trainer", limit_s=150.0) == -9, trainer.text("trainer")
             assert f"fault point {fault.split(':')[0]}: killing" in trainer.text("trainer")
         trainer.start("trainer")
         assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
     assert outcome_of(log, run_id) == undisturbed
+    log.close()
 
 
 @pytest.mark.slow
@@ -82,12 +89,11 @@ def test_a_whole_crew_whose_trainer_dies_there_ends_in_the_same_weights(
     broker: str, run_id: str, whole_crew: Any, tmp_path: Path, point: str
 ) -> None:
     plain, config = whole_crew
-    deaths = (["ledger.step.after:4"] if point.startswith("recovery.") else []) + [f"{point}:{LATER.get(point, 1)}"]
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as trainer:
         create(config, log=crew.log, run_id=run_id, say=lambda _: None)
         for role in ("rollout", "scorer", "feeder"):
             crew.start(role)
-        for fault in deaths:
+        for fault in deaths_at(point, LATER.get(point, 1)):
             trainer.start("trainer", environment={VARIABLE: fault})
             assert trainer.ended("trainer", limit_s=120.0) == -9, trainer.text("trainer")
         trainer.start("trainer")

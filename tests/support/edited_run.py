@@ -32,7 +32,7 @@ class Chunks:
     headers = staticmethod(weights.chunk_headers)
 
 
-class Told:
+class EditedRun:
     """A run's records; every change is encoded by the codecs of `topics`, checksum included."""
 
     def __init__(self, run: str, records: Iterable[Record]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.config.load import Config
+from penstock.infra.log import Log
+from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect
 from penstock.topics import groups, ledger, prompts, weights
@@ -17,7 +17,8 @@ from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Outgoing
-from tests.support.crew import config_of
+from tests.support.crew import Crew, Place, config_of
+from tests.support.deaths import dying_at
 
 SAMPLES = 2
 TOKENS = 6
@@ -81,7 +82,7 @@ def group_of(number: int, *, version: int, outcome: str = "scored") -> Group:
     )
 
 
-def write_groups(log: KafkaLog, run: str, found: Sequence[Group], *, partitions: int) -> None:
+def write_groups(log: Log, run: str, found: Sequence[Group], *, partitions: int) -> None:
     """What a feeder and a scorer would have written of these groups."""
     producer = log.producer()
     for group in found:
@@ -99,13 +100,26 @@ def write_groups(log: KafkaLog, run: str, found: Sequence[Group], *, partitions:
     producer.close()
 
 
-def written(log: KafkaLog, run: str, config: Config, found: Sequence[Group]) -> None:
+def written(log: Log, run: str, config: Config, found: Sequence[Group]) -> None:
     """Create a run with these groups."""
     create(config, log=log, run_id=run, say=lambda _: None)
     write_groups(log, run, found, partitions=config.partitions)
 
 
-def outcome_of(log: KafkaLog, run: str) -> dict[str, Any]:
+def trained(place: Place, run: str, *deaths: str) -> dict[str, Any]:
+    """Run trainers to the end of the run, after one died at each of these fault points; returns what the run came to."""
+    for fault in deaths:
+        with Crew(place, run) as crew, dying_at(fault) as dead:
+            crew.start("trainer")
+            crew.wait(dead.is_set)
+            crew.abandon("trainer")
+    with Crew(place, run) as crew:
+        crew.start("trainer")
+        crew.wait()
+        return outcome_of(crew.log, run)
+
+
+def outcome_of(log: Log, run: str) -> dict[str, Any]:
     """What a run came to, without anything that depends on clocks."""
     report = collect(log, run)
     tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})

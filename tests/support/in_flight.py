@@ -1,0 +1,41 @@
+"""Whole runs on the toy engine whose weights change between decode steps."""
+
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.config.run_config import Config
+from penstock.topics import groups, rollouts
+from penstock.topics.groups import Group
+from penstock.topics.samples import Rollout
+from tests.support.crew import Place, audited, complete, config_of, connect, records_of
+
+TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.03}
+
+
+def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
+    """Groups of very unequal length, a step and a version a group: those that are long see many versions go by."""
+    table: dict[str, Any] = {
+        "run": {"steps": 16, "seed": 11},
+        "schedule": {"mode": "in_flight", "prompts_per_step": 1, "samples_per_prompt": 2, "max_drops_per_step": 100},
+        "sampling": {"max_new_tokens": 100},
+        "rollout": TOY,
+        "algorithm": {"filter_zero_variance": False},
+        "trainer": {"lr": 1e-4, "micro_batch_tokens": 400, "export": False},
+    }
+    for name, section in sections.items():
+        table[name] = {**table.get(name, {}), **section}
+    return config_of(model, directory, **table)
+
+
+def run_of(place: Place, run: str, config: Config) -> tuple[dict[str, Any], list[Rollout], list[Group]]:
+    """A whole run: its report, its samples and its groups; its audit is clean."""
+    report, log = complete(place, run, config), connect(place)
+    samples = [rollouts.read(record, run=run)[1] for record in records_of(log, f"{run}.rollouts")]
+    ended = [groups.read([record], run=run)[1] for record in records_of(log, f"{run}.groups")]
+    log.close()
+    audit = audited(place, run)
+    assert audit.clean, as_text(audit)
+    assert report["status"] == "finished"
+    assert report["groups"]["trained"] == config.run.steps * config.schedule.prompts_per_step
+    return report, samples, ended

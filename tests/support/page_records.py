@@ -1,0 +1,32 @@
+"""Records for the page of a run: on an in-memory log, and groups with contents that must not become markup."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.topics import groups
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import RUN
+
+EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
+
+
+def log_with(records: Iterable[Outgoing], run: str = RUN) -> MemoryLog:
+    """An in-memory log that holds these records of a run."""
+    log = MemoryLog()
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
+    log.create_topics(topics_of(run, partitions=1), replication_factor=1)
+    producer = log.producer()
+    for record in records:
+        producer.send(record)
+    return log
+
+
+def rewritten(record: Outgoing, **changes: Any) -> list[Outgoing]:
+    """A group's record with other contents; `samples` is a function of its samples."""
+    group = groups.decode(bytes(record.value))
+    samples = changes.pop("samples", lambda samples: samples)(group.samples)
+    parts = groups.encode_parts(replace(group, samples=samples, **changes), run=RUN, worker="scorer-0")
+    return [replace(record, headers=headers.encode(value), value=value) for headers, value in parts]
