@@ -1,4 +1,4 @@
-"""What an archive's tables look like: a row is a record, its place and its payload's columns.
+"""What an archive's tables look like: a row is a record, its place and its payload's columns; in `rollouts` it is a sample.
 
 The rule: columns of the payload keep their names and types; one whose name is taken by the record's place begins with `payload_`.
 """
@@ -164,10 +164,10 @@ KINDS: Mapping[str, Kind] = {
             topic="rollouts",
             codec=rollouts.CODEC,
             facts=VERSIONS,
-            read=rollouts.read,
-            decode=rollouts.decode,
-            encode=rollouts.encode,
-            headers=_plain(rollouts.headers),
+            read=rollouts.read_all,
+            decode=rollouts.decode_all,
+            encode=lambda samples: rollouts.encode(*samples),
+            headers=lambda samples, *, run, **_: rollouts.headers(*samples, run=run),
         ),
         Kind(
             name="prompts",

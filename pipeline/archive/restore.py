@@ -4,8 +4,9 @@ The rule: a row that was not changed gives the bytes that were exported; one who
 read, with the checksum and digest of its new content; an original that a row keeps (`raw`) comes back whatever the columns say.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -26,17 +27,19 @@ def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
     beside = [name for name in _BESIDE if name in kind.schema.names and name not in kind.payload]
     rows = table.select(beside).to_pylist()
     times = table["timestamp"].cast(pa.timestamp("ms", tz="UTC")).cast(pa.int64()).to_pylist()
-    payloads = _payloads(kind, table)
-    for row, timestamp_ms, payload in zip(rows, times, payloads, strict=True):
+    payloads = _payloads(kind, table, [row["raw"] is not None for row in rows])
+    for _, numbers in groupby(range(len(rows)), key=lambda number: (rows[number]["partition"], rows[number]["offset"])):
+        first, *more = numbers
+        row, payload = rows[first], payloads[first]
         try:
-            value, headers = _content(kind, row, payload, run=run)
+            value, headers = _content(kind, row, payload and payload.slice(0, 1 + len(more)), run=run)
         except (Unusable, pa.ArrowException, ValueError) as error:
             raise ValueError(f"{kind.name} partition {row['partition']} offset {row['offset']} cannot be a record: {error}") from error
         yield Record(
             topic=kind.kafka_name(run),
             partition=row["partition"],
             offset=row["offset"],
-            timestamp_ms=timestamp_ms,
+            timestamp_ms=times[first],
             key=row["key"],
             headers=headers,
             value=value,
@@ -78,25 +81,22 @@ def _digested(parts: list[Record]) -> list[Record]:
     return [replace(part, headers=signed(headers, part.value)) for part, headers in zip(parts, changed, strict=True)]
 
 
-def _payloads(kind: Kind, table: pa.Table) -> Iterator[pa.RecordBatch | None]:
-    """The payload's columns row by row, as they were before they were archived; None where the original is kept."""
-    schema, kept = kind.codec.schema, table["raw"].is_valid().to_pylist()
-    if all(kept):
-        yield from [None] * len(kept)
-        return
+def _payloads(kind: Kind, table: pa.Table, original: Sequence[bool]) -> list[pa.RecordBatch | None]:
+    """For each row the payloads' columns from it on, as they were before they were archived; None where the original is kept."""
+    if all(original):
+        return [None] * len(original)
+    schema = kind.codec.schema
     # A row whose original is kept may have nulls where a payload has none.
     ours = table.filter(table["raw"].is_null())
     columns = [ours[name].cast(schema.field(theirs).type).combine_chunks() for name, theirs in kind.payload.items()]
-    rows = pa.RecordBatch.from_arrays(columns, schema=schema)
-    taken = 0
-    for original in kept:
-        yield None if original else rows.slice(taken, 1)
-        taken += not original
+    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+    numbers = iter(range(len(batch)))
+    return [None if kept else batch.slice(next(numbers)) for kept in original]
 
 
 def _content(kind: Kind, row: dict[str, Any], payload: pa.RecordBatch | None, *, run: str) -> tuple[bytes, RawHeaders]:
     """A record's payload and headers."""
-    stored: RawHeaders | None = None if row["headers"] is None else tuple((one["name"], one["value"]) for one in row["headers"])
+    stored: RawHeaders | None = None if row["headers"] is None else tuple((header["name"], header["value"]) for header in row["headers"])
     if payload is None:
         if stored is None:
             raise ValueError("a row with `raw` needs its `headers`")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from penstock.infra.kafka.bulk import BulkReader
@@ -28,19 +29,21 @@ def read_tables(reader: BulkReader, kind: Kind, partition: int, *, run: str, fir
 
 
 def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:
-    """One row a record, in their order."""
+    """The rows of each record's payload, in the records' order; one row for a payload without any."""
     rows = [_row(kind, record, run=run) for record in records]
-    columns = payload_columns(kind, [row.payload for row in rows])
+    columns, counts = _payload_columns(kind, [row.payload for row in rows])
     place: dict[str, list[Any]] = {
         "partition": [record.partition for record in records],
         "offset": [record.offset for record in records],
         "timestamp": [record.timestamp_ms for record in records],
         "key": [record.key for record in records],
     }
+    # What is said of a record is said in each of its rows.
+    repeated = None if max(counts, default=1) == 1 else pa.array(np.repeat(np.arange(len(counts)), counts))
     for field in kind.schema:
         if field.name not in columns:
-            values = place[field.name] if field.name in place else [row.beside.get(field.name) for row in rows]
-            columns[field.name] = pa.array(values, field.type)
+            values = pa.array(place[field.name] if field.name in place else [row.beside.get(field.name) for row in rows], field.type)
+            columns[field.name] = values if repeated is None else values.take(repeated)
     return pa.table([columns[name] for name in kind.schema.names], schema=kind.schema)
 
 
@@ -85,21 +88,24 @@ def _original(record: Record, problem: str | None) -> _Row:
     return _Row(None, {"headers": _as_structs(record.headers), "raw": record.value, "problem": problem})
 
 
-def payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> dict[str, pa.Array]:
-    """By name the columns of payloads that our own encoder has written; nulls where there is none."""
+def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict[str, pa.Array], list[int]]:
+    """By name the columns of payloads that our own encoder has written, and the rows of each; a row of nulls where there is none."""
     streams = [payload for payload in payloads if payload is not None]
     if not streams:
-        return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}
+        return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}, [1] * len(payloads)
     schema = kind.codec.schema.serialize().size
     # Payloads of one schema as one stream: parsing a schema costs more than all else about a sample.
     joined = b"".join([streams[0][:schema], *(stream[schema : -len(_END)] for stream in streams), _END])
-    batch = pa.concat_batches(list(pa.ipc.open_stream(joined)))
+    batches = list(pa.ipc.open_stream(joined))
+    batch, sizes = pa.concat_batches(batches), iter([len(batch) for batch in batches])
     columns = {ours: batch[name].cast(kind.schema.field(ours).type) for ours, name in kind.payload.items()}
+    counts = [1 if payload is None else next(sizes) for payload in payloads]
     if len(streams) == len(payloads):
-        return columns
-    numbers = iter(range(len(streams)))
-    rows = pa.array([None if payload is None else next(numbers) for payload in payloads], pa.int64())
-    return {name: column.take(rows) for name, column in columns.items()}
+        return columns, counts
+    numbers = iter(range(len(batch)))
+    places = [None if payload is None else next(numbers) for payload, count in zip(payloads, counts, strict=True) for _ in range(count)]
+    rows = pa.array(places, pa.int64())
+    return {name: column.take(rows) for name, column in columns.items()}, counts
 
 
 def _as_structs(headers: RawHeaders) -> list[dict[str, Any]]:

@@ -166,6 +166,21 @@ def test_samples_of_any_shape_come_back_byte_for_byte_and_are_not_kept_twice() -
     assert back(KINDS["rollouts"], table) == records
 
 
+def test_a_record_of_several_samples_is_a_row_for_each_of_them() -> None:
+    rng = np.random.default_rng(2)
+    single = sample_record(drawn(0, rng), 0)
+    several = [replace(drawn(number, rng), worker="rollout-0") for number in range(4, 7)]
+    value = rollouts.encode(*several)
+    headers = rollouts.headers(*several, run=RUN).encode(value)
+    records = [single, replace(single, offset=1, key=b"1", headers=headers, value=value)]
+    records += [replace(records[1], offset=2, value=value[:-1]), replace(single, offset=3)]
+    table = to_table(KINDS["rollouts"], records, run=RUN)
+    assert table["offset"].to_pylist()[:4] == [0, 1, 1, 1]
+    assert table["sample"].to_pylist()[1:4] == [sample.sample for sample in several]
+    assert table["raw"].null_count == 5
+    assert back(KINDS["rollouts"], table) == records
+
+
 def changed(table: pa.Table, row: int, change: Any) -> pa.Table:
     rows = table.to_pylist()
     change(rows[row])
