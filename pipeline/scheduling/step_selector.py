@@ -7,7 +7,8 @@ numbers and outcomes alone, so two runs that score the same groups train the sam
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.pipeline.scheduling.schedule import DROPPED, Schedule, is_fresh
+from penstock.pipeline.scheduling.rules import DROPPED, is_fresh
+from penstock.pipeline.scheduling.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ LOCK_WAIT_S = 5.0
 _KNOWN = frozenset({"kind", "step", "time", "from", "number"})
 
 
-class PointsFile:
+class MetricsFile:
     """An append-only file that knows, by source, which line comes next.
 
     Raises:
