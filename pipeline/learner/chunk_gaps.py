@@ -5,7 +5,7 @@ The rule: every record between two of our own chunks is read once, and reading h
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.pipeline.runtime.session import Session
@@ -34,25 +34,13 @@ class ChunkGaps:
             for partition, offset in zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True):
                 self._next[partition] = max(self._next.get(partition, 0), offset + 1)
 
-    def read_before(self, manifest: Manifest) -> None:
-        """Read the gaps before the chunks of a version that was just sent."""
-        for partition, offset in sorted(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True)):
-            self._pass(partition, end=offset, next_offset=offset + 1)
-        self._read()
-
-    def read_to(self, ends: Mapping[int, int]) -> None:
-        """Read the gaps up to these ends of the chunk partitions."""
-        for partition, end in sorted(ends.items()):
-            self._pass(partition, end=end, next_offset=end)
-        self._read()
-
-    def _pass(self, partition: int, *, end: int, next_offset: int) -> None:
-        begin = self._next.get(partition, 0)
-        self._next[partition] = next_offset
-        if begin < end:
-            self._unread.append((partition, begin, end))
-
-    def _read(self) -> None:
+    def read_to(self, offsets: Iterable[tuple[int, int]]) -> None:
+        """Read the gaps before these (partition, offset) pairs: our newest chunks, or the ends of the partitions."""
+        for partition, offset in sorted(offsets):
+            begin = self._next.get(partition, 0)
+            self._next[partition] = offset + 1
+            if begin < offset:
+                self._unread.append((partition, begin, offset))
         until = time.monotonic() + READ_LIMIT_S
         while self._unread and time.monotonic() < until:
             partition, begin, end = self._unread.popleft()

@@ -12,7 +12,6 @@ from penstock.pipeline.learner.ledger_history import Past, read_planned
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.topics.ledger import Entry
 
 
 def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
@@ -26,7 +25,12 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
     if changed := changed_arithmetic(past.story.opened, arithmetic_of(policy.backend, policy.config)):
         text = ", ".join(f"{name} {recorded} -> {now}" for name, (recorded, now) in changed.items())
         reporter.say(f"the arithmetic is not the one the run was opened with: {text}")
-    load_newest(policy, writer, past)
+    if writer.store is not None:
+        state = policy.load_newest(writer.store, past.recorded(), say=reporter.say, doing=lambda text: reporter.doing(text, now=True))
+        if state is not None:
+            writer.saved_steps = state.steps
+            reporter.values.update(step=state.steps, version=state.version)
+        policy.release_weights()
     loaded, loading_s = policy.steps_done, time.monotonic() - started
     faults.reach("recovery.loaded")
     for entry in steps[loaded:]:
@@ -34,32 +38,15 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
             return
         reporter.doing(f"repeating step {entry.step} of {len(steps)}")
         reporter.status()
-        repeat_recorded(policy, writer, entry)
+        repetition = repeat(policy, entry, read_planned(writer.session.log, writer.session.run, entry.plan))
+        if repetition.differences:
+            raise Unrecoverable(
+                f"step {entry.step} repeated from the log gave {' and '.join(map(str, repetition.differences))}; "
+                "is the arithmetic (versions, threads, device) the same?"
+            )
+        writer.after_step(policy)
         faults.reach("recovery.repeated")
     took, repeated = time.monotonic() - started, len(steps) - loaded
     reporter.values.update(recovered_from_step=loaded, repeated_steps=repeated, recovery_s=took)
     origin = f"checkpoint of step {loaded} loaded in {loading_s:.1f} s" if loaded else "no checkpoint to start from"
     reporter.say(f"recovered in {took:.1f} s: {origin}, {repeated} of {len(steps)} steps repeated from the log")
-
-
-def load_newest(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
-    """Load the newest checkpoint that can be used; without one nothing changes."""
-    if writer.store is None:
-        return
-    reporter = writer.session.reporter
-    state = policy.load_newest(writer.store, past.recorded(), say=reporter.say, doing=lambda text: reporter.doing(text, now=True))
-    if state is not None:
-        writer.saved_steps = state.steps
-        reporter.values.update(step=state.steps, version=state.version)
-    policy.release_weights()
-
-
-def repeat_recorded(policy: PolicyTrainer, writer: RunWriter, entry: Entry) -> None:
-    """Train a committed plan again from the log and compare its bits with the ledger's. Raises `Unrecoverable` where they differ."""
-    repetition = repeat(policy, entry, read_planned(writer.session.log, writer.session.run, entry.plan))
-    if repetition.differences:
-        raise Unrecoverable(
-            f"step {entry.step} repeated from the log gave {' and '.join(map(str, repetition.differences))}; "
-            "is the arithmetic (versions, threads, device) the same?"
-        )
-    writer.after_step(policy)

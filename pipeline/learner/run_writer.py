@@ -41,7 +41,7 @@ class RunWriter:
     transactions: Transactions
     state: LedgerState
     """The ledger and the versions as this writer has left them."""
-    store: CheckpointStore | None
+    store: CheckpointStore | None = field(init=False)
     """None where the run wants no checkpoints."""
     saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
@@ -50,14 +50,11 @@ class RunWriter:
     _gaps: ChunkGaps = field(init=False)
 
     def __post_init__(self) -> None:
+        """Open the checkpoint directory. Raises `CheckpointError`."""
+        self.store = open_store(self.session.config, self.session.run)
         self._partitions = (self.session.log.partitions(self.session.topic("weights")) or 2) - 1
         self._gaps = ChunkGaps(self.session)
         self._gaps.skip(self.state.manifests.values())
-
-    @classmethod
-    def open(cls, session: Session, transactions: Transactions, state: LedgerState) -> "RunWriter":
-        """Go on with a ledger, and open the checkpoint directory. Raises `CheckpointError`."""
-        return cls(session, transactions, state, open_store(session.config, session.run))
 
     def begin(self, policy: PolicyTrainer) -> None:
         """Open the run with version 0, or make sure that the model is the one it was opened with."""
@@ -83,7 +80,7 @@ class RunWriter:
         """Commit one entry, and records that stand or fall with it."""
         session = self.session
         entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), **fields)
-        with session.reporter.codec.encoding:
+        with session.reporter.encoding:
             value = ledger.encode(entry)
             headers = ledger.headers(entry, run=session.run).encode(value)
             record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
@@ -117,7 +114,7 @@ class RunWriter:
                 partitions=self._partitions,
                 max_bytes=session.config.weights.chunk_mib * 2**20,
             )
-            self._gaps.read_before(manifest)
+            self._gaps.read_to(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
             measured = {"bytes": float(manifest.nbytes), "publish_s": time.monotonic() - started}
             record = manifest_record(manifest, run=session.run)
             self.write("version", record, version=version, step=step, digest=manifest.digest, metrics=measured)
@@ -174,7 +171,7 @@ class RunWriter:
     def close_run(self, *, steps: int, status: str, reason: str) -> None:
         """Commit the ledger's last entry."""
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._partitions + 1)])
-        self._gaps.read_to({partition: end for (_, partition), end in ends.items()})
+        self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
         newest = self.state.manifests.get(self.state.newest_version)
         details = json.dumps({"status": status, "reason": reason})
         self.write("run-closed", step=steps, digest=newest.digest if newest else None, details=details)

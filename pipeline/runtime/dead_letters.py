@@ -5,14 +5,14 @@ The rule: a record is set aside once, whoever finds it unusable, and its reader 
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.infra.errors import BrokerError
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
 from penstock.infra.poison_records import Attempts
-from penstock.pipeline.runtime.reporter import Clock, Reporter
+from penstock.pipeline.runtime.reporter import Reporter
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
@@ -48,7 +48,8 @@ class DeadLetters:
         topic = f"{reporter.run}.dead-letters"
         reporter.producer.send(Outgoing(topic=topic, partition=0, key=key.encode(), headers=headers, value=value))
 
-    def decoding(self, record: Record) -> "Decoding":
+    @contextlib.contextmanager
+    def decoding(self, record: Record) -> Iterator[None]:
         """A block that decodes a record: its CPU time is counted, and a record whose decoding kills the process is remembered.
 
         Raises `Unusable` for a record that has killed this worker too often, once it is set aside, whoever owns its topic.
@@ -56,10 +57,12 @@ class DeadLetters:
         if self._attempts is None:
             self._attempts = self._open_attempts()
         try:
-            return Decoding(self.reporter.codec.decoding, self._attempts.reading(record))
+            attempt = self._attempts.reading(record)
         except Unusable as error:
             self.write(record, error)
             raise
+        with self.reporter.decoding, attempt:
+            yield
 
     def close(self) -> None:
         """Release the file of the poison-record guard."""
@@ -88,20 +91,3 @@ class DeadLetters:
         finally:
             tail.close()
         return places
-
-
-class Decoding:
-    """Times a block and keeps the record it decodes on file, in one context manager."""
-
-    __slots__ = ("_attempts", "_clock")
-
-    def __init__(self, clock: Clock, attempts: Attempts) -> None:
-        self._clock, self._attempts = clock, attempts
-
-    def __enter__(self) -> None:
-        self._clock.__enter__()
-        self._attempts.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._attempts.__exit__(*raised)
-        self._clock.__exit__()

@@ -28,8 +28,8 @@ def say(worker: str, text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {worker}: {text}", flush=True)
 
 
-class Clock:
-    """Adds up the CPU seconds of the calling thread in the blocks it is used for; not to be nested."""
+class CodecTimer:
+    """Adds up the CPU seconds of the calling thread in the blocks it is used for; not to be nested. Waiting never counts."""
 
     __slots__ = ("_started", "seconds")
 
@@ -42,25 +42,6 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         self.seconds += time.thread_time() - self._started
-
-
-class CodecTimer:
-    """CPU seconds spent encoding and decoding records; waiting never counts, and the log counts sending and polling itself."""
-
-    __slots__ = ("decoding", "encoding")
-
-    def __init__(self) -> None:
-        self.encoding, self.decoding = Clock(), Clock()
-
-    @property
-    def encode_s(self) -> float:
-        """Seconds spent encoding."""
-        return self.encoding.seconds
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds spent decoding."""
-        return self.decoding.seconds
 
 
 @dataclass(slots=True)
@@ -100,7 +81,8 @@ class Reporter:
     log: Log
     producer: Producer
     incarnation: str = field(default_factory=lambda: f"{time.time_ns():x}")
-    codec: CodecTimer = field(default_factory=CodecTimer)
+    encoding: CodecTimer = field(default_factory=CodecTimer)
+    decoding: CodecTimer = field(default_factory=CodecTimer)
     values: dict[str, float] = field(default_factory=dict)
     """Cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
@@ -188,8 +170,8 @@ class Reporter:
         spent, process = self.log.costs(), psutil.Process()
         times = process.cpu_times()
         return {
-            "cost_encode_s": self.codec.encode_s,
-            "cost_decode_s": self.codec.decode_s,
+            "cost_encode_s": self.encoding.seconds,
+            "cost_decode_s": self.decoding.seconds,
             "cost_send_s": spent["send_s"],
             "cost_poll_s": spent["poll_s"],
             "cost_io_s": spent["io_s"],

@@ -71,10 +71,9 @@ class Session:
     def announce_stop(self) -> None:
         """Wait until the worker is asked to stop, then report what it still finishes; for a thread of its own."""
         self.stop.wait()
-        text = self.finishing() if self.finishing else f"it first ends what it does now: {self.reporter.labels['doing']}"
+        text = self.finishing() if self.finishing else f"ends what it does now: {self.reporter.labels['doing']}"
         self.reporter.say(f"asked to stop: {text}")
-        self.reporter.labels["stopping"] = text
-        self.reporter.status(force=True)
+        self.reporter.doing(f"stopping: {text}", now=True)
 
     def close(self, *, status: str) -> None:
         """Send the last measurement and let the producer finish."""

@@ -39,7 +39,7 @@ def main(session: Session) -> None:
     follower = LedgerFollower(session.log, session.run)
     stopping = EarlyStopping(held.target, held.patience)
     done = evaluated(session, stopping)
-    session.finishing = lambda: "it drops the evaluation under way, which is made again when the run is resumed (a few s)"
+    session.finishing = lambda: "drops the evaluation under way, which is made again when the run is resumed (a few s)"
     session.reporter.ready()
     while not session.stop.is_set():
         follower.poll(0.2)

@@ -99,7 +99,7 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
             return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
         prompt = _prompt(session, dataset, renderer, number=number, slot=slot, oldest=rules.min_version(schedule, slot=slot))
-        with reporter.codec.encoding:
+        with reporter.encoding:
             value = prompts.encode(prompt)
             headers = prompts.headers(prompt, run=session.run).encode(value)
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))

@@ -110,7 +110,7 @@ class RolloutWorker:
     def finishing(self) -> str:
         """What is still done after a request to stop."""
         groups = len(self.tasks.in_hand())
-        return f"it publishes the samples that have ended and hands its partitions back, with {groups} groups unfinished (about 2 s)"
+        return f"publishes the samples that have ended and hands its partitions back, {groups} groups unfinished (about 2 s)"
 
     def close(self) -> None:
         """Leave the other rollout workers."""
@@ -280,7 +280,7 @@ class RolloutWorker:
     def _publish(self, task: GroupTask, completion: Completion) -> None:
         session, schedule = self.session, self.session.schedule
         fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
-        with session.reporter.codec.encoding:
+        with session.reporter.encoding:
             sample = rollout_of(completion, sampling=session.config.sampling, worker=session.worker, oldest_trained=fresh)
             value = rollouts.encode(sample)
             headers = rollouts.headers(sample, run=session.run).encode(value)

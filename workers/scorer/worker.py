@@ -45,7 +45,7 @@ def main(session: Session) -> None:
     )
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
-    session.finishing = lambda: f"it hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
+    session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
     polled = 0.0
     session.reporter.ready()
     try:
@@ -186,7 +186,7 @@ class Scorer:
     def _sample(self, state: PartitionGroups, record: Record) -> None:
         state.rollouts_position = record.offset + 1
         try:
-            with self.session.reporter.codec.decoding:
+            with self.session.reporter.decoding:
                 headers = rollouts.check(record, run=self.session.run)
             if not self._is_wanted(state, record, headers):
                 return
@@ -280,7 +280,7 @@ class Scorer:
             return
         records: list[Outgoing] = []
         numbers: list[int] = []
-        with self.session.reporter.codec.encoding:
+        with self.session.reporter.encoding:
             for group in ended:
                 for headers, value in groups.encode_parts(group, run=self.session.run, worker=self.session.worker):
                     topic, key, partition = self.session.topic("groups"), str(group.group).encode(), partition_of[group.group]

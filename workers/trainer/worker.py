@@ -78,7 +78,7 @@ class Trainer:
         policy = PolicyTrainer.open(
             session.config, steps=session.steps, weights_of=lambda version: fetch(session.log, manifests[version], run=session.run)
         )
-        writer = RunWriter.open(session, transactions, past.story)
+        writer = RunWriter(session, transactions, past.story)
         inbox = GroupInbox(
             run=session.run,
             schedule=session.schedule,
@@ -145,8 +145,8 @@ class Trainer:
     def finishing(self) -> str:
         """What is still done after a request to stop."""
         saving_s = self.session.reporter.values.get("checkpoint_s")
-        text = f"it ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
-        return text if self.writer.store is None else f"{text}; then it writes a checkpoint{_about(saving_s)}"
+        text = f"ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
+        return text if self.writer.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
 
     def _close_run(self, *, status: Status, reason: str) -> None:
         self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason)
