@@ -79,8 +79,9 @@ def config_of(checkpoints: Path | None = None, **sections: dict[str, Any]) -> Co
         "run": {"steps": STEPS, "seed": 7},
         "model": {"path": "none"},
         "data": {"source": "none.jsonl"},
-        "schedule": {"mode": "one_step_off", "prompts_per_step": 2, "samples_per_prompt": 4},
+        "schedule": {"mode": "one_step_off", "prompts_per_step": 2, "samples_per_prompt": 4, "max_lag": STEPS},
         "trainer": trainer,
+        "rollout": {"workers": 1},
         "kafka": {"partitions": 1},
         "mlflow": {"enabled": False},
     }
