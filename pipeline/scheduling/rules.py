@@ -85,7 +85,7 @@ def version_to_load(schedule: Schedule, *, min_version: int, newest_version: int
 
 
 def lag(*, learner_version: int, policy_version_min: int) -> int:
-    """Staleness of a sample in versions."""
+    """Staleness of a sample, in versions."""
     return learner_version - policy_version_min
 
 
