@@ -3,6 +3,7 @@
 The rule: a worker needs a broker address and a run id, nothing else.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.envs.tokenization import digests
@@ -73,7 +75,8 @@ class Session:
         self.stop.wait()
         text = self.finishing() if self.finishing else f"ends what it does now: {self.reporter.labels['doing']}"
         self.reporter.say(f"asked to stop: {text}")
-        self.reporter.doing(f"stopping: {text}", now=True)
+        with contextlib.suppress(PenstockError):  # the worker itself meets whatever is wrong with the log
+            self.reporter.doing(f"stopping: {text}", now=True)
 
     def close(self, *, status: str) -> None:
         """Send the last measurement and let the producer finish."""
