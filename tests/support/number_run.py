@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.infra.backends import StepResult
+from penstock.infra.backends.base import StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
