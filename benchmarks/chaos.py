@@ -29,7 +29,7 @@ from command import PENSTOCK, launched
 
 from penstock.infra.broker import embedded, probe
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.runtime.ledger_follower import Control
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 
 ROLES = ("feeder", "rollout", "scorer", "trainer", "evaluator", "tracker", "broker")
 LONGEST_STOP_S = 20.0
@@ -149,7 +149,7 @@ class Progress:
 
     def __init__(self, home: Path, run: str) -> None:
         self._home, self._run = home, run
-        self._control: Control | None = None
+        self._control: LedgerFollower | None = None
 
     def steps(self) -> int:
         """Steps committed as far as is known now."""
@@ -161,9 +161,9 @@ class Progress:
             if log.partitions(f"{self._run}.ledger") is None:
                 log.close()
                 return 0
-            self._control = Control(log, self._run)
+            self._control = LedgerFollower(log, self._run)
         self._control.poll(0.0)
-        return self._control.story.steps
+        return self._control.state.steps
 
     def close(self) -> None:
         """Stop reading."""

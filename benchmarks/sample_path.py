@@ -109,8 +109,8 @@ def observe(bootstrap: str, *, steps: int = 3) -> dict[str, str]:
     """File -> function of its first call with a sample, in the order of those calls, over a run of a few steps."""
     from penstock.infra.kafka.log import KafkaLog
     from penstock.pipeline.envs.tiny.model import make_tiny_model
+    from penstock.pipeline.launch.create import create
     from penstock.pipeline.runtime.roles import ROLES as MODULES
-    from penstock.pipeline.runtime.run_registry import create
     from penstock.pipeline.runtime.session import join
     from tests.support.crew import config_of
 

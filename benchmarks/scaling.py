@@ -26,7 +26,7 @@ from benchmarks import duplicate_samples
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Start
-from penstock.pipeline.runtime.ledger_follower import Control
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
 
@@ -139,9 +139,9 @@ def measure(home: Path, settings: Sequence[str], *, window_s: float) -> dict[str
             if processes[0].poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"the run did not start:\n{(home / 'run.txt').read_text()[-2000:]}")
             time.sleep(0.2)
-        watch, control = Watch(log, run), Control(log, run)
+        watch, control = Watch(log, run), LedgerFollower(log, run)
         watch.until_ready(2)
-        while control.story.steps < 2 and processes[0].poll() is None:  # the first round is not typical
+        while control.state.steps < 2 and processes[0].poll() is None:  # the first round is not typical
             watch.poll(1.0)
             control.poll(0.0)
         began = time.time()
@@ -170,7 +170,7 @@ def measure(home: Path, settings: Sequence[str], *, window_s: float) -> dict[str
             "up_s": watch.up_after(ready, after),
             "left_s": watch.up_after(left, again),
             "statuses": statuses,
-            "steps": control.story.steps,
+            "steps": control.state.steps,
             "copies": drawn,
         }
     finally:

@@ -32,14 +32,12 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config, from_table
 from penstock.pipeline.envs.tiny.model import tiny_tokenizer
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner.chronicle import Chronicle
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.session import Session, join
-from penstock.workers.rollout.group_tasks import PromptQueue
-from penstock.workers.rollout.published_samples import ExistingSamples
-from penstock.workers.rollout.weight_prefetch import WeightsAhead
-from penstock.workers.rollout.worker import Rollouts, join_others
+from penstock.workers.rollout.weight_prefetch import WeightPrefetch
+from penstock.workers.rollout.worker import RolloutWorker
 
 RUN = "throughput"
 LIMITS = {"worker": 0.95, "keep": 0.88, "stall_ms": 100.0}
@@ -144,15 +142,15 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     log = KafkaLog(bootstrap, client_id="publisher")
     session = join(run=RUN, role="trainer", log=log, worker="trainer", model=None, stop=threading.Event())
     assert session is not None
-    chronicle = Chronicle(session, log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story, weight_partitions=1)
-    chronicle.write("run-opened", details="{}")
+    writer = RunWriter(session, log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story)
+    writer.write("run-opened", details="{}")
     held = load_file(Path(session.config.model.path) / "model.safetensors")
 
     def version_of(number: int) -> list[TensorBytes]:
         scale = np.float32(1.0 + 0.01 * (number % 2))
         return [TensorBytes(name=name, dtype="float32", shape=value.shape, data=(value * scale).tobytes()) for name, value in held.items()]
 
-    chronicle.publish(Weights(partial(version_of, 0)), version=0, step=0)
+    writer.publish(Weights(partial(version_of, 0)), version=0, step=0)
     print("ready", flush=True)
     on, version = threading.Event(), 0
 
@@ -165,7 +163,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
     while True:
         on.wait()
         version, began = version + 1, time.monotonic()
-        chronicle.publish(Weights(partial(version_of, version)), version=version, step=version)
+        writer.publish(Weights(partial(version_of, version)), version=version, step=version)
         time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 
@@ -204,8 +202,8 @@ def windows(
     engine: Any = make_engine(session.config)
     longest = chosen.tokens + 32
     alone = open_bare(str(model), concurrency=chosen.concurrency, longest=longest, engine_process=chosen.engine_process)
-    weights = WeightsAhead(session.log, session.run)
-    worker = Rollouts(session, engine, weights, join_others(session), ExistingSamples(session.log, session.run), PromptQueue())
+    weights = WeightPrefetch(session.log, session.run)
+    worker = RolloutWorker.open(session, engine, weights)
     seen: list[list[int]] = []
     submit = engine.submit
     engine.submit = lambda request: (seen.append(request.prompt_ids.tolist()), submit(request))[1]
@@ -238,7 +236,7 @@ def windows(
 
 
 def window(
-    way: str, worker: Rollouts, bare: Bare, acknowledged: Acknowledged, *, seconds: float, settle_s: float
+    way: str, worker: RolloutWorker, bare: Bare, acknowledged: Acknowledged, *, seconds: float, settle_s: float
 ) -> tuple[float, list[float]]:
     """(tokens per second, milliseconds of each swap) of some seconds, once another engine has had `settle_s` to end what it had."""
     turn: Callable[[], int | None] = bare.turn if way == "bare" else worker.turn

@@ -63,19 +63,6 @@ def zero_variance(rewards: Rewards) -> bool:
     return bool((values == values[0]).all())
 
 
-def overlong_penalty(lengths: npt.ArrayLike, *, max_tokens: int, buffer_tokens: int = 0) -> npt.NDArray[np.float64]:
-    """DAPO's soft overlong punishment in [-1, 0] (arXiv 2503.14476, equation 13): falling over the last `buffer_tokens`.
-
-    `lengths` in tokens; with no buffer it is -1 at `max_tokens` and 0 below.
-    """
-    tokens = np.asarray(lengths, np.float64)
-    if not 0 <= buffer_tokens <= max_tokens:
-        raise ValueError(f"the overlong buffer must be between 0 and {max_tokens} tokens, not {buffer_tokens}")
-    if buffer_tokens == 0:
-        return np.where(tokens >= max_tokens, -1.0, 0.0)
-    return np.clip((max_tokens - buffer_tokens - tokens) / buffer_tokens, -1.0, 0.0)
-
-
 def handle_truncated(
     rewards: Rewards,
     *,
@@ -86,7 +73,7 @@ def handle_truncated(
     """(rewards [K], whether each sample is trained [K]) when some samples ended at the length limit.
 
     `train` leaves everything, `mask` takes truncated samples out of the loss but leaves their rewards in the group's mean
-    (DAPO's overlong filtering, arXiv 2503.14476), `penalise` adds `penalty` (a number or [K], see `overlong_penalty`) to theirs.
+    (DAPO's overlong filtering, arXiv 2503.14476), `penalise` adds `penalty` (a number or [K]) to theirs.
     """
     values, cut = _checked(rewards), np.asarray(truncated, bool)
     if cut.shape != values.shape:

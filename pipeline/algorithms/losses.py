@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from penstock.infra.backends.batch import TokenBatch
+from penstock.pipeline.algorithms.aggregation import AGGREGATES
 from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights
 from penstock.pipeline.algorithms.surrogates import SURROGATES
-from penstock.pipeline.learner.training_samples import AGGREGATES
 
 Stats = dict[str, float]
 MAX_LOG_WEIGHT = 300.0

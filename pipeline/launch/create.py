@@ -22,7 +22,7 @@ from penstock.pipeline.envs.datasets import check
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
 from penstock.pipeline.envs.tokenization import Renderer, digests
 from penstock.pipeline.runtime.run_registry import find, write
-from penstock.pipeline.scheduling.schedule import versions_of
+from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
 from penstock.topics.runs import RunRecord
 

@@ -3,7 +3,7 @@
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.launch.gpu_placement import place, visible_gpus
 from penstock.pipeline.runtime.roles import ROLES
-from penstock.pipeline.scheduling.schedule import versions_of
+from penstock.pipeline.scheduling.rules import versions_of
 
 
 def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:

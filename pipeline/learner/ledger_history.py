@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.infra.checkpoints import Recorded
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Log
-from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import groups
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry, Planned
@@ -25,7 +25,7 @@ class Past:
     """The ledger's entries, in order, and what they add up to with the published versions."""
 
     entries: Sequence[Entry]
-    story: Story
+    story: LedgerState
 
     def __post_init__(self) -> None:
         """Refuse a ledger in which a step is missing or stands twice."""
@@ -78,10 +78,10 @@ class Past:
 def read_past(log: Log, run: str) -> Past:
     """The ledger and the published versions so far. Raises `LogError`."""
     tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
-    story, entries = Story(run), []
+    story, entries = LedgerState(run), []
     for record in tail.read_to_end(READ_LIMIT_S):
         try:
-            found = story.fold(record)
+            found = story.apply(record)
         except Unusable:
             continue  # a dead letter: the tracker's and, among the manifests, the trainer's own later
         if isinstance(found, Entry):

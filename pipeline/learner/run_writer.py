@@ -1,28 +1,31 @@
-"""A run's trainer between two steps: its model, and what is written of it: steps, published versions, checkpoints.
+"""The trainer's writer: ledger entries, policy versions and checkpoints, under one transactional id.
 
-The rule: after each step, live or repeated, the same things follow in the same order: the version it completes, then the checkpoint.
+The rule: a step is committed by one ledger record, a version by its manifest together with its ledger record; after each step, live or
+repeated, the version it completes comes first, then the checkpoint.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.infra import faults
-from penstock.infra.backends.base import Backend
 from penstock.infra.checkpoints import CheckpointStore, State
 from penstock.infra.errors import Unrecoverable
+from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
-from penstock.pipeline.config.load import Config
-from penstock.pipeline.config.plugins import source_digest
-from penstock.pipeline.learner.chronicle import Chronicle
-from penstock.pipeline.learner.policy_trainer import Course
-from penstock.pipeline.learner.train_step import Step
+from penstock.pipeline.learner.chunk_gaps import ChunkGaps
+from penstock.pipeline.learner.fingerprint import arithmetic_of
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights, open_store
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weight_sync import fetch
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.runtime.weight_sync import manifest_record, send_chunks
+from penstock.pipeline.scheduling import rules
+from penstock.topics import ledger, weights
+from penstock.topics.ledger import Entry
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
 
 BYTES_PER_PARAMETER = 12
 """A checkpoint's float32 masters and AdamW's two moments."""
@@ -30,123 +33,149 @@ DIGEST_BELOW = 100_000_000
 """Models with fewer parameters have the digest of their weights in every step of the ledger, others in every version."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Training:
-    """A course through the steps and the pen that writes it down."""
+@dataclass(slots=True)
+class RunWriter:
+    """Writes what a `PolicyTrainer` has done."""
 
     session: Session
-    chronicle: Chronicle
-    course: Course
-    store: CheckpointStore | None
-    digest: str | None = None
-    """Of the newest published version."""
-    saved: int | None = None
+    transactions: Transactions
+    state: LedgerState
+    """The ledger and the versions as this writer has left them."""
+    store: CheckpointStore | None = field(init=False)
+    """None where the run wants no checkpoints."""
+    saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
+    _partitions: int = field(init=False)
+    """Partitions of `weights` that carry chunks, numbered from 1."""
+    _gaps: ChunkGaps = field(init=False)
 
-    @classmethod
-    def open(cls, session: Session, chronicle: Chronicle) -> "Training":
-        """Load the initial model and look after the checkpoint directory. Raises `BackendError`, `CheckpointError`."""
-        course = Course.open(
-            session.config,
-            steps=session.steps,
-            weights_of=lambda version: fetch(session.log, chronicle.story.manifests[version], run=session.run),
-        )
-        return cls(session=session, chronicle=chronicle, course=course, store=open_store(session.config, session.run))
+    def __post_init__(self) -> None:
+        """Open the checkpoint directory. Raises `CheckpointError`."""
+        self.store = open_store(self.session.config, self.session.run)
+        self._partitions = (self.session.log.partitions(self.session.topic("weights")) or 2) - 1
+        self._gaps = ChunkGaps(self.session)
+        self._gaps.skip(self.state.manifests.values())
 
-    @property
-    def backend(self) -> Backend:
-        """The model."""
-        return self.course.backend
-
-    @property
-    def steps_done(self) -> int:
-        """Steps of this run that the model has taken."""
-        return self.course.steps_done
-
-    def begin(self) -> None:
+    def begin(self, policy: PolicyTrainer) -> None:
         """Open the run with version 0, or make sure that the model is the one it was opened with."""
-        if self.chronicle.story.opened is None:
+        if self.state.opened is None:
             session = self.session
-            fingerprint = arithmetic_of(self.backend, session.config)
-            told = {"config": json.loads(session.record.config), "info": dict(session.info), "fingerprint": fingerprint}
-            self.chronicle.write("run-opened", details=json.dumps(told))
-        self.publish(version=0)
-        self.course.let_go()
+            fingerprint = arithmetic_of(policy.backend, session.config)
+            details = {"config": json.loads(session.record.config), "info": dict(session.info), "fingerprint": fingerprint}
+            self.write("run-opened", details=json.dumps(details))
+        self.publish(policy.weights(), version=0, step=policy.steps_done)
+        policy.release_weights()
 
-    def step(self) -> Step:
-        """An optimizer step to be fed with groups. Raises `LogError` when a snapshot has to come from the log and is not there."""
-        return self.course.step()
-
-    def digest_of_step(self) -> str | None:
-        """The digest of the weights for the ledger's entry of a step; None for a model too large to hash it at each."""
-        shapes = self.chronicle.story.manifests[0].shapes
-        small = sum(math.prod(shape) for shape in shapes) < DIGEST_BELOW
-        return self.course.weights().digest if small else None
-
-    def advance(self) -> None:
-        """Count a committed step, and do what follows it."""
-        self.course.steps_done += 1
-        self.follow_up()
-
-    def follow_up(self) -> None:
-        """After a step: publish the version it completes if it completes one, and write a checkpoint if one is due."""
-        session, done = self.session, self.steps_done
-        session.values.update(step=done)
-        if rules.publishes(done - 1, steps=session.steps, steps_per_version=session.rules.steps_per_version):
-            self.publish(version=self.course.version)
+    def after_step(self, policy: PolicyTrainer) -> None:
+        """Publish the version that the newest step completes if it completes one, and write a checkpoint if one is due."""
+        session, done = self.session, policy.steps_done
+        session.reporter.values.update(step=done)
+        if rules.publishes(done - 1, steps=session.steps, steps_per_version=session.schedule.steps_per_version):
+            self.publish(policy.weights(), version=policy.version, step=done)
         if (every := session.config.trainer.checkpoint_every) and done % every == 0:
-            self.checkpoint()
-        self.course.let_go()
+            self.checkpoint(policy)
+        policy.release_weights()
 
-    def publish(self, *, version: int) -> None:
-        """Publish the weights as `version`; one that is published already must have the same digest. Raises `Unrecoverable`."""
-        weights, recorded = self.course.weights(), self.chronicle.story.manifests.get(version)
-        self.digest = self.chronicle.publish(weights, version=version, step=self.steps_done)
-        if recorded is not None and (found := weights.digest) != recorded.digest:
-            made = "repeating it from the log gave" if version else "the model directory holds"
-            raise Unrecoverable(f"version {version}: the recorded weights digest is {recorded.digest[:16]}…, {made} {found[:16]}…")
-        self.session.values.update(version=version)
+    def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
+        """Commit one entry, and records that stand or fall with it."""
+        session = self.session
+        entry = Entry(seq=self.state.last_seq + 1, kind=kind, time_ns=time.time_ns(), **fields)
+        with session.reporter.encoding:
+            value = ledger.encode(entry)
+            headers = ledger.headers(entry, run=session.run).encode(value)
+            record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
+        faults.reach(f"ledger.{kind}.before")
+        self.transactions.commit([*also, record])
+        faults.reach(f"ledger.{kind}.after")
+        self.state.last_seq = entry.seq
+        return entry
 
-    def checkpoint(self) -> None:
-        """Write a checkpoint of the steps done, unless there is one or the run wants none. Raises `CheckpointError`."""
+    def publish(self, content: Weights, *, version: int, step: int) -> None:
+        """Send a version's chunks, then its manifest with the ledger's entry; a published one must have the same digest.
+
+        Raises `Unrecoverable` where it has another.
+        """
         session, started = self.session, time.monotonic()
-        if self.store is None or self.saved == self.steps_done:
+        published = self.state.manifests.get(version)
+        if published is not None:
+            if content.digest != published.digest:
+                origin = "repeating it from the log gave" if version else "the model directory holds"
+                raise Unrecoverable(
+                    f"version {version}: the recorded weights digest is {published.digest[:16]}…, {origin} {content.digest[:16]}…"
+                )
+        else:
+            manifest = send_chunks(
+                session.producer,
+                content.tensors,
+                digest=content.digest,
+                run=session.run,
+                version=version,
+                step=step,
+                partitions=self._partitions,
+                max_bytes=session.config.weights.chunk_mib * 2**20,
+            )
+            self._gaps.read_to(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
+            measured = {"bytes": float(manifest.nbytes), "publish_s": time.monotonic() - started}
+            record = manifest_record(manifest, run=session.run)
+            self.write("version", record, version=version, step=step, digest=manifest.digest, metrics=measured)
+            self.state.add(manifest)
+        session.reporter.values.update(version=version)
+
+    def step_digest(self, policy: PolicyTrainer) -> str | None:
+        """The digest of the weights for the ledger's entry of a step; None for a model too large to hash at each step."""
+        return policy.weights().digest if self._parameters < DIGEST_BELOW else None
+
+    def checkpoint(self, policy: PolicyTrainer) -> None:
+        """Write a checkpoint of the steps done, unless there is one or the run wants none. Raises `CheckpointError`."""
+        reporter, started, done = self.session.reporter, time.monotonic(), policy.steps_done
+        if self.store is None or self.saved_steps == done:
             return
         faults.reach("checkpoint.before")
-        session.doing(f"writing checkpoint of step {self.steps_done}", now=True)
-        version = self.course.version
-        published = self.chronicle.story.manifests[version]
-        found = published.digest if published.step == self.steps_done else self.course.weights().digest
-        about = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in published.shapes)
-        state = State(run=session.run, steps=self.steps_done, version=version, digest=found, seq=self.chronicle.story.last_seq)
+        reporter.doing(f"writing checkpoint of step {done}", now=True)
+        version = policy.version
+        published = self.state.manifests[version]
+        digest = published.digest if published.step == done else policy.weights().digest
+        state = State(run=self.session.run, steps=done, version=version, digest=digest, seq=self.state.last_seq)
 
         def record(size: int) -> None:
             measured = {"bytes": float(size), "write_s": time.monotonic() - started}
-            self.chronicle.write("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured)
+            self.write("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured)
 
-        size = self.store.write(state, save=self.backend.save, record=record, about_bytes=about)
-        self.saved = self.steps_done
-        session.values.update(checkpoint_step=self.steps_done, checkpoint_bytes=size, checkpoint_s=time.monotonic() - started)
+        size = self.store.write(state, save=policy.backend.save, record=record, about_bytes=BYTES_PER_PARAMETER * self._parameters)
+        self.saved_steps = done
+        reporter.values.update(checkpoint_step=done, checkpoint_bytes=size, checkpoint_s=time.monotonic() - started)
 
-    def export(self, say: Callable[[str], None]) -> None:
+    def export(self, policy: PolicyTrainer) -> None:
         """Write the model as a Hugging Face directory, if the run wants it."""
         if self.session.config.trainer.export:
             target = run_directory(self.session.run) / "model"
-            self.session.doing("writing the final model")
-            self.backend.export(target)
-            say(f"final model in {target}")
+            self.session.reporter.doing("writing the final model")
+            policy.backend.export(target)
+            self.session.reporter.say(f"final model in {target}")
 
+    def check_manifest(self, record: Record) -> None:
+        """Check a record of partition 0 of `weights`: our own, a repetition, or a dead letter."""
+        dead_letters = self.session.dead_letters
+        try:
+            with dead_letters.decoding(record):
+                manifest = weights.read(record, run=self.session.run)[1]
+        except Unusable as error:
+            dead_letters.write(record, error)
+            return
+        if manifest.version not in self.state.manifests:
+            dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
+        elif manifest != self.state.manifests[manifest.version]:
+            place = f"{record.topic}/{record.partition}/{record.offset}"
+            self.session.reporter.duplicate(f"manifest of version {manifest.version} at {place}")
 
-def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:
-    """The run's checkpoints, None when it wants none; `to_read` leaves alone what a trainer may be writing. Raises `CheckpointError`."""
-    chosen = config.trainer
-    if not chosen.checkpoint_every:
-        return None
-    directory = Path(chosen.checkpoint_dir) / run if chosen.checkpoint_dir else run_directory(run) / "checkpoints"
-    return CheckpointStore(directory, keep_last=chosen.checkpoint_keep_last, keep_every=chosen.checkpoint_keep_every, to_read=to_read)
+    def close_run(self, *, steps: int, status: str, reason: str) -> None:
+        """Commit the ledger's last entry."""
+        ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._partitions + 1)])
+        self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
+        newest = self.state.manifests.get(self.state.newest_version)
+        details = json.dumps({"status": status, "reason": reason})
+        self.write("run-closed", step=steps, digest=newest.digest if newest else None, details=details)
 
-
-def arithmetic_of(backend: Backend, config: Config) -> dict[str, str | int]:
-    """What a step's last bits depend on: the backend's fingerprint, and the source of each function that a user brought along."""
-    own = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.advantage}
-    return backend.fingerprint() | {key: source_digest(name)[:16] for key, name in own.items() if ":" in name}
+    @property
+    def _parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.state.manifests[0].shapes)

@@ -16,11 +16,12 @@ import numpy.typing as npt
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms import losses
+from penstock.pipeline.algorithms.aggregation import denominator as denominator_of
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
-from penstock.pipeline.learner import training_samples as trained
-from penstock.pipeline.learner.micro_batches import MicroBatcher, TokenSequence, boundaries, pack
+from penstock.pipeline.learner import training_samples
+from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
 from penstock.pipeline.scheduling.staleness import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 
@@ -62,7 +63,7 @@ class Objective:
 
         return cls(
             batch_loss=batch_loss,
-            advantages=trained.advantage_function(config.advantage),
+            advantages=training_samples.advantage_function(config.advantage),
             proximal=config.proximal,
             truncated=algorithm.truncated,
             kl_coef=algorithm.kl_coef,
@@ -72,7 +73,7 @@ class Objective:
 
     def sequences(self, group: Group) -> list[TokenSequence]:
         """The samples of a group that are trained, in order of their numbers; aborted ones are not."""
-        return trained.sequences(group, advantages=self.advantages, truncated=self.truncated)
+        return training_samples.sequences(group, advantages=self.advantages, truncated=self.truncated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ class Step:
         """Run what is left backward, divide once, and update the weights."""
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
-        denominator = sum(trained.denominator(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
+        denominator = sum(denominator_of(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
         if not denominator:
             raise ValueError(f"groups {[group.group for group in self._groups]} have no trained token: every sample is masked or empty")
         if not self.backend.divides_late:

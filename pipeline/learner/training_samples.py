@@ -1,19 +1,57 @@
-"""What of a group is trained, with which advantage, and what a step divides by: the part of a step that needs no torch.
+"""From a step's scored groups to padded micro-batches: what of a group is trained, with which advantage, and beside which samples.
 
-The rule: pure functions of recorded groups and of a run's settings, the same ones for the trainer, for replay and for `explain`.
+The rule: pure functions of recorded groups in plan order and of a run's settings, the same ones for the trainer, for replay and for
+`explain`. A boundary depends on the sequences before it and the next one, never on what comes later or when, so a step cut while its
+groups still arrive is cut like the same step read back from the log.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms.advantages import ADVANTAGES, handle_truncated
 from penstock.pipeline.config.plugins import load
-from penstock.pipeline.learner.micro_batches import TokenSequence
 from penstock.topics.groups import Group
 
-AGGREGATES = ("token_mean", "sequence_mean", "constant")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSequence:
+    """One sample as the trainer sees it: prompt and completion ids, and what belongs to each completion token."""
+
+    group: int
+    sample: int
+    prompt_ids: npt.NDArray[np.int32]
+    """[P], at least one token: the first completion token needs something before it."""
+    completion_ids: npt.NDArray[np.int32]
+    """[T]"""
+    behaviour_logprobs: npt.NDArray[np.float32]
+    """[T]; NaN where the model did not draw the token."""
+    loss_mask: npt.NDArray[np.bool_]
+    """[T] True on tokens that are trained."""
+    advantage: float
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse arrays that do not belong together."""
+        tokens = len(self.completion_ids)
+        if not tokens == len(self.behaviour_logprobs) == len(self.loss_mask) or not len(self.prompt_ids):
+            raise ValueError(
+                f"group {self.group} sample {self.sample}: {len(self.prompt_ids)} prompt tokens, {tokens} completion tokens, "
+                f"{len(self.behaviour_logprobs)} logprobs, {len(self.loss_mask)} mask entries do not fit together"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"group {self.group} sample {self.sample}: temperature {self.temperature} cannot be trained")
+        if not np.isfinite(self.behaviour_logprobs[self.loss_mask]).all():
+            raise ValueError(f"group {self.group} sample {self.sample}: a trained token has no finite logprob")
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion together."""
+        return len(self.prompt_ids) + len(self.completion_ids)
 
 
 def advantage_function(name: str) -> Callable[..., Any]:
@@ -48,24 +86,69 @@ def sequences(group: Group, *, advantages: Callable[..., Any], truncated: str) -
     ]
 
 
-def denominator(mask: np.ndarray[Any, Any], *, aggregate: str) -> float:
-    """What a mask [B, L] of trained tokens adds to a step's denominator: counts add up over any cut of the step.
-
-    Tokens under `token_mean`, sequences with a trained token under `sequence_mean` and `constant`.
-    """
-    if aggregate == "token_mean":
-        return float(mask.sum())
-    if aggregate in AGGREGATES:
-        return float(mask.any(axis=1).sum())
-    raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
+MicroBatch = tuple[TokenSequence, ...]
 
 
-def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
-    """What each of a sequence's `tokens` trained tokens counts in the step's sum, before its division: 1, 1/tokens or 1/max_tokens.
+class MicroBatcher:
+    """Fills one micro-batch after the other: rows times longest row stays within `token_budget`; a longer sequence goes alone."""
+
+    def __init__(self, token_budget: int) -> None:
+        """`token_budget` counts padded tokens."""
+        if token_budget < 1:
+            raise ValueError(f"a micro-batch needs a token budget above 0, not {token_budget}")
+        self.token_budget = token_budget
+        self._open: list[TokenSequence] = []
+        self._longest = 0
+
+    def add(self, sequence: TokenSequence) -> MicroBatch | None:
+        """Take the next sequence; hands out the micro-batch that it did not fit into."""
+        closed = None
+        longest = max(self._longest, sequence.length)
+        if self._open and (len(self._open) + 1) * longest > self.token_budget:
+            closed, longest = self.close(), sequence.length
+        self._open.append(sequence)
+        self._longest = longest
+        return closed
+
+    def close(self) -> MicroBatch | None:
+        """Hand out what is left, when the step is whole."""
+        closed = tuple(self._open) or None
+        self._open, self._longest = [], 0
+        return closed
+
+
+def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
+    """How many samples of the step lie before the end of each micro-batch: what the ledger records.
 
     Example:
-        token_share(4, aggregate="sequence_mean", max_tokens=16)  # -> 0.25
+        boundaries([(a, b, c), (d,)])  # -> (3, 4)
     """
-    if aggregate == "token_mean":
-        return 1.0
-    return 1.0 / (max_tokens if aggregate == "constant" else max(tokens, 1))
+    return tuple(int(end) for end in np.cumsum([len(batch) for batch in batches], dtype=np.int64))
+
+
+def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
+    """Right-padded arrays of one micro-batch, rows in the order given."""
+    if not sequences:
+        raise ValueError("a micro-batch needs at least one sequence")
+    rows, width = len(sequences), max(2, *(sequence.length for sequence in sequences))
+    input_ids = np.zeros((rows, width), np.int64)
+    attention = np.zeros((rows, width), np.bool_)
+    trained = np.zeros((rows, width - 1), np.bool_)
+    behaviour = np.zeros((rows, width - 1), np.float32)
+    for row, sequence in enumerate(sequences):
+        start, end = len(sequence.prompt_ids), sequence.length
+        input_ids[row, :start] = sequence.prompt_ids
+        input_ids[row, start:end] = sequence.completion_ids
+        attention[row, :end] = True
+        trained[row, start - 1 : end - 1] = sequence.loss_mask
+        behaviour[row, start - 1 : end - 1] = np.where(sequence.loss_mask, sequence.behaviour_logprobs, 0.0)
+    return TokenBatch(
+        input_ids=input_ids,
+        attention_mask=attention,
+        completion_mask=trained,
+        behaviour_logprobs=behaviour,
+        advantages=np.array([sequence.advantage for sequence in sequences], np.float32),
+        temperatures=np.array([sequence.temperature for sequence in sequences], np.float32),
+        groups=np.array([sequence.group for sequence in sequences], np.int64),
+        samples=np.array([sequence.sample for sequence in sequences], np.int64),
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView, together
-from penstock.pipeline.scheduling.id_set import Numbers
+from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import DeadLetter
@@ -67,7 +67,7 @@ class RunView:
     _killers: set[tuple[str, int, int]] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
     _last_seq: int = -1
-    _measured: dict[tuple[str, str], Numbers] = field(default_factory=dict)
+    _measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
 
     def fold(self, record: Record) -> Folded | None:
         """Take in a record and give what it holds; None for a duplicate and for what is not about this run.
@@ -120,7 +120,7 @@ class RunView:
 
     def _fold_metrics(self, record: Record) -> Measurement | None:
         _, found = metrics.read(record, run=self.run)
-        measured = self._measured.setdefault((found.worker, found.incarnation), Numbers())
+        measured = self._measured.setdefault((found.worker, found.incarnation), IdSet())
         if found.seq in measured:
             return None
         measured.add(found.seq)

@@ -13,7 +13,8 @@ from penstock.pipeline.observe.report.summary import fates
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import WorkerView
 from penstock.pipeline.runtime.roles import HELPERS
-from penstock.pipeline.scheduling.schedule import Schedule, version_after, versions_of
+from penstock.pipeline.scheduling.rules import version_after, versions_of
+from penstock.pipeline.scheduling.schedule import Schedule
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is silent."""

@@ -15,7 +15,7 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.launch.create import create, new_id
-from penstock.pipeline.learner.policy_trainer import Course, Say
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.observe.report.summary import load
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import arithmetic, bring_to, opened
@@ -122,7 +122,7 @@ def _at(config: Config, model: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
 
 
-def _origin(recording: Recording, course: Course, step: int) -> dict[str, Any]:
+def _origin(recording: Recording, course: PolicyTrainer, step: int) -> dict[str, Any]:
     """Where the fork comes from. Raises `Unrecoverable` where the weights are not those that the ledger has there."""
     digest = course.weights().digest
     published = next((manifest for manifest in recording.story.manifests.values() if manifest.step == step), None)
@@ -142,7 +142,7 @@ def _origin(recording: Recording, course: Course, step: int) -> dict[str, Any]:
     }
 
 
-def _write(course: Course, directory: Path, *, state: bool) -> None:
+def _write(course: PolicyTrainer, directory: Path, *, state: bool) -> None:
     """The model as engines open it, and the optimizer's state; durable before they have their name."""
     (directory / "model").mkdir(parents=True)
     course.backend.export(directory / "model")

@@ -15,7 +15,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, Past
-from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.run_registry import find
 from penstock.topics.ledger import Entry
 from penstock.topics.runs import RunRecord
@@ -34,7 +34,7 @@ class Recording:
     record: RunRecord
     config: Config
     info: dict[str, Any]
-    story: Story
+    story: LedgerState
     entries: list[Entry] = field(default_factory=list)
     steps: list[Entry] = field(default_factory=list)
     """The committed steps; step n stands at place n."""
@@ -46,7 +46,7 @@ class Recording:
         record = find(log, run)
         if record is None:
             raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
-        found = cls(log, run, record, from_json(record.config), json.loads(record.info), Story(run))
+        found = cls(log, run, record, from_json(record.config), json.loads(record.info), LedgerState(run))
         places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), begin in log.begin_offsets(places).items():
             if begin:
@@ -86,7 +86,7 @@ class Recording:
 
     def _fold(self, record: Record) -> None:
         try:
-            found = self.story.fold(record)
+            found = self.story.apply(record)
         except Unusable:
             return  # a dead letter of those who own the topics
         if isinstance(found, Entry):

@@ -14,11 +14,10 @@ from pathlib import Path
 from penstock.infra.errors import BackendError, PenstockError, Unrecoverable
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.learner import policy_trainer as courses
+from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.policy_trainer import Course, Say
-from penstock.pipeline.learner.recovery import other_arithmetic
-from penstock.pipeline.learner.run_writer import arithmetic_of, open_store
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say, open_store
+from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording, with_model
 from penstock.pipeline.runtime.weight_sync import fetch
@@ -39,7 +38,7 @@ class Start:
 
 
 @contextmanager
-def opened(recording: Recording, config: Config, *, say: Say, steps: int | None = None) -> Iterator[Course]:
+def opened(recording: Recording, config: Config, *, say: Say, steps: int | None = None) -> Iterator[PolicyTrainer]:
     """The run's model with version 0 as it is recorded; the model directory needs no more than the architecture. Raises `PenstockError`.
 
     `steps` is where a falling learning rate reaches zero: the run's own if absent.
@@ -52,14 +51,14 @@ def opened(recording: Recording, config: Config, *, say: Say, steps: int | None 
             course.backend.close()
 
 
-def bring_to(course: Course, recording: Recording, step: int, *, say: Say) -> Start:
+def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say) -> Start:
     """Go to where `step` begins: by the newest checkpoint before it that can be used, and by the recorded steps after that.
 
     Raises `Unrecoverable` where a step on the way gives other numbers than the ledger's, `PenstockError` where its groups are deleted.
     """
     store, loaded = open_store(recording.config, recording.run, to_read=True), None
     if step and store is not None:
-        state = courses.load_newest(course, store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
+        state = course.load_newest(store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
     begin, told = course.steps_done, time.monotonic()
     check_kept(recording, recording.steps[begin:step])
@@ -71,7 +70,7 @@ def bring_to(course: Course, recording: Recording, step: int, *, say: Say) -> St
         )
         say(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
     for entry in recording.steps[begin:step]:
-        repetition = courses.repeat(course, entry, read_planned(recording.log, recording.run, entry.plan))
+        repetition = repeat(course, entry, read_planned(recording.log, recording.run, entry.plan))
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
             raise Unrecoverable(f"on the way to step {step}, step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`")
@@ -81,9 +80,9 @@ def bring_to(course: Course, recording: Recording, step: int, *, say: Say) -> St
     return Start(step=step, checkpoint=loaded, repeated=step - begin)
 
 
-def arithmetic(recording: Recording, course: Course) -> list[dict[str, object]]:
+def arithmetic(recording: Recording, course: PolicyTrainer) -> list[dict[str, object]]:
     """What the last bits depend on and is not here as it was when the run was opened."""
-    changed = other_arithmetic(recording.past, arithmetic_of(course.backend, course.config))
+    changed = changed_arithmetic(recording.past.story.opened, arithmetic_of(course.backend, course.config))
     return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
 
 
@@ -92,7 +91,7 @@ def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
     return fetch(recording.log, recording.story.manifests[version], run=recording.run)
 
 
-def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> Course:
+def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> PolicyTrainer:
     manifest = recording.story.manifests.get(0)
     if manifest is None:
         raise PenstockError(f"{recording.run} has not published its initial weights yet; start its trainer first")
@@ -100,8 +99,8 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
     if state is not None and not Path(state).is_dir():
         raise PenstockError(f"the optimizer state that {recording.run} began with is not on this machine: {state} (it is not in the log)")
 
-    def open_at(settings: Config) -> Course:
-        return Course.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version))
+    def open_at(settings: Config) -> PolicyTrainer:
+        return PolicyTrainer.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version))
 
     same_dtype = config.trainer.dtype == recording.config.trainer.dtype
     try:

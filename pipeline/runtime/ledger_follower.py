@@ -1,6 +1,6 @@
-"""What every worker has to know of a run: the newest weights, what was trained, and whether it is over.
+"""What every worker has to know of a run: the newest weights, what was trained, and whether it is closed.
 
-The rule: the ledger and the versions are told without gaps. What was seen before changes nothing, what lies beyond a gap is refused, so
+The rule: ledger entries and versions are applied without gaps. A record seen before changes nothing and one beyond a gap is refused, so
 that readers agree whatever a broker repeats or a foreign client writes.
 """
 
@@ -15,8 +15,8 @@ from penstock.topics.wire.record import Record
 
 
 @dataclass(slots=True)
-class Story:
-    """The ledger and the manifests, folded."""
+class LedgerState:
+    """What the run's ledger entries and weight manifests add up to."""
 
     run: str
     manifests: dict[int, Manifest] = field(default_factory=dict)
@@ -28,22 +28,15 @@ class Story:
     opened: Entry | None = None
     last_seq: int = -1
 
-    def fold(self, record: Record) -> Entry | Manifest | None:
-        """Take note of a record of `ledger` or of partition 0 of `weights`; None when it was known already. Raises `Unusable`."""
+    def apply(self, record: Record) -> Entry | Manifest | None:
+        """Apply a record of `ledger` or of partition 0 of `weights`; None when it was applied before. Raises `Unusable`."""
         if record.topic == f"{self.run}.ledger":
-            return self._entry(ledger.read(record, run=self.run)[1])
+            return self._apply_entry(ledger.read(record, run=self.run)[1])
         if record.topic == f"{self.run}.weights" and record.partition == 0:
-            manifest = weights.read(record, run=self.run)[1]
-            if manifest.version in self.manifests:
-                return None
-            if manifest.version != self.newest_version + 1:
-                raise Unusable(f"version {manifest.version} follows version {self.newest_version}: it was not published", kind="mismatch")
-            self.manifests[manifest.version] = manifest
-            self.newest_version = manifest.version
-            return manifest
+            return self._apply_manifest(weights.read(record, run=self.run)[1])
         return None
 
-    def _entry(self, entry: Entry) -> Entry | None:
+    def _apply_entry(self, entry: Entry) -> Entry | None:
         if not ledger.continues(entry, after=self.last_seq):
             return None
         self.last_seq = entry.seq
@@ -58,33 +51,46 @@ class Story:
                 self.closed = entry
         return entry
 
+    def _apply_manifest(self, manifest: Manifest) -> Manifest | None:
+        if manifest.version in self.manifests:
+            return None
+        if manifest.version != self.newest_version + 1:
+            raise Unusable(f"version {manifest.version} follows version {self.newest_version}: it was not published", kind="mismatch")
+        self.add(manifest)
+        return manifest
 
-class Control:
-    """Follows a run's ledger and manifests for a worker that reads nothing else from them.
+    def add(self, manifest: Manifest) -> None:
+        """Count a version as published."""
+        self.manifests[manifest.version] = manifest
+        self.newest_version = max(manifest.version, self.newest_version)
+
+
+class LedgerFollower:
+    """Keeps a `LedgerState` up to date for a worker that reads nothing else from `ledger` and `weights`.
 
     Records it cannot use are left to the role that owns reading the topic.
     """
 
-    def __init__(self, log: Log, run: str, story: Story | None = None) -> None:
-        self.story = story or Story(run)
+    def __init__(self, log: Log, run: str, state: LedgerState | None = None) -> None:
+        self.state = state or LedgerState(run)
         self._tail: Tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
 
     def poll(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for news, and take note of them."""
+        """Wait up to `timeout_s` for new records and apply them."""
         for record in self._tail.poll(timeout_s):
-            self._fold(record)
+            self._apply(record)
 
     def catch_up(self, timeout_s: float = 60.0) -> None:
-        """Read everything that is there now."""
+        """Apply every record that is there now."""
         for record in self._tail.read_to_end(timeout_s):
-            self._fold(record)
+            self._apply(record)
 
     def close(self) -> None:
-        """End the reader."""
+        """Close the reader."""
         self._tail.close()
 
-    def _fold(self, record: Record) -> None:
+    def _apply(self, record: Record) -> None:
         try:
-            self.story.fold(record)
+            self.state.apply(record)
         except Unusable:
             return

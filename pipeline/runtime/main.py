@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 
 from penstock.infra.errors import Fenced, PenstockError, Unrecoverable
-from penstock.pipeline.runtime.exit_status import exit_status
+from penstock.pipeline.runtime.exit_status import ENDED, exit_status
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -56,12 +56,13 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
         log = KafkaLog(bootstrap, security=json.loads(security), client_id=f"{run}.{worker or role}")
         session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop)
         if session is None:
-            return 0
-        session.say(f"joined run {run}")
+            return ENDED
+        session.reporter.say(f"joined run {run}")
+        threading.Thread(target=session.announce_stop, daemon=True, name="announce-stop").start()
         importlib.import_module(ROLES[role].module).main(session)
         session.close(status="stopped" if stop.is_set() else "finished")
-        session.say("done")
-        return 0
+        session.reporter.say("done")
+        return ENDED
     except (PenstockError, ValueError, OSError) as error:
         return _failed(role, session, error, debug=debug)
     except ModuleNotFoundError as error:
@@ -81,6 +82,6 @@ def _failed(role: str, session: Session | None, error: BaseException, *, debug: 
     print(f"penstock: {role}: {text}", file=sys.stderr, flush=True)
     if session is not None:
         with contextlib.suppress(Exception):  # the run may be beyond reach: the cause is already printed
-            session.labels["error"] = text
+            session.reporter.labels["error"] = text
             session.close(status="failed")
     return exit_status(error)

@@ -9,13 +9,13 @@ PAGE_BITS = 1 << 12
 
 
 @dataclass(slots=True)
-class Numbers:
+class IdSet:
     """A growing set of integers.
 
     Example:
-        numbers = Numbers()
-        numbers.add(7)
-        7 in numbers  # -> True
+        ids = IdSet()
+        ids.add(7)
+        7 in ids  # -> True
     """
 
     _pages: dict[int, bytearray] = field(default_factory=dict)

@@ -7,12 +7,13 @@ numbers and outcomes alone, so two runs that score the same groups train the sam
 from collections import deque
 from dataclasses import dataclass, field
 
-from penstock.pipeline.scheduling.schedule import DROPPED, Schedule, is_fresh
+from penstock.pipeline.scheduling.rules import DROPPED, is_fresh
+from penstock.pipeline.scheduling.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A group's outcome as its headers tell it, and where its payload lies."""
+    """A group's outcome, from its headers, and where its payload is."""
 
     group: int
     outcome: str
@@ -47,7 +48,7 @@ class Selector:
     _arrived: deque[int] = field(default_factory=deque)
 
     def add(self, candidate: Candidate) -> bool:
-        """Take note of an outcome; False when the group's outcome was known already (a duplicate, ignored)."""
+        """Add an outcome; False for a duplicate, which is ignored."""
         if candidate.group in self.outcomes:
             return False
         self.outcomes[candidate.group] = candidate.outcome
@@ -91,12 +92,12 @@ class Selector:
         """Whether `wanted` groups could be handed out now, one after the other; staleness is not looked at."""
         if self.schedule.order == "arrival":
             return len(self._waiting) >= wanted
-        number, found = self.next_number, 0
-        while found < wanted:
+        number, ready = self.next_number, 0
+        while ready < wanted:
             if number in self.settled or self.outcomes.get(number) in DROPPED:
                 number += 1
             elif number in self._waiting:
-                number, found = number + 1, found + 1
+                number, ready = number + 1, ready + 1
             else:
                 return False
         return True

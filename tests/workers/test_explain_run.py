@@ -14,8 +14,8 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
-from penstock.pipeline.learner.micro_batches import pack
 from penstock.pipeline.learner.train_step import Objective
+from penstock.pipeline.learner.training_samples import pack
 from penstock.pipeline.observe.explain import as_json, group_records, text
 from penstock.pipeline.observe.tables import samples_groups_steps
 from tests.support.in_flight import config_in_flight, run_of

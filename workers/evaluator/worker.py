@@ -16,7 +16,7 @@ from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.factories import make_engine
-from penstock.pipeline.runtime.ledger_follower import Control
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weight_sync import fetch
 from penstock.topics import metrics
@@ -34,48 +34,49 @@ def main(session: Session) -> None:
     held = session.config.eval
     if held.source is None:
         raise ValueError("this run has no eval.source, so there is nothing to evaluate")
-    session.doing("loading the model", now=True)
+    session.reporter.doing("loading the model", now=True)
     evaluator = Evaluator.open(session)
-    control = Control(session.log, session.run)
+    follower = LedgerFollower(session.log, session.run)
     stopping = EarlyStopping(held.target, held.patience)
     done = evaluated(session, stopping)
-    session.ready()
+    session.finishing = lambda: "drops the evaluation under way, which is made again when the run is resumed (a few s)"
+    session.reporter.ready()
     while not session.stop.is_set():
-        control.poll(0.2)
-        story = control.story
-        version = due(
-            newest=story.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=story.closed is not None
-        )
-        session.status()
+        follower.poll(0.2)
+        state, closed = follower.state, follower.state.closed is not None
+        version = due(newest=state.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=closed)
+        session.reporter.status()
         if version is None:
-            if story.closed is not None:
+            if closed:
                 break
-            session.doing("waiting for a version to evaluate")
+            session.reporter.doing("waiting for a version to evaluate")
             continue
         done.add(version)
-        session.doing(f"evaluating version {version}", now=True)
-        values = evaluator.evaluate(version, control)
+        session.reporter.doing(f"evaluating version {version}", now=True)
+        values = evaluator.evaluate(version, state)
         if values is None:
             break
         reason = stopping.note(version=version, accuracy=values["greedy_accuracy"])
         labels = {"source": held.source} | ({"ask": "stop", "reason": reason} if reason else {})
-        session.report(kind="eval", values={**values, "best_version": float(stopping.best_version or 0)}, labels=labels, version=version)
+        values["best_version"] = float(stopping.best_version or 0)
+        session.reporter.send(kind="eval", values=values, labels=labels, version=version)
     evaluator.close()
-    control.close()
+    follower.close()
 
 
 def evaluated(session: Session, stopping: EarlyStopping) -> set[int]:
-    """The versions that an evaluator before this one has measured, each taken into account once."""
+    """The versions that an earlier evaluator has measured; each counts once for early stopping."""
     tail = session.log.tail({(session.topic("metrics"), 0): "earliest"})
     done = set[int]()
     for record in tail.read_to_end(READ_LIMIT_S):
         try:
-            found = metrics.read(record, run=session.run)[1]
+            measurement = metrics.read(record, run=session.run)[1]
         except Unusable:
             continue  # the tracker owns reading `metrics`
-        if found.kind == "eval" and found.version is not None and found.version not in done:
-            done.add(found.version)
-            stopping.note(version=found.version, accuracy=found.values["greedy_accuracy"])
+        version = measurement.version
+        if measurement.kind == "eval" and version is not None and version not in done:
+            done.add(version)
+            stopping.note(version=version, accuracy=measurement.values["greedy_accuracy"])
     tail.close()
     return done
 
@@ -102,11 +103,11 @@ class Evaluator:
         pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=1, timeout_s=reward.timeout_s)
         return cls(session, make_engine(config), pool, Decoder(config.model.path), rows)
 
-    def evaluate(self, version: int, control: Control) -> dict[str, float] | None:
+    def evaluate(self, version: int, state: LedgerState) -> dict[str, float] | None:
         """Greedy accuracy, avg@k and pass@k of one version; None when the worker was stopped meanwhile."""
         session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
         started = time.monotonic()
-        self.engine.load_weights(version, fetch(session.log, control.story.manifests[version], run=session.run))
+        self.engine.load_weights(version, fetch(session.log, state.manifests[version], run=session.run))
         longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
         outcomes: dict[bool, dict[int, list[bool]]] = {}
         for greedy, rows in ((True, 1), (False, held.samples)):
@@ -131,7 +132,7 @@ class Evaluator:
             outcomes[greedy] = self._scored()
         order = range(len(self.rows))
         values = summary(greedy=[outcomes[True][i][0] for i in order], sampled=[outcomes[False][i] for i in order])
-        session.say(f"version {version}: greedy {values['greedy_accuracy']:.3f}, sampled {values['sampled_accuracy']:.3f}")
+        session.reporter.say(f"version {version}: greedy {values['greedy_accuracy']:.3f}, sampled {values['sampled_accuracy']:.3f}")
         return {**values, "eval_s": time.monotonic() - started}
 
     def close(self) -> None:
@@ -148,18 +149,18 @@ class Evaluator:
             for completion in self.engine.step():
                 held.setdefault(completion.group, []).append(completion)
                 if len(held[completion.group]) == len(requests[completion.group].samples):
-                    yield completion.group, sorted(held.pop(completion.group), key=lambda one: one.sample)
-            self.session.status()
+                    yield completion.group, sorted(held.pop(completion.group), key=lambda completion: completion.sample)
+            self.session.reporter.status()
 
     def _scored(self) -> dict[int, list[bool]]:
-        """By prompt, whether each completion earned everything there is to earn."""
+        """By prompt, whether each completion has the full reward."""
         reward = self.session.config.reward
         full = sum(reward.weights or [1.0] * len(reward.functions))
-        found: dict[int, list[bool]] = {}
+        solved: dict[int, list[bool]] = {}
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
                     raise ValueError(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
-                found[result.key] = [value >= full - 1e-9 for value in Score.of(result.result).rewards]
-            self.session.status()
-        return found
+                solved[result.key] = [value >= full - 1e-9 for value in Score.of(result.result).rewards]
+            self.session.reporter.status()
+        return solved

@@ -1,27 +1,28 @@
-"""What the feeder knows of its run: who was admitted where, what ended how, and who has room.
+"""What the feeder knows of its run: where each group was admitted, how it ended, and which rollout workers have room.
 
-The rule: everything is told by the log. Groups below the first one that has not ended are only counted, and the counts stand beside the
-offsets from which the rest can be read again: neither memory nor a restart grows with the run.
+The rule: everything follows from the log. Groups below the first one that has not ended are only counted, and the counts are kept beside
+the offsets from which the rest can be read again: neither memory nor a restart grows with the run.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Commits, Committed, Partition
-from penstock.pipeline.runtime.ledger_follower import Story
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.runtime import commit_notes
+from penstock.pipeline.runtime.commit_notes import FeederNote
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.scheduling import rules
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.wire.record import Outgoing, Record
 
 
 @dataclass(slots=True)
 class Admission:
-    """Folds `prompts`, `groups`, `ledger`, `weights` and the rollout workers' reports."""
+    """Applies `prompts`, `groups`, `ledger`, `weights` and the rollout workers' reports."""
 
     run: str
     partitions: int
-    story: Story
+    ledger: LedgerState
     admitted: int = 0
     """Groups below this number have been admitted."""
     ended_below: int = 0
@@ -49,35 +50,34 @@ class Admission:
     @property
     def dropped(self) -> int:
         """How many groups were dropped: by a scorer, or as stale by the trainer."""
-        return self.dropped_below + len(self._dropped - self.story.stale) + len(self.story.stale)
+        return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
 
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
-        """Where to begin to read `prompts` and `groups`, from what an earlier feeder noted; nothing where that is not of one piece."""
-        texts = {noted.metadata for noted in committed.values()}
-        try:
-            noted = json.loads(texts.pop()) if len(texts) == 1 else {}
-            ended, dropped = int(noted["ended"]), int(noted["dropped"])
-        except (ValueError, TypeError, KeyError):
+        """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
+        texts = {commit.metadata for commit in committed.values()}
+        note = commit_notes.decode(FeederNote, texts.pop()) if len(texts) == 1 else None
+        if note is None:
             return {}
-        self.admitted = self.ended_below = ended
-        self.dropped_below = dropped
-        self._ends = {(topic.removeprefix(f"{self.run}."), p): noted.offset or 0 for (topic, p), noted in committed.items()}
-        return {partition: noted.offset or 0 for partition, noted in committed.items()}
+        self.admitted = self.ended_below = note.ended
+        self.dropped_below = note.dropped
+        starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
+        self._ends = {(topic.removeprefix(f"{self.run}."), p): offset for (topic, p), offset in starts.items()}
+        return starts
 
-    def noted(self) -> Commits:
-        """What the next feeder needs to begin with: offsets, and beside each of them what was counted before."""
-        text = json.dumps({"ended": self.ended_below, "dropped": self.dropped_below})
+    def commits(self) -> Commits:
+        """What the next feeder begins with: offsets, and beside each of them what was counted before."""
+        text = commit_notes.encode(FeederNote(ended=self.ended_below, dropped=self.dropped_below))
         offsets = {
             (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
         }
-        places = [("prompts", p, self._prompt_at[group]) for group, p in self.partition_of.items()]
-        places += [("groups", p, offset) for p, offset in self._outcome_at.values()]
-        for topic, p, offset in places:
+        held = [("prompts", p, self._prompt_at[group]) for group, p in self.partition_of.items()]
+        held += [("groups", p, offset) for p, offset in self._outcome_at.values()]
+        for topic, p, offset in held:
             offsets[f"{self.run}.{topic}", p] = min(offsets[f"{self.run}.{topic}", p], offset)
         return {partition: (offset, text) for partition, offset in offsets.items()}
 
-    def fold(self, record: Record) -> None:
-        """Take note of a record of any of the topics the feeder follows. Raises `Unusable`."""
+    def apply(self, record: Record) -> None:
+        """Apply a record of any of the topics the feeder follows. Raises `Unusable`."""
         topic = record.topic.removeprefix(f"{self.run}.")
         self._ends[topic, record.partition] = record.offset + 1
         if topic == "prompts":
@@ -89,12 +89,12 @@ class Admission:
             assert headers.group is not None
             self._end(headers.group, record, dropped=headers.outcome in rules.DROPPED)
         elif topic == "metrics":
-            self._advertised(metrics.read(record, run=self.run)[1])
+            self._apply_slots(metrics.read(record, run=self.run)[1])
         else:
-            self.story.fold(record)
+            self.ledger.apply(record)
 
     def admit(self, group: int, partition: int, offset: int = 0) -> None:
-        """Note that a group's prompt stands in a partition, or is about to."""
+        """Note that a group's prompt is in a partition, or about to be."""
         if group not in self.partition_of and group >= self.ended_below:
             self.partition_of[group], self._prompt_at[group] = partition, offset
             while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
@@ -102,14 +102,14 @@ class Admission:
             self.unfinished[partition] += 1
 
     def written(self, batch: Sequence[Outgoing], offsets: Sequence[int]) -> None:
-        """Note where the prompts of a batch stand, whose keys are their group numbers."""
+        """Note the offsets of a batch of prompts, whose keys are their group numbers."""
         for outgoing, offset in zip(batch, offsets, strict=True):
             self._prompt_at[int(outgoing.key or b"")] = offset
             self._ends["prompts", outgoing.partition] = offset + 1
 
     def _end(self, group: int, record: Record, *, dropped: bool) -> None:
         if group in self.ended or group not in self.partition_of:
-            return  # what was never admitted makes room for nothing
+            return  # only admitted groups make room
         self.ended.add(group)
         self.unfinished[self.partition_of[group]] -= 1
         self._outcome_at[group] = (record.partition, record.offset)
@@ -117,13 +117,13 @@ class Admission:
             self._dropped.add(group)
         while self.ended_below in self.ended:
             done = self.ended_below
-            self.dropped_below += done in self._dropped and done not in self.story.stale
+            self.dropped_below += done in self._dropped and done not in self.ledger.stale
             self._dropped.discard(done)
             self.ended.discard(done)
             del self.partition_of[done], self._prompt_at[done], self._outcome_at[done]
             self.ended_below += 1
 
-    def _advertised(self, measurement: metrics.Measurement) -> None:
+    def _apply_slots(self, measurement: metrics.Measurement) -> None:
         if measurement.role != "rollout" or "partitions" not in measurement.labels:
             return
         owned = [] if measurement.kind == "final" else [int(text) for text in measurement.labels["partitions"].split(",") if text]

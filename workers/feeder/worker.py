@@ -14,9 +14,9 @@ from penstock.infra.log import Start, Tail
 from penstock.pipeline.envs.datasets import order
 from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Renderer
-from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.topics import prompts
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
@@ -25,8 +25,8 @@ from penstock.workers.feeder.admission import Admission
 
 POLL_S = 0.5
 
-NOTE_EVERY_S = 2.0
-"""How often is noted where a restarted feeder may begin to read."""
+COMMIT_EVERY_S = 2.0
+"""How often the offsets are committed at which a restarted feeder begins to read."""
 
 
 def main(session: Session) -> None:
@@ -37,29 +37,30 @@ def main(session: Session) -> None:
     renderer = Renderer(session.config.model.path, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
     # Fence first, read afterwards: nothing an earlier feeder still had in hand can follow what is read now.
     transactions = session.log.transactions(f"{session.run}.feeder")
-    state = Admission(session.run, session.config.partitions, Story(session.run))
+    state = Admission(session.run, session.config.partitions, LedgerState(session.run))
+    session.finishing = lambda: "nothing is left to finish (about 1 s)"
     tail = _catch_up(session, state)
-    session.ready()
-    noted = time.monotonic()
-    while state.story.closed is None and not session.stop.is_set():
+    session.reporter.ready()
+    committed = time.monotonic()
+    while state.ledger.closed is None and not session.stop.is_set():
         batch = _admissible(state, session, dataset, renderer)
         if batch:
             state.written(batch, transactions.commit(batch))
-        session.values.update(admitted=state.admitted, dropped=state.dropped)
-        session.status()
+        session.reporter.values.update(admitted=state.admitted, dropped=state.dropped)
+        session.reporter.status()
         for record in tail.poll(POLL_S):
-            _fold(session, state, record)
-        if time.monotonic() - noted > NOTE_EVERY_S:
-            noted = time.monotonic()
+            _apply(session, state, record)
+        if time.monotonic() - committed > COMMIT_EVERY_S:
+            committed = time.monotonic()
             with contextlib.suppress(LogError):  # without it a restart only takes longer
-                tail.commit(state.noted())
-    session.doing("done")
+                tail.commit(state.commits())
+    session.reporter.doing("done")
     tail.close()
     transactions.close()
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
-    """Read what the run has written so far, from where an earlier feeder noted; returns the reader of what follows."""
+    """Read what the run has written so far, from the offsets of an earlier feeder; returns the reader of what follows."""
     group, count = f"{session.run}.feeder", session.config.partitions
     past = session.log.tail({(session.topic("prompts"), p): "earliest" for p in range(count)}, group=group)
     follow: dict[tuple[str, int], Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
@@ -70,16 +71,16 @@ def _catch_up(session: Session, state: Admission) -> Tail:
     tail.add({(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest", (session.topic("metrics"), 0): "latest"})
     for reader in (past, tail):
         for record in reader.read_to_end(120.0):
-            _fold(session, state, record)
+            _apply(session, state, record)
     past.close()
     return tail
 
 
-def _fold(session: Session, state: Admission, record: Record) -> None:
-    """Take note of a record; one that cannot be used is put aside by the role that owns reading its topic."""
+def _apply(session: Session, state: Admission, record: Record) -> None:
+    """Apply a record; one that cannot be used is set aside by the role that owns reading its topic."""
     try:
-        with session.decoding(record):
-            state.fold(record)
+        with session.dead_letters.decoding(record):
+            state.apply(record)
     except Unusable:
         return
 
@@ -87,30 +88,24 @@ def _fold(session: Session, state: Admission, record: Record) -> None:
 def _admissible(state: Admission, session: Session, dataset: Any, renderer: Renderer) -> list[Outgoing]:
     """The prompts that the rules and the owners' free slots allow now."""
     batch: list[Outgoing] = []
-    schedule = session.rules
-    limit = rules.admission_limit(schedule, newest_version=state.story.newest_version, dropped=state.dropped, steps=session.steps)
+    schedule, reporter = session.schedule, session.reporter
+    limit = rules.admission_limit(schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps)
     while state.admitted < limit:
         partition = rules.choose_partition(unfinished=state.unfinished, slots=state.slots, owners=state.owners)
-        if partition is None:
-            session.doing(
-                f"group {state.admitted} waits for a rollout worker with room" if any(state.owners) else "waiting for a rollout worker"
-            )
-            return batch
         number = state.admitted
+        if partition is None:
+            room = f"group {number} waits for a rollout worker with room"
+            reporter.doing(room if any(state.owners) else "waiting for a rollout worker")
+            return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
-        oldest = rules.min_version(schedule, slot=slot)
-        prompt = _prompt(session, dataset, renderer, number=number, slot=slot, oldest=oldest)
-        with session.costs.encoding():
+        prompt = _prompt(session, dataset, renderer, number=number, slot=slot, oldest=rules.min_version(schedule, slot=slot))
+        with reporter.encoding:
             value = prompts.encode(prompt)
             headers = prompts.headers(prompt, run=session.run).encode(value)
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
         state.admit(number, partition)
-    waiting = (
-        "all prompts of the run are out"
-        if limit - state.dropped >= session.steps * schedule.prompts_per_step
-        else "waiting for new weights"
-    )
-    session.doing(waiting)
+    everything = limit - state.dropped >= session.steps * schedule.prompts_per_step
+    reporter.doing("all prompts of the run are out" if everything else "waiting for new weights")
     return batch
 
 

@@ -1,31 +1,31 @@
 """The rollout worker: `prompts` and `weights` become `rollouts`, one record a sample.
 
-The rule: a prompt starts only under weights it allows, the lowest group number first, and only the samples that nobody has
-published are drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while
-the group of workers rebalances it draws on and holds the samples back, and what turns out to be another's now is dropped.
+The rule: a prompt starts only under weights it allows, the lowest group number first, and only samples that are not in the log are
+drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while the consumer
+group rebalances it draws on and holds the samples back, and groups that turn out to be another's are dropped.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.infra.engines.base import Completion, Engine
-from penstock.infra.log import Assigned, Member, Pending, Records, Revoked
+from penstock.infra.log import Assigned, Member, Records, Revoked
+from penstock.pipeline.runtime import commit_notes
+from penstock.pipeline.runtime.commit_notes import RolloutNote
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.sampling import request_of, rollout_of
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.staleness import lag_summary
 from penstock.topics import prompts, rollouts
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.rollout.group_tasks import PromptQueue, Work, rollouts_start
-from penstock.workers.rollout.groups_in_hand import GroupInHand
-from penstock.workers.rollout.presence import Presence
-from penstock.workers.rollout.published_samples import ExistingSamples
-from penstock.workers.rollout.weight_prefetch import WeightsAhead
+from penstock.workers.rollout.group_tasks import GroupTask, GroupTasks
+from penstock.workers.rollout.published_samples import PublishedSamples
+from penstock.workers.rollout.weight_prefetch import WeightPrefetch
 
 IDLE_WAIT_S = 0.2
-"""How long an idle worker waits for prompts, or for the weights its prompts need, before it looks around again."""
+"""How long an idle worker waits for prompts, or for the weights its prompts need, before it checks everything again."""
 
 GATHER_S = 0.25
 """Samples wait this long for the rest of their group, which is of no use before; one request for all costs a fraction of many."""
@@ -38,14 +38,14 @@ MEASURE_EVERY_S = 1.0
 def main(session: Session) -> None:
     """Draw samples until the run is closed."""
     session.check_model()
-    session.doing("loading the model", now=True)
+    session.reporter.doing("loading the model", now=True)
     engine = make_engine(session.config)
-    weights = WeightsAhead(session.log, session.run)
-    queue = PromptQueue(session.rules.oversample)
-    worker = Rollouts(session, engine, weights, join_others(session), ExistingSamples(session.log, session.run), queue)
-    session.ready()
+    weights = WeightPrefetch(session.log, session.run)
+    worker = RolloutWorker.open(session, engine, weights)
+    session.finishing = worker.finishing
+    session.reporter.ready()
     try:
-        while weights.story.closed is None and not session.stop.is_set():
+        while weights.state.closed is None and not session.stop.is_set():
             worker.turn()
         worker.hand_back()
     finally:
@@ -54,136 +54,68 @@ def main(session: Session) -> None:
         engine.close()
 
 
-def join_others(session: Session) -> Member:
-    """Membership among the run's rollout workers."""
-    return session.log.member(f"{session.run}.rollout", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
-
-
 @dataclass(slots=True)
-class Rollouts:
+class RolloutWorker:
     """The worker's state between two turns of its loop."""
 
     session: Session
     engine: Engine
-    weights: WeightsAhead
+    weights: WeightPrefetch
     member: Member
-    existing: ExistingSamples
-    queue: PromptQueue
-    presence: Presence = field(default_factory=Presence)
+    published: PublishedSamples
+    tasks: GroupTasks
     _settled: bool = False
-    """Whether this worker knows which partitions are its own: not while the group rebalances."""
-    _in_hand: dict[int, GroupInHand] = field(default_factory=dict)
-    _flying: list[tuple[Pending, Work, int]] = field(default_factory=list)
+    """True while this worker knows which partitions are its own: not while the consumer group rebalances."""
     _gathered: float = 0.0
+    """When the first of the samples that wait to be published ended."""
     _committed: float = 0.0
     _measured: float = 0.0
     _judged: int = -1
     """The newest version when the groups in hand were last judged by their age."""
 
+    @classmethod
+    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "RolloutWorker":
+        """Join the run's rollout workers."""
+        member = session.log.member(f"{session.run}.rollout", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
+        published = PublishedSamples(session.log, session.run)
+        return cls(session, engine, weights, member, published, GroupTasks(session.schedule.oversample))
+
     def turn(self) -> None:
         """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
         self.weights.check()
-        self._absent()
         self._take(0.0)
-        self._publish_ended()
+        self._publish_drawn()
         self._refresh()
         self._start()
         if self.engine.idle:
             self._wait()
         else:
-            self._draw()
+            self._decode()
         self._acknowledge()
         if time.monotonic() - self._committed > COMMIT_EVERY_S:
             self._commit()
         if time.monotonic() - self._measured > MEASURE_EVERY_S:
             self._measure()
-        self.session.status()
+        self.session.reporter.status()
 
     def hand_back(self) -> None:
         """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
         self._take(0.0)
-        self._publish_ended(all_of_them=True)
+        self._publish_drawn(everything=True)
         self.session.producer.flush(10.0)
         self._acknowledge()
         self._commit()
-        self.session.labels["partitions"] = ""
+        self.session.reporter.labels["partitions"] = ""
+
+    def finishing(self) -> str:
+        """What is still done after a request to stop."""
+        groups = len(self.tasks.in_hand())
+        return f"publishes the samples that have ended and hands its partitions back, {groups} groups unfinished (about 2 s)"
 
     def close(self) -> None:
         """Leave the other rollout workers."""
         self.member.close(5.0)
-        self.existing.close()
-        self.presence.close()
-
-    def _absent(self) -> bool:
-        """Whether this process was stopped for a while: then its partitions may be others' by now, and it joins them again."""
-        if not self.presence.was_away():
-            return False
-        self.session.say("this process was stopped for a while: joining the other rollout workers again")
-        self.member.close(5.0)
-        self._revoked()
-        self.member = join_others(self.session)
-        return True
-
-    def _refresh(self) -> None:
-        """Between two decode steps: take the newest weights if the schedule says so, and end what can no longer be fresh."""
-        if self.session.rules.loads_at != "step":
-            return
-        if self.weights.version > self.engine.version and self._in_hand:
-            self._load()
-        newest = self.weights.story.newest_version
-        if self.session.rules.stale_in_hand == "abort" and (newest > self._judged or self._hopeless(self.engine.version)):
-            self._judged = newest
-            for group in self.engine.in_hand():
-                if group.oldest_version is not None and self._hopeless(group.oldest_version):
-                    self._ended(self.engine.abort(group.group))
-                    self.session.add("aborted_groups")
-
-    def _hopeless(self, version: int) -> bool:
-        """Whether what is drawn under this version will be stale whatever happens; versions are known before their tensors are here."""
-        newest, max_lag = self.weights.story.newest_version, self.session.rules.max_lag
-        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
-
-    def _wait(self) -> None:
-        """Nothing can be drawn: wait for what is missing, weights or prompts."""
-        if self.queue.waiting():
-            self.weights.wait(IDLE_WAIT_S)
-        elif self.weights.version > self.engine.version:
-            self._load()  # its prompts are on their way
-        else:
-            self._take(0.01 if self._flying else IDLE_WAIT_S)
-
-    def _draw(self) -> None:
-        """One decode step."""
-        started = time.monotonic()
-        ended = self.engine.step()
-        self.session.add("generate_s", time.monotonic() - started)
-        self._ended(ended)
-
-    def _ended(self, completions: list[Completion]) -> None:
-        """Keep samples that the engine returned, as far as their groups need them."""
-        for completion in completions:
-            group = self._in_hand.get(completion.group)
-            if group is None:
-                self.engine.abort(completion.group)  # others have drawn what it needed
-                continue
-            if not any(one.ended for one in self._in_hand.values()):
-                self._gathered = time.monotonic()
-            group.take(completion)
-            if group.complete and len(group.left) > group.wanted:
-                self.engine.abort(completion.group)  # enough of its samples have ended
-
-    def _publish_ended(self, *, all_of_them: bool = False) -> None:
-        """Send what ended, with its group or soon, as long as it is certain whose partition it is."""
-        ended = [group for group in self._in_hand.values() if group.ended]
-        if not ended or not self._settled or self._absent():
-            return
-        # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
-        together = self.session.rules.stale_in_hand == "continue"
-        soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
-        for group in ended:
-            if all_of_them or soon or group.complete:
-                for completion in group.give():
-                    self._publish(group.work, completion)
+        self.published.close()
 
     def _take(self, wait_s: float) -> None:
         for event in self.member.take(wait_s):
@@ -191,153 +123,192 @@ class Rollouts:
                 case Assigned():
                     self._assigned(event)
                 case Revoked():
-                    self._revoked()
+                    self.tasks.revoke()
+                    self._settled = False
                 case Records():
                     for record in event.records:
                         self._received(record)
 
-    def _revoked(self) -> None:
-        self.queue.revoke()
-        self._settled = False
-
     def _assigned(self, event: Assigned) -> None:
-        """Drop what others own now, and learn from `rollouts` which samples of the own partitions exist already."""
+        """Drop what others own now, and learn from `rollouts` which samples of the own partitions are there already."""
         owned = {partition: committed for (_, partition), committed in event.partitions.items()}
-        for group in list(self._in_hand.values()):
-            place = owned.get(group.work.partition)
-            if place is None or group.work.offset < (place.offset or 0):  # another's, or done by another
-                self._drop(group)
+        for task in self.tasks.in_hand():
+            committed = owned.get(task.partition)
+            if committed is None or task.offset < (committed.offset or 0):  # another's, or done by another
+                self.engine.abort(task.group)
+                del self.tasks.tasks[task.group]
+                self.session.reporter.add("dropped_groups")
         ends = self.session.log.end_offsets(event.partitions)
-        found = self.existing.follow({partition: rollouts_start(committed.metadata) for partition, committed in owned.items()})
+        notes = {partition: commit_notes.decode(RolloutNote, committed.metadata) for partition, committed in owned.items()}
+        samples = self.published.follow({partition: note.rollouts if note else 0 for partition, note in notes.items()})
         for partition, committed in owned.items():
-            inherited_end, rollouts_end = ends[self.session.topic("prompts"), partition], self.existing.position(partition)
-            self.queue.assign(partition, offset=committed.offset or 0, inherited_end=inherited_end, rollouts_end=rollouts_end)
-        for sample in found:
-            self.queue.exists(*sample)
-        for group in self._in_hand.values():
-            group.known(self.queue.known(group.work.partition, group.work.group))
-            if group.complete:
-                self.engine.abort(group.work.group)
+            inherited_end, rollouts_end = ends[self.session.topic("prompts"), partition], self.published.position(partition)
+            self.tasks.assign(partition, offset=committed.offset or 0, inherited_end=inherited_end, rollouts_end=rollouts_end)
+        for sample in samples:
+            self.tasks.note(*sample)
+        self._abort_surplus()
         self._settled = True
-        self.session.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
-        self.session.values["slots"] = self.session.config.slots
-        self.session.status(force=True)
-
-    def _look_again(self) -> None:
-        """Learn which samples others have published since the partitions were assigned."""
-        for partition, queue in self.queue.partitions.items():
-            self.existing.skip(partition, queue.rollouts_end)
-        for sample in self.existing.news():
-            self.queue.exists(*sample)
-        for partition in self.queue.partitions:
-            self.queue.looked(partition, self.existing.position(partition))
-
-    def _drop(self, group: GroupInHand) -> None:
-        self.engine.abort(group.work.group)
-        del self._in_hand[group.work.group]
-        self.session.add("dropped_groups")
+        reporter = self.session.reporter
+        reporter.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
+        reporter.values["slots"] = self.session.config.slots
+        reporter.status(force=True)
 
     def _received(self, record: Record) -> None:
         try:
-            with self.session.decoding(record):
+            with self.session.dead_letters.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
         except Unusable as error:
-            self.queue.skip(record)
-            self.session.dead_letter(record, error)
+            self.tasks.skip(record)
+            self.session.dead_letters.write(record, error)
             return
-        if not self.queue.add(record, prompt):
-            self.session.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
+        if not self.tasks.add(record, prompt):
+            self.session.reporter.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
+
+    def _read_published(self) -> None:
+        """Learn which samples others have published since the partitions were assigned."""
+        for partition, owned in self.tasks.partitions.items():
+            self.published.skip(partition, owned.rollouts_end)
+        for sample in self.published.read_new():
+            self.tasks.note(*sample)
+        for partition in self.tasks.partitions:
+            self.tasks.caught_up(partition, self.published.position(partition))
+        self._abort_surplus()
+
+    def _refresh(self) -> None:
+        """Between two decode steps: load the newest weights if the schedule says so, and abort groups that can no longer be fresh."""
+        if self.session.schedule.loads_at != "step":
+            return
+        if self.weights.version > self.engine.version and self.tasks.in_hand():
+            self._load()
+        newest = self.weights.state.newest_version
+        if self.session.schedule.stale_in_hand == "abort" and (newest > self._judged or self._already_stale(self.engine.version)):
+            self._judged = newest
+            for group in self.engine.in_hand():
+                if group.oldest_version is not None and self._already_stale(group.oldest_version):
+                    self._ended(self.engine.abort(group.group))
+                    self.session.reporter.add("aborted_groups")
+
+    def _already_stale(self, version: int) -> bool:
+        """Whether samples drawn under `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
+        newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
+        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
 
     def _start(self) -> None:
         """Give the engine the prompts it has room for, the lowest group number first."""
-        schedule, newest = self.session.rules, self.weights.version
+        schedule, newest = self.session.schedule, self.weights.version
         while self.engine.has_room:
-            waiting = self.queue.waiting()
-            loaded = self.engine.version
-            index = rules.next_in_line([(w.group, w.min_version) for w in waiting], loaded_version=loaded, newest_version=newest)
-            if index is None or self._hopeless(max(loaded, newest)):
-                oldest = min((w.min_version for w in waiting), default=None)
+            waiting, loaded = self.tasks.waiting(), self.engine.version
+            pairs = [(task.group, task.prompt.min_version) for task in waiting]
+            index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
+            if index is None or self._already_stale(max(loaded, newest)):
+                oldest = min((version for _, version in pairs), default=None)
                 if self.engine.idle:
-                    self.session.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
+                    self.session.reporter.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
                 return
-            work = waiting[index]
-            wanted = rules.version_to_load(schedule, min_version=work.min_version, newest_version=newest, loaded_version=loaded)
+            task = waiting[index]
+            wanted = rules.version_to_load(schedule, min_version=task.prompt.min_version, newest_version=newest, loaded_version=loaded)
             if wanted is not None:
                 if not self.engine.idle and schedule.loads_at != "step":
                     return  # the weights change between groups
                 self._load()
-            if self._absent():
-                return
-            self._submit(work)
+            self._begin(task)
+
+    def _begin(self, task: GroupTask) -> None:
+        if task.inherited:  # its earlier owner may have published samples after the partition was assigned
+            self._read_published()
+        samples = task.wanted(oversample=self.tasks.oversample)
+        if samples:
+            task.begin(samples)
+            self.session.reporter.doing("generating")
+            stop_ids = self.session.info["digests"]["stop_ids"]
+            self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
 
     def _load(self) -> None:
-        """Put the newest weights that are here into the engine."""
+        """Load the newest weights that are here into the engine."""
         version, tensors = self.weights.take()
         started = time.monotonic()
         if self.engine.idle:
-            self.session.doing(f"loading version {version}")
+            self.session.reporter.doing(f"loading version {version}")
         self.engine.load_weights(version, tensors)
-        self.session.add("load_s", time.monotonic() - started)
-        self.session.values["version"] = version
+        self.session.reporter.add("load_s", time.monotonic() - started)
+        self.session.reporter.values["version"] = version
 
-    def _submit(self, work: Work) -> None:
-        work.started = True
-        if work.inherited:  # its earlier owner may have published samples after the partition was assigned
-            self._look_again()
-        missing = self.queue.missing(work)
-        if not missing or work.group in self._in_hand:
-            work.done = not missing
+    def _wait(self) -> None:
+        """Nothing can be drawn: wait for what is missing, weights or prompts."""
+        if self.tasks.waiting():
+            self.weights.wait(IDLE_WAIT_S)
+        elif self.weights.version > self.engine.version:
+            self._load()  # the prompts for it are about to come
+        else:
+            self._take(0.01 if any(task.sent for task in self.tasks.in_hand()) else IDLE_WAIT_S)
+
+    def _decode(self) -> None:
+        """One decode step."""
+        started = time.monotonic()
+        completions = self.engine.step()
+        self.session.reporter.add("generate_s", time.monotonic() - started)
+        self._ended(completions)
+
+    def _ended(self, completions: list[Completion]) -> None:
+        """Keep samples that the engine returned, as far as their groups need them."""
+        if completions and not any(task.drawn for task in self.tasks.in_hand()):
+            self._gathered = time.monotonic()
+        for completion in completions:
+            if task := self.tasks.tasks.get(completion.group):
+                task.take(completion)
+        self._abort_surplus()
+
+    def _abort_surplus(self) -> None:
+        """Stop drawing for groups that have all the samples they need."""
+        for task in self.tasks.in_hand():
+            if task.drawing and not task.needed:
+                self.engine.abort(task.group)
+                task.drawing.clear()
+
+    def _publish_drawn(self, *, everything: bool = False) -> None:
+        """Send samples with the rest of their group, or after a short wait, while this worker knows which partitions are its own."""
+        if not self._settled:
             return
-        self._in_hand[work.group] = GroupInHand(work, self.queue.wanted(work), set(missing))
-        self.session.doing("generating")
-        stop_ids = self.session.info["digests"]["stop_ids"]
-        self.engine.submit(request_of(work.prompt, missing, config=self.session.config, stop_ids=stop_ids))
+        # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
+        together = self.session.schedule.stale_in_hand == "continue"
+        soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
+        for task in self.tasks.in_hand():
+            if everything or soon or not task.needed:
+                for sample in sorted(task.drawn):
+                    self._publish(task, task.drawn[sample])
 
-    def _publish(self, work: Work, completion: Completion) -> None:
-        session, schedule = self.session, self.session.rules
-        fresh = self.weights.story.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
-        with session.costs.encoding():
+    def _publish(self, task: GroupTask, completion: Completion) -> None:
+        session, schedule = self.session, self.session.schedule
+        fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
+        with session.reporter.encoding:
             sample = rollout_of(completion, sampling=session.config.sampling, worker=session.worker, oldest_trained=fresh)
             value = rollouts.encode(sample)
             headers = rollouts.headers(sample, run=session.run).encode(value)
-        outgoing = Outgoing(
-            topic=session.topic("rollouts"), partition=work.partition, key=str(work.group).encode(), headers=headers, value=value
-        )
-        self._flying.append((session.producer.send(outgoing), work, completion.sample))
-        session.add("samples")
-        session.add("tokens", len(completion.token_ids))
-        session.add("spans", len(completion.spans))
+        topic, key = session.topic("rollouts"), str(task.group).encode()
+        pending = session.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
+        task.send(completion.sample, pending)
+        session.reporter.add("samples")
+        session.reporter.add("tokens", len(completion.token_ids))
+        session.reporter.add("spans", len(completion.spans))
 
     def _acknowledge(self) -> None:
-        flying, self._flying = self._flying, []
-        for pending, work, sample in flying:
-            if not pending.done():
-                self._flying.append((pending, work, sample))
-                continue
-            self.queue.acknowledged(work.partition, work.group, sample, pending.offset(0.0))
-        flown = {work.group for _, work, _ in self._flying}
-        for number in [number for number, group in self._in_hand.items() if not group.wanted and number not in flown]:
-            del self._in_hand[number]
-            self.session.add("groups")
+        if finished := self.tasks.acknowledge():
+            self.session.reporter.add("groups", finished)
+
+    def _commit(self) -> None:
+        self._committed = time.monotonic()
+        if any(owned.gap for owned in self.tasks.partitions.values()):
+            self._read_published()
+        topic = self.session.topic("prompts")
+        if moved := {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}:
+            self.member.commit(moved)
 
     def _measure(self) -> None:
         """What only this worker can say of its engine and of the groups in flight."""
         self._measured = time.monotonic()
-        newest = self.weights.story.newest_version
-        begun = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]
-        values = {name: value for name, value in self.session.values.items() if not name.startswith("in_flight_")}
-        values["in_flight_groups"] = float(len(begun))
-        values |= {f"in_flight_{name}": value for name, value in lag_summary(begun).items()}
-        self.session.values = values | {f"engine_{name}": value for name, value in self.engine.stats().items()}
-
-    def _commit(self) -> None:
-        self._committed = time.monotonic()
-        if any(queue.gap for queue in self.queue.partitions.values()):
-            self._look_again()
-        moved = {}
-        for partition, queue in self.queue.partitions.items():
-            watermark = queue.watermark()
-            if watermark is not None:
-                moved[self.session.topic("prompts"), partition] = watermark
-        if moved:
-            self.member.commit(moved)
+        newest = self.weights.state.newest_version
+        lags = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]
+        values = {name: value for name, value in self.session.reporter.values.items() if not name.startswith("in_flight_")}
+        values["in_flight_groups"] = float(len(lags))
+        values |= {f"in_flight_{name}": value for name, value in lag_summary(lags).items()}
+        self.session.reporter.values = values | {f"engine_{name}": value for name, value in self.engine.stats().items()}

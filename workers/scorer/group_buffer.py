@@ -1,21 +1,23 @@
-"""A scorer's groups: which samples are there, which groups are complete, what may be committed.
+"""A scorer's groups: which samples are here, which groups are complete, what may be committed.
 
 The rule: a sample counts once per (group, sample), a group ends once, and offsets are committed below the oldest unfinished group, so
-that a new owner needs nothing but the log. Where in `groups` it has to begin stands beside the offset: a restart costs the same
+that a new owner needs nothing but the log. A note beside the offset says where in `groups` it begins to read: a restart costs the same
 however long the run has lasted.
 """
 
-import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from penstock.pipeline.scheduling.id_set import Numbers
+from penstock.pipeline.runtime import commit_notes
+from penstock.pipeline.runtime.commit_notes import ScorerNote
+from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 
 ORPHAN_AFTER_S = 30.0
-"""Working time after which a sample without a prompt is nobody's: a prompt is always in the log before its samples."""
+"""A sample whose prompt has not arrived after this much working time is dead-lettered: a prompt is always in the log before its samples."""
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class OpenGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether the prompt and all its samples are there."""
+        """Whether the prompt and all its samples are here."""
         return self.prompt is not None and len(self.samples) == self.prompt.samples_per_prompt
 
     @property
@@ -51,8 +53,8 @@ class PartitionGroups:
     """One owned partition: prompts p and rollouts p in, groups p out."""
 
     partition: int
-    finished: Numbers = field(default_factory=Numbers)
-    """Groups whose outcome stands in `groups`, of those that this owner knows of."""
+    finished: IdSet = field(default_factory=IdSet)
+    """Groups whose outcome is in `groups`, of those that this owner knows of."""
     open: dict[int, OpenGroup] = field(default_factory=dict)
     prompts_position: int = 0
     rollouts_position: int = 0
@@ -68,25 +70,22 @@ class PartitionGroups:
     """Group -> offset of its outcome, of the finished groups above the oldest unfinished one."""
 
     def begin(self, *, prompts: int, metadata: str) -> None:
-        """Start where the owner before left off: its committed offset in `prompts` and what it noted there."""
+        """Start at the previous owner's committed offset in `prompts`, with its note; without one all of `groups` is read."""
+        note = commit_notes.decode(ScorerNote, metadata) or ScorerNote(below=0, groups=0)
         self.prompts_position = prompts
-        try:
-            noted = json.loads(metadata or "{}")
-            self.below, self.groups_position = int(noted["below"]), int(noted["groups"])
-        except (ValueError, TypeError, KeyError):
-            self.below = self.groups_position = 0  # nothing was noted: all of `groups` is read
+        self.below, self.groups_position = note.below, note.groups
         self.newest = self.below - 1
 
-    def noted(self) -> str:
-        """What a new owner has to know beside the offset in `prompts`."""
+    def note(self, *, without: Collection[int] = ()) -> str:
+        """What a new owner has to know beside the offset in `prompts`, once the groups in `without` have ended."""
         if not self.rising:
             return ""
-        below = min((group.group for group in self.open.values() if group.prompt), default=self.newest + 1)
+        below = min((group.group for group in self._unfinished(without) if group.prompt), default=self.newest + 1)
         self.outcomes = {group: at for group, at in self.outcomes.items() if group >= below}
-        return json.dumps({"below": below, "groups": min(self.outcomes.values(), default=self.groups_position)})
+        return commit_notes.encode(ScorerNote(below=below, groups=min(self.outcomes.values(), default=self.groups_position)))
 
     def out_of_order(self, group: int) -> bool:
-        """Whether a prompt's number says that `below` is not to be trusted; then all of `groups` has to be read."""
+        """Whether a prompt's number shows that `below` cannot be trusted; then all of `groups` has to be read."""
         return self.rising and group <= self.newest and group not in self.finished and not (group in self.open and self.open[group].prompt)
 
     def distrust(self) -> None:
@@ -94,7 +93,7 @@ class PartitionGroups:
         self.rising, self.below, self.groups_position = False, 0, 0
 
     def add_prompt(self, record: Record, prompt: Prompt, *, now_s: float) -> bool:
-        """Take a prompt; False when it is a duplicate or its group has ended."""
+        """Add a prompt; False when it is a duplicate or its group has ended."""
         self.prompts_position = record.offset + 1
         self.newest = max(self.newest, prompt.group)
         if prompt.group in self.finished:
@@ -106,30 +105,31 @@ class PartitionGroups:
         return True
 
     def has(self, group: int, sample: int) -> bool:
-        """Whether this sample is there already, or too late to matter."""
+        """Whether this sample is here already, or too late to matter."""
         return group in self.finished or (group in self.open and sample in self.open[group].samples)
 
     def enough(self, group: int, *, samples: int) -> bool:
-        """Whether so many samples of an open group are there: under over-sampling the first in the log are the group's."""
+        """Whether so many samples of an open group are here: under over-sampling the first in the log are the group's."""
         return group in self.open and len(self.open[group].samples) >= samples
 
     def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
-        """Take a sample that `has` does not know yet."""
+        """Add a sample for which `has` is False."""
         group = self._group(rollout.group, now_s)
         group.samples[rollout.sample] = rollout
         group.records[rollout.sample] = record
 
     def finish(self, group: int, *, offset: int) -> None:
-        """Note that a group's outcome stands in the log."""
+        """Note that a group's outcome is in the log."""
         self.finished.add(group)
         self.open.pop(group, None)
         self.outcomes.setdefault(group, offset)
         self.groups_position = max(self.groups_position, offset + 1)
 
-    def offsets(self) -> tuple[int, int]:
-        """Where a new owner has to begin in `prompts` and in `rollouts`."""
-        prompts = min((group.prompt_record.offset for group in self.open.values() if group.prompt_record), default=self.prompts_position)
-        rollouts = min((record.offset for group in self.open.values() for record in group.records.values()), default=self.rollouts_position)
+    def offsets(self, *, without: Collection[int] = ()) -> tuple[int, int]:
+        """Where a new owner begins in `prompts` and in `rollouts`, once the groups in `without` have ended."""
+        unfinished = self._unfinished(without)
+        prompts = min((group.prompt_record.offset for group in unfinished if group.prompt_record), default=self.prompts_position)
+        rollouts = min((record.offset for group in unfinished for record in group.records.values()), default=self.rollouts_position)
         return prompts, rollouts
 
     def overdue(self, *, now_s: float, deadline_s: float) -> list[OpenGroup]:
@@ -137,8 +137,11 @@ class PartitionGroups:
         return [group for group in self.open.values() if group.prompt and not group.submitted and now_s - group.seen_s > deadline_s]
 
     def orphans(self, *, now_s: float) -> list[OpenGroup]:
-        """Samples whose prompt does not exist, or stands before what this owner has read because their group had ended (`below`)."""
+        """Groups with samples and no prompt for too long: it does not exist, or the group had ended before this owner read on (`below`)."""
         return [group for group in self.open.values() if group.prompt is None and now_s - group.seen_s > ORPHAN_AFTER_S]
+
+    def _unfinished(self, without: Collection[int]) -> list[OpenGroup]:
+        return [group for number, group in self.open.items() if number not in without]
 
     def _group(self, group: int, now_s: float) -> OpenGroup:
         if group not in self.open:
@@ -147,7 +150,7 @@ class PartitionGroups:
 
 
 @dataclass(slots=True)
-class WorkingTime:
+class WorkingClock:
     """A clock that runs only while its owner works: an outage or a stopped process does not count.
 
     Each turn of a loop adds the time since the last one, up to `longest_turn_s`.

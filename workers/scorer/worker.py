@@ -1,31 +1,35 @@
 """The scorer: `prompts` p and `rollouts` p become `groups` p, in Kafka transactions.
 
-The rule: until its record stands in `groups`, only the scorer that owns the partition decides how a group ends; a broken reward is
+The rule: until its record is in `groups`, only the scorer that owns the partition decides how a group ends; a broken reward is
 `failed` and a dead letter, never a zero.
 """
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.infra.errors import LostPartition, OutcomeUnknown
-from penstock.infra.log import Assigned, Event, Member, Records, Revoked, Transactions
+from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder
-from penstock.pipeline.runtime.ledger_follower import Control
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups, WorkingTime
+from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups, WorkingClock
 
-CONTROL_EVERY_S = 0.5
+LEDGER_EVERY_S = 0.5
+"""How often the scorer looks whether the run is closed."""
+READ_LIMIT_S = 120.0
 
 
 def main(session: Session) -> None:
@@ -33,7 +37,7 @@ def main(session: Session) -> None:
     config = session.config
     session.check_model()
     topics = [session.topic("prompts"), session.topic("rollouts")]
-    control = Control(session.log, session.run)
+    follower = LedgerFollower(session.log, session.run)
     transactions = session.log.transactions(f"{session.run}.{session.worker}")
     reward = config.reward
     pool: ChildPool[int] = ChildPool(
@@ -41,19 +45,30 @@ def main(session: Session) -> None:
     )
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
-    looked = 0.0
-    session.ready()
+    session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
+    polled = 0.0
+    session.reporter.ready()
     try:
-        while control.story.closed is None and not session.stop.is_set():
+        while follower.state.closed is None and not session.stop.is_set():
             scorer.turn()
-            if time.monotonic() - looked > CONTROL_EVERY_S:
-                looked = time.monotonic()
-                control.poll(0.0)
+            if time.monotonic() - polled > LEDGER_EVERY_S:
+                polled = time.monotonic()
+                follower.poll(0.0)
     finally:
         pool.close()
         member.close(5.0)
         transactions.close()
-        control.close()
+        follower.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A complete group whose rewards are being computed."""
+
+    partition: int
+    group: OpenGroup
+    completions: list[str]
+    """The decoded text of each sample, by number."""
 
 
 @dataclass(slots=True)
@@ -66,36 +81,33 @@ class Scorer:
     pool: ChildPool[int]
     decoder: Decoder
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
-    clock: WorkingTime = field(default_factory=WorkingTime)
-    _scoring: dict[int, tuple[int, OpenGroup]] = field(default_factory=dict)
+    clock: WorkingClock = field(default_factory=WorkingClock)
+    _scoring: dict[int, Scoring] = field(default_factory=dict)
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
 
     def turn(self) -> None:
         """Take what arrived, have complete groups scored, write what was scored."""
         for event in self.member.take(0.001 if self._scoring else 0.1):
-            self._on(event)
+            match event:
+                case Assigned():
+                    self._assigned(event)
+                case Revoked():
+                    for _, partition in event.partitions:
+                        self.owned.pop(partition, None)
+                case Records():
+                    for record in event.records:
+                        self._received(record)
         self.clock.tick(working=self.member.outage_s == 0)
-        ended = [self._ended(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
-        ended += self._abandoned()
-        ended += self._unscored
+        scored = [self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
+        self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
-        self._write([group for group in ended if group is not None])
-        self.session.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
-        self.session.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
-        self.session.doing("scoring" if self._scoring else "waiting for samples")
-        self.session.status()
-
-    def _on(self, event: Event) -> None:
-        match event:
-            case Assigned():
-                self._assigned(event)
-            case Revoked():
-                for _, partition in event.partitions:
-                    self.owned.pop(partition, None)
-            case Records():
-                for record in event.records:
-                    self._received(record)
+        self._set_aside_orphans()
+        reporter = self.session.reporter
+        reporter.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
+        reporter.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
+        reporter.doing("scoring" if self._scoring else "waiting for samples")
+        reporter.status()
 
     def _assigned(self, event: Assigned) -> None:
         for (topic, partition), committed in event.partitions.items():
@@ -112,7 +124,7 @@ class Scorer:
             return
         topic = self.session.topic("groups")
         tail = self.session.log.tail({(topic, partition): self.owned[partition].groups_position for partition in partitions})
-        for record in tail.read_to_end(120.0):
+        for record in tail.read_to_end(READ_LIMIT_S):
             try:
                 headers = groups.check(record, run=self.session.run)
             except Unusable:
@@ -135,30 +147,29 @@ class Scorer:
     def _prompt(self, state: PartitionGroups, record: Record) -> None:
         state.prompts_position = record.offset + 1
         try:
-            with self.session.decoding(record):
+            with self.session.dead_letters.decoding(record):
                 prompt = prompts.read(record, run=self.session.run)[1]
         except Unusable as error:  # the rollout workers own reading `prompts`
             if error.kind == "killer":
                 self._fail_unread(state, record, str(error))
             return
-        if state.out_of_order(prompt.group):  # nothing of ours: the feeder's numbers rise
-            self.session.say(
-                f"prompt {prompt.group} at {record.topic}/{record.partition}/{record.offset} is out of order: reading all groups"
-            )
+        if state.out_of_order(prompt.group):  # somebody else's record: the feeder's numbers rise
+            place = f"{record.topic}/{record.partition}/{record.offset}"
+            self.session.reporter.say(f"prompt {prompt.group} at {place} is out of order: reading all groups")
             state.distrust()
             self._read_finished([state.partition])
         if state.add_prompt(record, prompt, now_s=self.clock.now_s):
             self._submit(state, prompt.group)
 
     def _fail_unread(self, state: PartitionGroups, record: Record, reason: str) -> None:
-        """End the group of a prompt that must not be decoded: its headers, which are beyond doubt, say which group it is."""
+        """End the group of a prompt that must not be decoded: its headers, which were checked, say which group it is."""
         headers = prompts.check(record, run=self.session.run)
         assert headers.group is not None and headers.policy_version_min is not None
         unread = Prompt(
             group=headers.group,
             slot=0,
             min_version=headers.policy_version_min,
-            samples_per_prompt=self.session.rules.samples_per_prompt,
+            samples_per_prompt=self.session.schedule.samples_per_prompt,
             epoch=0,
             row=0,
             prompt="",
@@ -175,31 +186,35 @@ class Scorer:
     def _sample(self, state: PartitionGroups, record: Record) -> None:
         state.rollouts_position = record.offset + 1
         try:
-            with self.session.costs.decoding():
+            with self.session.reporter.decoding:
                 headers = rollouts.check(record, run=self.session.run)
-            assert headers.group is not None and headers.sample is not None
-            if state.has(headers.group, headers.sample):
-                if headers.group not in state.finished or headers.group in state.open:
-                    self.session.duplicate(
-                        f"sample {headers.sample} of group {headers.group} at {record.topic}/{record.partition}/{record.offset}"
-                    )
+            if not self._is_wanted(state, record, headers):
                 return
-            schedule = self.session.rules
-            if headers.sample >= schedule.samples_begun:
-                raise Unusable(f"sample {headers.sample} of group {headers.group}: a group has {schedule.samples_begun}", kind="mismatch")
-            if state.enough(headers.group, samples=schedule.samples_per_prompt):
-                self.session.add("surplus_samples")
-                return
-            with self.session.decoding(record):
+            with self.session.dead_letters.decoding(record):
                 rollout = rollouts.read(record, run=self.session.run, checked=headers)[1]
         except Unusable as error:
-            self.session.dead_letter(record, error)
+            self.session.dead_letters.write(record, error)
             return
         state.add_sample(record, rollout, now_s=self.clock.now_s)
         self._submit(state, rollout.group)
 
+    def _is_wanted(self, state: PartitionGroups, record: Record, headers: Headers) -> bool:
+        """Whether a sample counts, from its headers: it is no duplicate and its group needs more. Raises `Unusable`."""
+        schedule, group, sample = self.session.schedule, headers.group, headers.sample
+        assert group is not None and sample is not None
+        if state.has(group, sample):
+            if group not in state.finished or group in state.open:
+                self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.topic}/{record.partition}/{record.offset}")
+            return False
+        if sample >= schedule.samples_begun:
+            raise Unusable(f"sample {sample} of group {group}: a group has {schedule.samples_begun}", kind="mismatch")
+        if state.enough(group, samples=schedule.samples_per_prompt):
+            self.session.reporter.add("surplus_samples")
+            return False
+        return True
+
     def _submit(self, state: PartitionGroups, number: int) -> None:
-        """Have a group scored once all its samples are there."""
+        """Have a group scored once all its samples are here."""
         group = state.open[number]
         if not group.complete or group.submitted:
             return
@@ -209,49 +224,48 @@ class Scorer:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
             self._unscored.append(self._group(group, "abandoned", why, ()))
             return
-        self._scoring[number] = (state.partition, group)
         completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in group.ordered()]
+        self._scoring[number] = Scoring(state.partition, group, completions)
         messages = json.loads(group.prompt.messages) if group.prompt.messages else None
         columns = json.loads(group.prompt.columns)
         self.pool.submit(number, payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns))
 
-    def _ended(self, result: Done[int] | Failed[int]) -> Group | None:
-        """A scored, filtered or failed group, from what its rewards say."""
-        partition, group = self._scoring.pop(result.key)
-        state = self.owned.get(partition)
+    def _scored(self, result: Done[int] | Failed[int]) -> Group | None:
+        """A scored, filtered or failed group; None for one whose partition went to another owner meanwhile."""
+        scoring = self._scoring.pop(result.key)
+        state, group = self.owned.get(scoring.partition), scoring.group
         if state is None or state.open.get(group.group) is not group:
-            return None  # the partition went to another owner meanwhile
-        samples = group.ordered()
-        completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in samples]
+            return None
         if isinstance(result, Failed):
-            return self._failed(group, result.reason)
-        self.session.add("groups")
-        found = verdict(samples, completions, Score.of(result.result), algorithm=self.session.config.algorithm)
-        return self._group(group, found.outcome, found.reason, found.samples)
+            assert group.prompt_record is not None
+            error = Unusable(f"reward of group {group.group}: {result.reason}", kind="reward-failed")
+            self.session.dead_letters.write(group.prompt_record, error)
+            return self._group(group, "failed", result.reason, ())
+        self.session.reporter.add("groups")
+        score, algorithm = Score.of(result.result), self.session.config.algorithm
+        outcome = verdict(group.ordered(), scoring.completions, score, algorithm=algorithm)
+        return self._group(group, outcome.outcome, outcome.reason, outcome.samples)
 
-    def _failed(self, group: OpenGroup, reason: str) -> Group:
-        assert group.prompt_record is not None
-        self.session.dead_letter(group.prompt_record, Unusable(f"reward of group {group.group}: {reason}", kind="reward-failed"))
-        return self._group(group, "failed", reason, ())
-
-    def _abandoned(self) -> list[Group]:
-        """Incomplete groups past their deadline, in working time; and samples that belong to no prompt."""
-        ended = []
-        deadline = self.session.config.scorer.group_deadline_s
+    def _overdue(self) -> list[Group]:
+        """Incomplete groups past their deadline, in working time, as abandoned."""
+        deadline, abandoned = self.session.config.scorer.group_deadline_s, []
         for state in self.owned.values():
             for group in state.overdue(now_s=self.clock.now_s, deadline_s=deadline):
                 assert group.prompt is not None
-                there = f"{len(group.samples)} of {group.prompt.samples_per_prompt} samples after {deadline:g} s"
-                ended.append(self._group(group, "abandoned", there, ()))
+                reason = f"{len(group.samples)} of {group.prompt.samples_per_prompt} samples after {deadline:g} s"
+                abandoned.append(self._group(group, "abandoned", reason, ()))
+        return abandoned
+
+    def _set_aside_orphans(self) -> None:
+        """Dead-letter samples whose prompt does not come."""
+        for state in self.owned.values():
             for group in state.orphans(now_s=self.clock.now_s):
                 del state.open[group.group]
                 if group.group < state.below:
-                    continue  # it had ended long before its samples were read once more
+                    continue  # it had ended long before its samples were read again
                 for record in group.records.values():
-                    self.session.dead_letter(
-                        record, Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan")
-                    )
-        return ended
+                    error = Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan")
+                    self.session.dead_letters.write(record, error)
 
     def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
         assert group.prompt is not None
@@ -259,38 +273,39 @@ class Scorer:
         return group_of(group.prompt, outcome, reason=reason, samples=samples, reward=reward, scored_ns=time.time_ns())
 
     def _write(self, ended: list[Group]) -> None:
-        """Commit outcomes and offsets together; when their fate is unknown, the log is asked."""
-        where = {group.group: p for p, state in self.owned.items() for group in ended if group.group in state.open}
-        ended = [group for group in ended if group.group in where]
+        """Commit outcomes and offsets together; where it is unknown whether that happened, the log decides."""
+        partition_of = {group.group: p for p, state in self.owned.items() for group in ended if group.group in state.open}
+        ended = [group for group in ended if group.group in partition_of]
         if not ended:
-            return None
+            return
         records: list[Outgoing] = []
         numbers: list[int] = []
-        with self.session.costs.encoding():
+        with self.session.reporter.encoding:
             for group in ended:
                 for headers, value in groups.encode_parts(group, run=self.session.run, worker=self.session.worker):
-                    topic, key, partition = self.session.topic("groups"), str(group.group).encode(), where[group.group]
+                    topic, key, partition = self.session.topic("groups"), str(group.group).encode(), partition_of[group.group]
                     numbers.append(group.group)
                     records.append(Outgoing(topic=topic, partition=partition, key=key, headers=headers.encode(value), value=value))
-        kept = {group.group: self.owned[where[group.group]].open.pop(group.group) for group in ended}
-        offsets = self._offsets({where[group.group] for group in ended})
-        for number, held in kept.items():
-            self.owned[where[number]].open[number] = held
+        partitions = set(partition_of.values())
         try:
-            written = self.transactions.commit(records, offsets=offsets, member=self.member.membership())
+            offsets = self.transactions.commit(
+                records, offsets=self._offsets(partitions, without=partition_of.keys()), member=self.member.membership()
+            )
         except LostPartition:
-            return None  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
+            return  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
         except OutcomeUnknown:
-            self._read_finished(sorted({where[group.group] for group in ended}))
-            return self._write([group for group in ended if group.group in self.owned[where[group.group]].open])
-        for number, offset in zip(numbers, written, strict=True):
-            self.owned[where[number]].finish(number, offset=offset)
-        return None
+            self._read_finished(sorted(partitions))
+            self._write(ended)  # those that are still open
+            return
+        for number, offset in zip(numbers, offsets, strict=True):
+            self.owned[partition_of[number]].finish(number, offset=offset)
 
-    def _offsets(self, partitions: set[int]) -> dict[tuple[str, int], tuple[int, str]]:
-        found: dict[tuple[str, int], tuple[int, str]] = {}
+    def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
+        """What a new owner begins with once the groups in `without` have ended."""
+        offsets: dict[Partition, tuple[int, str]] = {}
         for partition in partitions:
-            at_prompts, at_rollouts = self.owned[partition].offsets()
-            found[self.session.topic("prompts"), partition] = (at_prompts, self.owned[partition].noted())
-            found[self.session.topic("rollouts"), partition] = (at_rollouts, "")
-        return found
+            state = self.owned[partition]
+            prompts_offset, rollouts_offset = state.offsets(without=without)
+            offsets[self.session.topic("prompts"), partition] = prompts_offset, state.note(without=without)
+            offsets[self.session.topic("rollouts"), partition] = rollouts_offset, ""
+        return offsets

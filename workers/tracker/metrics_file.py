@@ -23,7 +23,7 @@ LOCK_WAIT_S = 5.0
 _KNOWN = frozenset({"kind", "step", "time", "from", "number"})
 
 
-class PointsFile:
+class MetricsFile:
     """An append-only file that knows, by source, which line comes next.
 
     Raises:
@@ -74,21 +74,21 @@ class PointsFile:
         """Hand what was flushed to the disk."""
         os.fsync(self._file.fileno())
 
-    def read(self, place: int, *, max_points: int) -> tuple[list[Delivery], int]:
-        """The lines from byte `place` on, at least one if there is one and no more than these points, and the place behind them."""
-        found: list[Delivery] = []
+    def read(self, offset: int, *, max_points: int) -> tuple[list[Delivery], int]:
+        """The lines from byte `offset` on, at least one if there is one and no more than these points, and the offset behind them."""
+        deliveries: list[Delivery] = []
         count = 0
         with self.path.open("rb") as file:
-            file.seek(place)
-            while place < self.end:
+            file.seek(offset)
+            while offset < self.end:
                 raw = file.readline()
                 delivery = _delivery(json.loads(raw))
                 count += len(delivery.points)
-                if found and count > max_points:
+                if deliveries and count > max_points:
                     break
-                found.append(delivery)
-                place += len(raw)
-        return found, place
+                deliveries.append(delivery)
+                offset += len(raw)
+        return deliveries, offset
 
     def close(self) -> None:
         """Flush and end."""
@@ -125,17 +125,17 @@ def _line(raw: bytes) -> dict[str, Any] | None:
     if not raw.endswith(b"\n"):
         return None
     try:
-        found = json.loads(raw)
-        _delivery(found)
+        line: dict[str, Any] = json.loads(raw)
+        _delivery(line)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if isinstance(found["number"], int) and isinstance(found["from"], str) else None
+    return line if isinstance(line["number"], int) and isinstance(line["from"], str) else None
 
 
 def _values(line: dict[str, Any]) -> dict[str, float]:
     """A line's values; one that was not finite is NaN."""
-    found = {name: value for name, value in line.items() if name not in _KNOWN and (value is None or isinstance(value, float))}
-    return {name: math.nan if value is None else value for name, value in found.items()}
+    values = {name: value for name, value in line.items() if name not in _KNOWN and (value is None or isinstance(value, float))}
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _delivery(line: dict[str, Any]) -> Delivery:

@@ -27,7 +27,7 @@ from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from penstock.workers.tracker.metrics_file import PointsFile
+from penstock.workers.tracker.metrics_file import MetricsFile
 
 POLL_S = 0.5
 QUIET_S = 10.0
@@ -55,7 +55,8 @@ def main(session: Session) -> None:
     directory = run_directory(session.run)
     directory.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(session, directory=directory)
-    session.ready()
+    session.finishing = lambda: f"writes the report and brings MLflow up to date (at most {STOPPED_S + PAGE_STOPPED_S:.0f} s)"
+    session.reporter.ready()
     try:
         tracker.follow()
         tracker.end()
@@ -69,8 +70,8 @@ class Tracker:
     def __init__(self, session: Session, *, directory: Path) -> None:
         self.session, self.directory = session, directory
         self.view = RunView(run=session.run)
-        self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.rules)
-        self.file = PointsFile(directory / "metrics.jsonl")
+        self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
+        self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
         self._owned = {RUNS_TOPIC, session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), session.topic("groups")]
@@ -89,19 +90,19 @@ class Tracker:
     def follow(self) -> None:
         """Pass on what is there and what comes, until nothing more is to be expected."""
         session = self.session
-        session.doing("reading the log")
+        session.reporter.doing("reading the log")
         self._read_to_end()
         while not session.stop.is_set() and not self._over():
             self._take(self._tail.poll(POLL_S))
             self._announce()
-            session.doing(self._state())
-            session.status()
+            session.reporter.doing(self._state())
+            session.reporter.status()
         self._complete = self._read_to_end()
 
     def end(self) -> None:
         """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
         session, uploader = self.session, self.uploader
-        session.doing("writing the report", now=True)
+        session.reporter.doing("writing the report", now=True)
         if self._ended() and self._complete:  # else the newest versions' rewards are not known yet: the next tracker says them
             self._write_down(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
             self._flush()
@@ -118,7 +119,7 @@ class Tracker:
         closed = self.view.closed
         uploader.finish(self._mlflow_status(), end_ms=closed.time_ns // 1_000_000 if closed else None, artifacts=files)
         if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
-            session.say(
+            session.reporter.say(
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "
                 f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
             )
@@ -135,7 +136,7 @@ class Tracker:
             if self._out_of_time():
                 return False
             self._take(self._tail.poll(POLL_S))
-            self.session.status()
+            self.session.reporter.status()
         return True
 
     def _take(self, records: Iterable[Record]) -> None:
@@ -144,14 +145,14 @@ class Tracker:
             owned = record.topic in self._owned
             duplicates = sum(self.view.duplicates.values())
             try:
-                with self.session.decoding(record):
+                with self.session.dead_letters.decoding(record):
                     found = self.view.fold(record)
             except Unusable as error:
                 if owned:
-                    self.session.dead_letter(record, error)
+                    self.session.dead_letters.write(record, error)
                 continue
             if owned and sum(self.view.duplicates.values()) > duplicates:
-                self.session.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
+                self.session.reporter.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
             if found is None:
                 continue
             source = record.topic.removeprefix(f"{self.session.run}.")
@@ -174,7 +175,7 @@ class Tracker:
         except LogError:  # the broker is away: later
             return
         if self._reached(self._awaited):
-            self._write_down(self.points.rewards(self.view, before=self._due - self.session.rules.max_lag))
+            self._write_down(self.points.rewards(self.view, before=self._due - self.session.schedule.max_lag))
             self._due = None
 
     def _reached(self, ends: Mapping[Partition, int]) -> bool:
@@ -183,7 +184,7 @@ class Tracker:
     def _write_down(self, lines: Iterable[Line]) -> None:
         for line in lines:
             if self.file.write(line):
-                self.session.add("points", len(line.values))
+                self.session.reporter.add("points", len(line.values))
 
     def _flush(self) -> None:
         self.file.flush()
@@ -194,7 +195,7 @@ class Tracker:
         """Tell the log which MLflow run this is, so that a report finds it."""
         if self.uploader is not None and (found := self.uploader.run_id) is not None and found != self._announced:
             labels = {"mlflow_run_id": found, "mlflow_uri": self.uploader.shown_uri}
-            self.session.report(kind="progress", values={}, labels=labels)
+            self.session.reporter.send(kind="progress", values={}, labels=labels)
             self._announced = found
 
     def _state(self) -> str:
@@ -241,7 +242,7 @@ class Tracker:
         while not check(0.25):
             if time.monotonic() - began > limit_s or self._out_of_time():
                 return False
-            self.session.status()
+            self.session.reporter.status()
         return True
 
     def _out_of_time(self) -> bool:
@@ -270,22 +271,22 @@ class Tracker:
         limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
         known = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
         try:
-            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=known, alive=session.status), path)
+            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=known, alive=session.reporter.status), path)
         except Exception as error:  # the page is an addition: whatever stands in its way, the run ends as it would without it
             cause = " ".join(str(error).split()) or type(error).__name__
-            session.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
+            session.reporter.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
             return []
         return [path]
 
 
-def _uploader(session: Session, file: PointsFile) -> Uploader | None:
+def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
     chosen = session.config.mlflow
     if not chosen.enabled:
         return None
     tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
     target = target_of(session.record, session.config, tags=tags)
-    session.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
-    return Uploader(target, file, say=session.say)
+    session.reporter.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
+    return Uploader(target, file, say=session.reporter.say)
 
 
 def _patience_s(labels: Mapping[str, str]) -> float:

@@ -1,12 +1,13 @@
-"""The groups topic as the trainer reads it: headers decide, whole and checked payloads wait for their turn.
+"""The `groups` topic as the trainer reads it: headers decide, whole and checked payloads wait for their turn.
 
-The rule: the first whole record of a group counts; what cannot be used is a dead letter once, what repeats is a duplicate.
+The rule: the first whole record of a group counts; a record that cannot be used is a dead letter, one that repeats is a duplicate.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups
@@ -16,15 +17,19 @@ from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
 
-@dataclass(slots=True)
-class Arrivals:
+@dataclass(slots=True, kw_only=True)
+class GroupInbox:
     """Outcomes in order of arrival, and the payloads of those that may be trained."""
 
-    session: Session
+    run: str
     schedule: Schedule
+    dead_letter: Callable[[Record, Unusable], None]
+    duplicate: Callable[[str], None]
+    decoding: Callable[[Record], AbstractContextManager[object]] = nullcontext
+    """The block in which a payload is decoded; raises `Unusable` of kind "killer" for one that must not be."""
     selector: Selector = field(init=False)
-    rewards_of_dropped: Counter[str] = field(default_factory=Counter)
-    """Since the last step: how the dropped groups ended, for the error that stops a run which drops too many."""
+    drop_causes: Counter[str] = field(default_factory=Counter)
+    """Since the last step: how many groups were dropped for which cause, for the error that stops a run which drops too many."""
     _groups: dict[int, Group] = field(default_factory=dict)
     _parts: dict[tuple[int, str], list[Record]] = field(default_factory=dict)
 
@@ -32,52 +37,54 @@ class Arrivals:
         self.selector = Selector(self.schedule)
 
     def receive(self, record: Record) -> None:
-        """Take a record of `groups`; a group counts once all its parts are there and its digest fits."""
+        """Take in a record of `groups`; a group counts once all its parts are here and its digest fits."""
         try:
-            headers = groups.check(record, run=self.session.run)
+            headers = groups.check(record, run=self.run)
             assert headers.group is not None and headers.outcome is not None
             if headers.group in self.selector.outcomes:
-                self.session.duplicate(f"group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
+                self.duplicate(f"group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
                 return
             records = self._whole(record, headers)
             if records is None:
                 return
             group = self._decode(records, headers)
         except Unusable as error:
-            self.session.dead_letter(record, error)
-            if error.kind == "killer":  # its headers are beyond doubt: the group stands in the log, and nobody can train it
+            self.dead_letter(record, error)
+            if error.kind == "killer":  # its headers were checked: the group is in the log, and nobody can train it
                 self.selector.refuse(_candidate(record, headers))
             return
         self.selector.add(_candidate(records[0], headers))
         if headers.outcome != "scored":
             mean = "" if headers.reward_mean is None else f" at reward {headers.reward_mean:.3g}"
-            self.rewards_of_dropped[f"{headers.outcome}{mean}"] += 1
+            self.drop_causes[f"{headers.outcome}{mean}"] += 1
         elif group is not None and group.group not in self.selector.settled:
             self._groups[group.group] = group
 
     def take(self, *, learner_version: int) -> tuple[Candidate, Group] | None:
-        """The next group of the plan, or None while it is not known."""
+        """The next group of the plan, or None while it is not here."""
         candidate = self.selector.take(learner_version=learner_version)
         for stale in self.selector.newly_stale:
             self._groups.pop(stale.group, None)
         return None if candidate is None else (candidate, self._groups.pop(candidate.group))
 
     def _whole(self, record: Record, headers: Headers) -> list[Record] | None:
+        """All parts of the record's group, or None while some are missing."""
         parts = headers.parts or 1
         if parts == 1:
             return [record]
         assert headers.group is not None
-        known = self._parts.setdefault((headers.group, headers.sha256 or ""), [])
-        if (headers.part or 0) != len(known):
-            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(known)} was expected", kind="mismatch")
-        known.append(record)
-        return self._parts.pop((headers.group, headers.sha256 or "")) if len(known) == parts else None
+        key = headers.group, headers.sha256 or ""
+        records = self._parts.setdefault(key, [])
+        if (headers.part or 0) != len(records):
+            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(records)} was expected", kind="mismatch")
+        records.append(record)
+        return self._parts.pop(key) if len(records) == parts else None
 
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:
         if headers.outcome != "scored" or headers.group in self.selector.settled:
-            return None  # nobody trains it, or not again: its headers say all there is to know
-        with self.session.decoding(records[-1]):
-            return groups.read(records, run=self.session.run)[1]
+            return None  # not trained, or not again: its headers are enough
+        with self.decoding(records[-1]):
+            return groups.read(records, run=self.run)[1]
 
 
 def _candidate(first: Record, headers: Headers) -> Candidate:

@@ -4,27 +4,29 @@ The rule: one ledger record commits a step; what it trains is decided by headers
 committed plans since the newest checkpoint are trained again from the log and must give the same bits.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.log import Partition, Start, Tail
-from penstock.pipeline.learner.chronicle import Chronicle
+from penstock.infra.log import Partition, Start, Tail, Transactions
 from penstock.pipeline.learner.ledger_history import Past, read_past
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import recover
-from penstock.pipeline.learner.run_writer import Training
+from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.staleness import lag_summary
 from penstock.topics import metrics
 from penstock.topics.ledger import Planned
 from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from penstock.workers.trainer.group_inbox import Arrivals
+from penstock.workers.trainer.group_inbox import GroupInbox
 
 POLL_S = 0.5
 
@@ -35,23 +37,18 @@ def main(session: Session) -> None:
     transactions = session.log.transactions(f"{session.run}.trainer")
     past = read_past(session.log, session.run)
     if past.story.closed is not None:
-        session.say("the run is closed already")
+        session.reporter.say("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
-    session.doing("loading the model", now=True)
-    trainer = Trainer.open(session, Chronicle(session, transactions, past.story, weight_partitions=chunk_partitions(session)))
-    session.ready()
+    session.reporter.doing("loading the model", now=True)
+    trainer = Trainer.open(session, transactions, past)
+    session.reporter.ready()
     mark(session.log, session.record, status="running")
     trainer.begin(past)
-    while trainer.training.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
+    while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
         if not trainer.train_step():
             break
     trainer.end()
-
-
-def chunk_partitions(session: Session) -> int:
-    """How many partitions of `weights` carry chunks."""
-    return (session.log.partitions(session.topic("weights")) or 2) - 1
 
 
 @dataclass(slots=True)
@@ -59,124 +56,148 @@ class Trainer:
     """The trainer's state between two steps."""
 
     session: Session
-    training: Training
-    arrivals: Arrivals
+    policy: PolicyTrainer
+    writer: RunWriter
+    inbox: GroupInbox
     tail: Tail
-    follows: Sequence[Partition]
+    followed: Sequence[Partition]
     asked_to_end: str | None = None
+    """The reason why an evaluator wants the run to end."""
     committed: int = 0
-    """Steps in the ledger; more than `training` has done only while they are repeated."""
+    """Steps in the ledger; more than the policy has done only while they are repeated."""
     _drops: int = 0
     """Dropped groups when the last step was committed."""
     _wait_s: float = 0.0
+    _compute_s: float | None = None
+    """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, chronicle: Chronicle) -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, past: Past) -> "Trainer":
         """Load the model and begin to follow the groups."""
-        follow: dict[tuple[str, int], Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
+        manifests = past.story.manifests
+        policy = PolicyTrainer.open(
+            session.config, steps=session.steps, weights_of=lambda version: fetch(session.log, manifests[version], run=session.run)
+        )
+        writer = RunWriter(session, transactions, past.story)
+        inbox = GroupInbox(
+            run=session.run,
+            schedule=session.schedule,
+            dead_letter=session.dead_letters.write,
+            duplicate=session.reporter.duplicate,
+            decoding=session.dead_letters.decoding,
+        )
+        follow: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         follow[session.topic("weights"), 0] = "earliest"
         if session.config.eval.target is not None or session.config.eval.patience is not None:
             follow[session.topic("metrics"), 0] = "earliest"
-        training = Training.open(session, chronicle)
-        return cls(session, training, Arrivals(session, session.rules), session.log.tail(follow), list(follow))
+        trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow))
+        session.finishing = trainer.finishing
+        return trainer
 
     def begin(self, past: Past) -> None:
         """Open the run with version 0, or go back to where the ledger ends."""
-        selector = self.arrivals.selector
+        selector = self.inbox.selector
         selector.settle([*past.stale, *past.trained])
-        selector.drops = self.arrivals.rewards_of_dropped["stale"] = len(past.stale)
+        selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
         self._drops, self.committed = past.drops, len(past.steps)
-        self.training.begin()
-        recover(self.training, past)
+        self.writer.begin(self.policy)
+        recover(self.policy, self.writer, past)
         if past.steps:
             self._catch_up()
 
     def train_step(self) -> bool:
         """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile."""
-        session, training, started = self.session, self.training, time.time()
-        version = rules.version_after(training.steps_done, steps_per_version=session.rules.steps_per_version)
+        schedule, number, started = self.session.schedule, self.policy.steps_done, time.time()
+        version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
         self._wait_s = 0.0
         if not self._round_is_ready():
             return False
-        step, plan = training.step(), list[Planned]()
-        while len(plan) < session.rules.prompts_per_step:
-            found = self.arrivals.take(learner_version=version)
+        step, plan = self.policy.step(), list[Planned]()
+        while len(plan) < schedule.prompts_per_step:
+            selected = self.inbox.take(learner_version=version)
             self._record_stale()
-            if found is None:
-                if not self._wait(f"step {training.steps_done}: {len(plan)} of {session.rules.prompts_per_step} groups are here"):
+            if selected is None:
+                if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
                 continue
-            candidate, group = found
+            candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
-            session.doing(f"training step {training.steps_done}")
+            self.session.reporter.doing(f"training step {number}")
             step.add(group)
         outcome = step.finish(learner_version=version)
         self._commit(outcome, plan, version=version, started=started)
-        training.advance()
-        session.status()
+        self.policy.steps_done += 1
+        self.writer.after_step(self.policy)
+        self.session.reporter.status()
         return True
 
     def end(self) -> None:
         """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""
-        session, training = self.session, self.training
-        if session.stop.is_set() and training.steps_done < session.steps and self.asked_to_end is None:
-            if training.steps_done == self.committed > 0:
-                training.checkpoint()
-            session.say(f"stopped after step {self.committed - 1}; the run can be resumed")
+        session, done = self.session, self.policy.steps_done
+        if session.stop.is_set() and done < session.steps and self.asked_to_end is None:
+            if done == self.committed > 0:
+                self.writer.checkpoint(self.policy)
+            session.reporter.say(f"stopped after step {self.committed - 1}; the run can be resumed")
             return
-        training.export(session.say)
-        self._close(status="finished", reason=self.asked_to_end or "all steps done")
+        self.writer.export(self.policy)
+        self._close_run(status="finished", reason=self.asked_to_end or "all steps done")
 
-    def _close(self, *, status: Status, reason: str) -> None:
-        training = self.training
-        training.chronicle.close(steps=training.steps_done, digest=training.digest, status=status, reason=reason)
+    def finishing(self) -> str:
+        """What is still done after a request to stop."""
+        saving_s = self.session.reporter.values.get("checkpoint_s")
+        text = f"ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
+        return text if self.writer.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
+
+    def _close_run(self, *, status: Status, reason: str) -> None:
+        self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason)
         mark(self.session.log, self.session.record, status=status)
 
     def _round_is_ready(self) -> bool:
         """Under `starts_on = "round"`, wait at a round's start until all its groups are scored."""
-        schedule, done = self.session.rules, self.training.steps_done
+        schedule, done = self.session.schedule, self.policy.steps_done
         if schedule.starts_on == "groups" or done % schedule.steps_per_version:
             return True
         left = (self.session.steps - done) * schedule.prompts_per_step
-        while not self.arrivals.selector.ready(min(schedule.round_groups, left)):
+        while not self.inbox.selector.ready(min(schedule.round_groups, left)):
             if not self._wait(f"step {done}: the round is not scored yet"):
                 return False
         return True
 
     def _wait(self, why: str) -> bool:
-        """Take what arrives; False when the worker is to stop. Raises when too many groups are dropped."""
-        self.session.doing(why)
+        """Take in what arrives; False when the worker is to stop. Raises when too many groups are dropped."""
+        reporter = self.session.reporter
+        reporter.doing(why)
         started = time.monotonic()
         for record in self.tail.poll(POLL_S):
             self._receive(record)
         waited = time.monotonic() - started
         self._wait_s += waited
-        self.session.add("wait_s", waited)
+        reporter.add("wait_s", waited)
         self._check_drops()
-        self.session.status()
+        reporter.status()
         return not self.session.stop.is_set() and self.asked_to_end is None
 
     def _catch_up(self) -> None:
-        """Take all that is there, so that drops which were counted before a restart are not counted again as new ones."""
-        self.session.doing("reading the groups that are there")
-        behind = self.session.log.end_offsets(self.follows)
+        """Take in all that is there, so that drops which were counted before a restart are not counted again as new ones."""
+        self.session.reporter.doing("reading the groups that are there")
+        behind = self.session.log.end_offsets(self.followed)
         while behind and not self.session.stop.is_set():
             for record in self.tail.poll(POLL_S):
                 self._receive(record)
             behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
-            self.session.status()
-        if self.arrivals.selector.drops == self._drops:
-            self.arrivals.rewards_of_dropped.clear()
+            self.session.reporter.status()
+        if self.inbox.selector.drops == self._drops:
+            self.inbox.drop_causes.clear()
         self._check_drops()
 
     def _receive(self, record: Record) -> None:
         if record.topic == self.session.topic("groups"):
-            self.arrivals.receive(record)
+            self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):
-            self.training.chronicle.check_manifest(record)
+            self.writer.check_manifest(record)
         else:
             try:
-                with self.session.decoding(record):
+                with self.session.dead_letters.decoding(record):
                     measurement = metrics.read(record, run=self.session.run)[1]
             except Unusable:
                 return  # the tracker owns reading `metrics`
@@ -184,35 +205,36 @@ class Trainer:
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
 
     def _record_stale(self) -> None:
-        stale = self.arrivals.selector.newly_stale
+        stale = self.inbox.selector.newly_stale
         if stale:
             groups = tuple(candidate.group for candidate in stale)
-            self.training.chronicle.write("stale", step=self.training.steps_done, groups=groups)
-            self.arrivals.rewards_of_dropped["stale"] += len(stale)
+            self.writer.write("stale", step=self.policy.steps_done, groups=groups)
+            self.inbox.drop_causes["stale"] += len(stale)
             stale.clear()
 
     def _check_drops(self) -> None:
-        dropped = self.arrivals.selector.drops - self._drops
-        if dropped <= self.session.rules.max_drops_per_step:
+        limit, drop_causes = self.session.schedule.max_drops_per_step, self.inbox.drop_causes
+        dropped = self.inbox.selector.drops - self._drops
+        if dropped <= limit:
             return
-        causes = ", ".join(f"{count} {cause}" for cause, count in self.arrivals.rewards_of_dropped.most_common(6))
-        since = "" if self.arrivals.rewards_of_dropped.total() == dropped else "since the run began "
-        limit = f"schedule.max_drops_per_step = {self.session.rules.max_drops_per_step}"
-        done = self.training.steps_done
-        reason = f"{dropped} groups were dropped {f'since step {done - 1}' if done else 'before step 0'} ({limit}): {since}{causes}"
-        self._close(status="failed", reason=reason)
+        causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6))
+        since = "" if drop_causes.total() == dropped else "since the run began "
+        done = self.policy.steps_done
+        when = f"since step {done - 1}" if done else "before step 0"
+        reason = f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {since}{causes}"
+        self._close_run(status="failed", reason=reason)
         raise PenstockError(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
-        dropped, queued = self.arrivals.selector.drops - self._drops, [version - oldest for oldest in self.arrivals.selector.queued()]
-        measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(dropped)}
-        measured |= {"queued_groups": float(len(queued)), **{f"queued_{name}": value for name, value in lag_summary(queued).items()}}
+        drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]
+        measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(drops - self._drops)}
+        measured |= {"queued_groups": float(len(lags)), **{f"queued_{name}": value for name, value in lag_summary(lags).items()}}
         hashing = time.monotonic()
-        digest = self.training.digest_of_step()
+        digest = self.writer.step_digest(self.policy)
         measured["digest_s"] = time.monotonic() - hashing
-        self.training.chronicle.write(
+        self.writer.write(
             "step",
-            step=self.training.steps_done,
+            step=self.policy.steps_done,
             version=version,
             plan=tuple(plan),
             boundaries=outcome.boundaries,
@@ -222,6 +244,16 @@ class Trainer:
             metrics=measured,
         )
         self.committed += 1
-        self._drops = self.arrivals.selector.drops
-        self.arrivals.rewards_of_dropped.clear()
-        self.session.add("compute_s", outcome.metrics["compute_s"])
+        self._drops = drops
+        self.inbox.drop_causes.clear()
+        self._compute_s = outcome.metrics["compute_s"]
+        self.session.reporter.add("compute_s", self._compute_s)
+
+
+def _about(seconds: float | None) -> str:
+    """A duration that was measured before, in brackets.
+
+    Example:
+        _about(3.2)  # -> " (about 4 s)"
+    """
+    return "" if seconds is None else f" (about {math.ceil(seconds)} s)"

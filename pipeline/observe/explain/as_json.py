@@ -14,7 +14,7 @@ from penstock.pipeline.observe.explain.gradient_share import SampleShare, StepSh
 from penstock.pipeline.observe.explain.group_history import Told, sort_out, stale_facts, why
 from penstock.pipeline.observe.explain.group_records import GroupRecords, Letter, Run, place_of, read_group, read_run
 from penstock.pipeline.observe.explain.stage_times import stages
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.rollouts import Rollout

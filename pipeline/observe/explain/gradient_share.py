@@ -8,10 +8,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.pipeline.algorithms import aggregation
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner import training_samples
-from penstock.pipeline.learner.micro_batches import TokenSequence
+from penstock.pipeline.learner.training_samples import TokenSequence
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 
@@ -54,19 +55,19 @@ class StepShares:
 def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = ()) -> StepShares:
     """The shares of the samples of a step's groups, in plan order, its micro-batches ending at `boundaries`.
 
-    A trained token's weight is A · c / D: A the sample's advantage, c what the token counts (`trained.token_share`), D the step's
+    A trained token's weight is A · c / D: A the sample's advantage, c what the token counts (`token_share`), D the step's
     denominator. It is -dL/dlogprob where current, proximal and behaviour policy are equal, for every built-in loss (grpo arXiv 2402.03300,
     dr_grpo arXiv 2503.20783, dapo arXiv 2503.14476, gspo arXiv 2507.18071, cispo arXiv 2506.13585) without its KL term.
     Raises `PluginError` for an own advantage that is not here.
     """
     advantages = training_samples.advantage_function(config.advantage)
     rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
-    total = sum(training_samples.denominator(row.loss_mask[None], aggregate=config.aggregate) for row in rows)
+    total = sum(aggregation.denominator(row.loss_mask[None], aggregate=config.aggregate) for row in rows)
     longest = config.sampling.max_new_tokens
 
     def share(number: int, row: TokenSequence) -> SampleShare:
         tokens = int(row.loss_mask.sum())
-        counts = training_samples.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
+        counts = aggregation.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
         batch = bisect_right(boundaries, number)
         return SampleShare(
             group=row.group,

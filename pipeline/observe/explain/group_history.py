@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.pipeline.observe.explain.group_records import GroupRecords, Letter, Outcome, Run, claims
 from penstock.pipeline.observe.explain.stage_times import Moments, Standing, moments_of, waits_for
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt

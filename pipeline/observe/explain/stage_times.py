@@ -7,7 +7,7 @@ left out.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.topics.rollouts import Rollout
 

@@ -14,7 +14,8 @@ from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, together
 from penstock.pipeline.runtime.roles import HELPERS
-from penstock.pipeline.scheduling.schedule import DROPPED, MODES, admitted_groups
+from penstock.pipeline.scheduling.rules import DROPPED, admitted_groups
+from penstock.pipeline.scheduling.schedule import MODES
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.errors import Unusable
 

@@ -6,13 +6,12 @@ The rule: what the log still has is looked up; what it has no more is said to be
 from typing import Any
 
 from penstock.infra.errors import LogError
-from penstock.pipeline.learner import policy_trainer as courses
-from penstock.pipeline.learner.policy_trainer import Repetition
+from penstock.pipeline.learner.repeat_step import Repetition, other_weights
 from penstock.pipeline.replay.plan_reader import Found
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import weights_of
 from penstock.pipeline.replay.train import differing
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 
 
@@ -38,7 +37,7 @@ def difference(recording: Recording, entry: Entry, altered: list[Found], repetit
     numbers = [] if repetition is None else list(repetition.differences)
     if repetition is not None and version is not None and not any(one.name == "weights digest" for one in numbers):
         recorded = recording.story.manifests[version].digest
-        numbers += [courses.other_weights(repetition.weights.digest, recorded)] if recorded != repetition.weights.digest else []
+        numbers += [other_weights(repetition.weights.digest, recorded)] if recorded != repetition.weights.digest else []
     tensors, note = [], None
     if repetition is not None and numbers:
         if version is None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.learner import policy_trainer as courses
-from penstock.pipeline.learner.policy_trainer import Course, Repetition, Say
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
+from penstock.pipeline.learner.repeat_step import Repetition, repeat
 from penstock.pipeline.replay.plan_reader import ReadAhead, check_kept
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import PROGRESS_S, Start, arithmetic, bring_to, opened, weights_of
@@ -147,7 +147,7 @@ def recorded_steps(recording: Recording, asked: Asked, waited: list[float], say:
             waited[0] += time.monotonic() - began
 
 
-def _train(course: Course, recording: Recording, asked: Asked, ahead: ReadAhead, result: Replayed, say: Say) -> None:
+def _train(course: PolicyTrainer, recording: Recording, asked: Asked, ahead: ReadAhead, result: Replayed, say: Say) -> None:
     began = told = time.monotonic()
     waited = [0.0]
     try:
@@ -158,7 +158,7 @@ def _train(course: Course, recording: Recording, asked: Asked, ahead: ReadAhead,
                 result.first = result.first or difference(recording, entry, altered, None)
                 say(f"step {entry.step} cannot be trained: {unreadable[0].problem}")
                 return
-            repetition = courses.repeat(course, entry, [one.group for one in found if one.group is not None])
+            repetition = repeat(course, entry, [one.group for one in found if one.group is not None])
             _count(result, recording, entry, repetition)
             differs = bool(altered or repetition.differences or not published_as(recording, repetition))
             result.matching += not differs

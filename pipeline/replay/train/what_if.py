@@ -16,7 +16,7 @@ from penstock.infra.checkpoints import State
 from penstock.infra.errors import PenstockError
 from penstock.infra.mlflow.tracking import Point
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.learner.policy_trainer import Course, Say
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.replay.plan_reader import Found, PlannedGroups, ReadAhead, check_kept
 from penstock.pipeline.replay.recording import Recording
@@ -24,7 +24,7 @@ from penstock.pipeline.replay.restore_policy import PROGRESS_S, Start, arithmeti
 from penstock.pipeline.replay.train.overrides import WhatIf
 from penstock.pipeline.replay.train.reselect import Selection
 from penstock.pipeline.replay.train.verify import Asked, await_weights, check_steps, recorded_steps
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 
 OFF_POLICY = "the samples are those of the recorded run's policies: read ess and kl_behaviour_k3 before the rest"
@@ -120,7 +120,7 @@ def train(
 
 
 def _train(
-    course: Course,
+    course: PolicyTrainer,
     recording: Recording,
     steps: Iterator[tuple[int, list[Found]]],
     result: Alternative,
@@ -157,7 +157,7 @@ def _train(
 
 
 @contextmanager
-def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool, say: Say) -> Iterator[tuple[Course, Start]]:
+def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool, say: Say) -> Iterator[tuple[PolicyTrainer, Start]]:
     """The changed settings' model at the first step: the recorded run's own as it was before that step."""
     steps = None
     if selects and not asked.follow:
@@ -179,7 +179,7 @@ def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool,
             state = State(run=recording.run, steps=asked.from_step, version=before.version, digest=before.weights().digest, seq=0)
         with opened(recording, chosen.config, say=say) as course:
             course.load(Path(place), state)
-            course.let_go()
+            course.release_weights()
             yield course, start
 
 
@@ -239,7 +239,7 @@ def check_place(directory: Path) -> None:
         raise ConfigError(f"--export {directory}: nothing can be written to {parent}")
 
 
-def _export(course: Course, directory: Path) -> None:
+def _export(course: PolicyTrainer, directory: Path) -> None:
     """Write the model, aside first: half a model never has the name."""
     aside = directory.with_name(f".{directory.name}.new")
     course.backend.export(aside)

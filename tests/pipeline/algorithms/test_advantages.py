@@ -9,7 +9,6 @@ from penstock.pipeline.algorithms.advantages import (
     group_advantages,
     handle_truncated,
     leave_one_out_advantages,
-    overlong_penalty,
     zero_variance,
 )
 
@@ -54,13 +53,6 @@ def test_equal_rewards_teach_nothing(name, rewards):
 def test_rewards_that_are_no_numbers_are_refused(rewards):
     with pytest.raises(ValueError, match="group's rewards"):
         group_advantages(rewards)
-
-
-def test_the_soft_overlong_penalty_falls_over_the_last_tokens_only():
-    np.testing.assert_allclose(overlong_penalty([10, 80, 90, 100], max_tokens=100, buffer_tokens=20), [0, 0, -0.5, -1])
-    np.testing.assert_allclose(overlong_penalty([99, 100], max_tokens=100), [0, -1])
-    with pytest.raises(ValueError, match="buffer"):
-        overlong_penalty([1], max_tokens=10, buffer_tokens=11)
 
 
 @pytest.mark.parametrize(("rule", "rewards", "trained"), [

@@ -21,7 +21,8 @@ from penstock.pipeline.audit.kafka_reader import KafkaSource, client_settings
 from penstock.pipeline.audit.report import as_table, as_text, audit, summary
 from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, terms_of
 from penstock.pipeline.audit.source import Listed, Unreadable
-from penstock.pipeline.scheduling import schedule
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.schedule import MODES, preset
 from penstock.topics import weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest
@@ -222,7 +223,7 @@ def test_the_digest_is_recomputed_from_chunks_however_they_were_cut_and_dealt(
 
 
 @given(
-    mode=st.sampled_from(sorted(schedule.MODES)),
+    mode=st.sampled_from(sorted(MODES)),
     u=st.integers(1, 9),
     s=st.integers(1, 5),
     max_lag=st.none() | st.integers(0, 4),
@@ -235,22 +236,22 @@ def test_the_rules_stated_anew_are_those_that_the_workers_apply(
 ) -> None:
     said = {"mode": mode, "prompts_per_step": u, "samples_per_prompt": 2, "steps_per_version": s, "max_lag": max_lag, "order": "arrival"}
     terms = terms_of({"schedule": said}, {"steps": steps})
-    rules = schedule.preset(mode, prompts_per_step=u, samples_per_prompt=2, steps_per_version=s, max_lag=max_lag)
-    assert terms.max_lag == rules.max_lag
-    assert terms.min_version(slot) == schedule.min_version(rules, slot=slot)
-    assert terms.learner_version(done) == schedule.version_after(done, steps_per_version=s)
-    assert terms.step_of(schedule.versions_of(steps, steps_per_version=s)) == steps
+    chosen = preset(mode, prompts_per_step=u, samples_per_prompt=2, steps_per_version=s, max_lag=max_lag)
+    assert terms.max_lag == chosen.max_lag
+    assert terms.min_version(slot) == rules.min_version(chosen, slot=slot)
+    assert terms.learner_version(done) == rules.version_after(done, steps_per_version=s)
+    assert terms.step_of(rules.versions_of(steps, steps_per_version=s)) == steps
     for newest in range(5):
-        limit = schedule.admission_limit(rules, newest_version=newest, dropped=0, steps=10**6)
+        limit = rules.admission_limit(chosen, newest_version=newest, dropped=0, steps=10**6)
         assert (slot < limit) == (terms.needed_version(slot) <= newest)
     if done <= steps:
-        out = [step for step in range(done) if schedule.publishes(step, steps=steps, steps_per_version=s)]
+        out = [step for step in range(done) if rules.publishes(step, steps=steps, steps_per_version=s)]
         assert terms.newest_version(done) == len(out)
         assert [terms.step_of(version) for version in range(1, len(out) + 1)] == [step + 1 for step in out]
 
 
 def test_every_mode_has_its_lag_stated_anew() -> None:
-    assert {name: mode.max_lag for name, mode in schedule.MODES.items()} == LAG_OF_MODE
+    assert {name: mode.max_lag for name, mode in MODES.items()} == LAG_OF_MODE
 
 
 @pytest.mark.parametrize("config", [{}, {"schedule": {"mode": "pipelined"}}, {"schedule": 3}])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.learner.micro_batches import MicroBatcher, TokenSequence, boundaries, micro_batches, pack
+from penstock.pipeline.learner.training_samples import MicroBatch, MicroBatcher, TokenSequence, boundaries, pack
 
 
 def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0, temperature=1.0):
@@ -22,6 +22,13 @@ def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0,
     )
 
 
+def micro_batches(sequences, *, token_budget) -> list[MicroBatch]:
+    """The micro-batches of a whole step."""
+    batcher = MicroBatcher(token_budget)
+    batches = [batcher.add(sequence) for sequence in sequences]
+    return [batch for batch in (*batches, batcher.close()) if batch]
+
+
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 12)), max_size=30)
 BUDGETS = st.integers(1, 60)
 
@@ -34,7 +41,7 @@ def made(lengths):
 @given(LENGTHS, BUDGETS)
 def test_micro_batches_keep_the_order_and_the_budget(lengths, budget):
     sequences = made(lengths)
-    batches = list(micro_batches(sequences, token_budget=budget))
+    batches = micro_batches(sequences, token_budget=budget)
     assert [s for batch in batches for s in batch] == sequences
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(s.length for s in batch) <= budget
@@ -44,7 +51,7 @@ def test_micro_batches_keep_the_order_and_the_budget(lengths, budget):
 @settings(deadline=None)
 @given(LENGTHS, BUDGETS)
 def test_a_micro_batch_is_closed_only_by_a_sequence_that_does_not_fit(lengths, budget):
-    batches = list(micro_batches(made(lengths), token_budget=budget))
+    batches = micro_batches(made(lengths), token_budget=budget)
     for batch, after in itertools.pairwise(batches):
         widened = [*batch, after[0]]
         assert len(widened) * max(s.length for s in widened) > budget
@@ -54,7 +61,7 @@ def test_a_micro_batch_is_closed_only_by_a_sequence_that_does_not_fit(lengths, b
 @given(LENGTHS, BUDGETS, st.integers(0, 30))
 def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
     sequences = made(lengths)
-    whole = list(micro_batches(sequences, token_budget=budget))
+    whole = micro_batches(sequences, token_budget=budget)
     batcher = MicroBatcher(budget)
     early = [closed for s in sequences[:cut] if (closed := batcher.add(s))]
     assert early == whole[: len(early)]
@@ -65,7 +72,7 @@ def test_boundaries_never_depend_on_what_comes_later(lengths, budget, cut):
 
 
 def test_a_sequence_longer_than_the_budget_goes_alone():
-    batches = list(micro_batches([sequence(2, 1), sequence(2, 9), sequence(2, 1)], token_budget=6))
+    batches = micro_batches([sequence(2, 1), sequence(2, 9), sequence(2, 1)], token_budget=6)
     assert boundaries(batches) == (1, 2, 3)
 
 

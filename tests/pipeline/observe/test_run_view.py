@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import weights
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -140,17 +140,17 @@ def test_an_entry_beyond_a_gap_is_refused_and_the_true_ones_count_all_the_same()
     teller.seq = 2
     told += [teller.step(0, [0, 1], begun_s=teller.now_s), teller.closed()]
     records = as_records([*told[:2], forged, *told[2:]])
-    view, story = RunView(run=RUN), Story(RUN)
-    for reader in (view, story):
+    view, state = RunView(run=RUN), LedgerState(RUN)
+    for apply in (view.fold, state.apply):
         for place, record in enumerate(records):
             if place == 2:
                 with pytest.raises(Unusable, match="entry 900 follows entry 1") as error:
-                    reader.fold(record)
+                    apply(record)
                 assert error.value.kind == "mismatch"
             else:
-                assert reader.fold(record) is not None
+                assert apply(record) is not None
     assert view.status == "finished"
-    assert (list(view.steps), view.stale, story.steps, story.stale) == ([0], set(), 1, set())
+    assert (list(view.steps), view.stale, state.steps, state.stale) == ([0], set(), 1, set())
 
 
 def test_a_measurement_numbered_far_ahead_does_not_silence_its_worker() -> None:
@@ -180,12 +180,12 @@ def test_a_version_that_was_not_published_is_refused() -> None:
         headers = weights.headers(found, run=RUN).encode(value)
         return Record(topic=f"{RUN}.weights", partition=0, offset=version, timestamp_ms=0, key=None, headers=headers, value=value)
 
-    story = Story(RUN)
+    state = LedgerState(RUN)
     for version in (900, 1):
         with pytest.raises(Unusable, match=f"version {version} follows version -1"):
-            story.fold(manifest(version))
-    assert [story.fold(manifest(version)) is not None for version in (0, 1, 1, 0)] == [True, True, False, False]
-    assert story.newest_version == 1
+            state.apply(manifest(version))
+    assert [state.apply(manifest(version)) is not None for version in (0, 1, 1, 0)] == [True, True, False, False]
+    assert state.newest_version == 1
 
 
 def test_the_moving_reward_looks_at_the_last_steps_only() -> None:

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.scheduling.id_set import PAGE_BITS, Numbers
+from penstock.pipeline.scheduling.id_set import PAGE_BITS, IdSet
 
 NUMBERS = st.one_of(st.integers(0, 300), st.integers(PAGE_BITS - 2, PAGE_BITS + 2), st.integers(0, 2**63 - 1))
 
 
 @given(put=st.sets(NUMBERS, max_size=20), asked=st.sets(NUMBERS, max_size=20))
 def test_it_holds_what_was_put_in_and_nothing_else(put: set[int], asked: set[int]) -> None:
-    numbers = Numbers()
+    numbers = IdSet()
     for number in put:
         numbers.add(number)
     assert {number for number in put | asked if number in numbers} == put

@@ -15,13 +15,13 @@ from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.runtime.sampling import rollout_of
-from penstock.pipeline.scheduling import schedule as rules
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.schedule import MODES, Schedule, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.groups import version_min
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
-from penstock.workers.rollout.group_tasks import Work
-from penstock.workers.rollout.groups_in_hand import GroupInHand
+from penstock.workers.rollout.group_tasks import GroupTask
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=(2,))
 
@@ -41,12 +41,12 @@ def prompt(group: int, *, min_version: int, samples: int) -> Prompt:
 class World:
     """A run without topics: what is in them stands in lists."""
 
-    schedule: rules.Schedule
+    schedule: Schedule
     steps: int
     engines: list[ToyEngine]
     selector: Selector = field(init=False)
-    queue: list[Work] = field(default_factory=list)
-    in_hand: list[dict[int, GroupInHand]] = field(init=False)
+    queue: list[GroupTask] = field(default_factory=list)
+    in_hand: list[dict[int, GroupTask]] = field(init=False)
     rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
     scored: dict[int, list[Rollout]] = field(default_factory=dict)
     admitted: int = 0
@@ -68,7 +68,7 @@ class World:
             slot = rules.slot_of(admitted=self.admitted, dropped=self.selector.drops)
             oldest = rules.min_version(self.schedule, slot=slot)
             made = prompt(self.admitted, min_version=oldest, samples=self.schedule.samples_per_prompt)
-            self.queue.append(Work(0, self.admitted, self.admitted, oldest, made))
+            self.queue.append(GroupTask(made, partition=0, offset=self.admitted))
             self.admitted += 1
 
     def draw(self, worker: int) -> None:
@@ -82,18 +82,20 @@ class World:
                     newest_version=self.newest, policy_version_min=oldest, max_lag=self.schedule.max_lag
                 ):
                     self._take(worker, engine.abort(held.group))
-        pairs = [(work.group, work.min_version) for work in self.queue]
+        pairs = [(task.group, task.prompt.min_version) for task in self.queue]
         index = rules.next_in_line(pairs, loaded_version=engine.version, newest_version=self.newest) if engine.has_room else None
         if index is not None:
-            oldest = self.queue[index].min_version
+            oldest = self.queue[index].prompt.min_version
             wanted = rules.version_to_load(self.schedule, min_version=oldest, newest_version=self.newest, loaded_version=engine.version)
             if wanted is None or engine.idle or self.schedule.loads_at == "step":
                 if wanted is not None:
                     engine.load_weights(wanted, weights(wanted))
-                work, begun = self.queue.pop(index), tuple(range(self.schedule.samples_begun))
-                in_hand[work.group] = GroupInHand(work, self.schedule.samples_per_prompt, set(begun))
+                task = self.queue.pop(index)
+                in_hand[task.group] = task
+                begun = task.wanted(oversample=self.schedule.oversample)
+                task.begin(begun)
                 engine.submit(GroupRequest(
-                    group=work.group, prompt_ids=work.prompt.token_ids, samples=begun, rows=len(begun), seed=5, sampling=SAMPLING
+                    group=task.group, prompt_ids=task.prompt.token_ids, samples=tuple(begun), rows=len(begun), seed=5, sampling=SAMPLING
                 ))  # fmt: skip
         self._take(worker, engine.step())
 
@@ -101,15 +103,16 @@ class World:
         engine, in_hand = self.engines[worker], self.in_hand[worker]
         fresh = self.newest - self.schedule.max_lag if self.schedule.stale_in_hand == "continue" else 0
         for completion in completions:
-            if (group := in_hand.get(completion.group)) is None:
+            if (task := in_hand.get(completion.group)) is None:
                 continue
-            group.take(completion)
-            if group.complete:
+            task.take(completion)
+            if not task.needed:
                 engine.abort(completion.group)
                 del in_hand[completion.group]
-            for one in group.give():
-                self.rollouts.setdefault(one.group, []).append(
-                    rollout_of(one, sampling=SamplingSection(max_new_tokens=12), worker="w", oldest_trained=fresh)
+            for sample, drawn in sorted(task.drawn.items()):
+                task.note(sample, offset=0)
+                self.rollouts.setdefault(drawn.group, []).append(
+                    rollout_of(drawn, sampling=SamplingSection(max_new_tokens=12), worker="w", oldest_trained=fresh)
                 )
 
     def score(self, rng: random.Random, drop: float) -> None:
@@ -157,7 +160,7 @@ class World:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
-    mode=st.sampled_from(sorted(rules.MODES)),
+    mode=st.sampled_from(sorted(MODES)),
     order=st.sampled_from([None, "submission", "arrival"]),
     stale_in_hand=st.sampled_from([None, "finish", "abort", "continue"]),
     max_lag=st.integers(0, 3),
@@ -171,8 +174,8 @@ class World:
 def test_whatever_the_timing_no_token_is_trained_beyond_max_lag_and_every_run_ends(
     seed, mode, order, stale_in_hand, max_lag, sizes, oversample, workers, side_by_side, hurry, drop
 ):
-    lagging = rules.MODES[mode].loads_at == "step"
-    schedule = rules.preset(
+    lagging = MODES[mode].loads_at == "step"
+    schedule = preset(
         mode,
         prompts_per_step=sizes[0],
         samples_per_prompt=sizes[1],

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.infra.log import Committed, Partition
-from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import groups, prompts
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
@@ -33,38 +33,38 @@ class Feeders:
     read: int = 0
 
     def __post_init__(self) -> None:
-        self.whole = Admission(RUN, PARTITIONS, Story(RUN))
+        self.whole = Admission(RUN, PARTITIONS, LedgerState(RUN))
         self.restart()
 
     def restart(self) -> None:
-        self.now = Admission(RUN, PARTITIONS, Story(RUN))
-        self.now.story.stale |= self.whole.story.stale  # the ledger is read from its beginning
+        self.now = Admission(RUN, PARTITIONS, LedgerState(RUN))
+        self.now.ledger.stale |= self.whole.ledger.stale  # the ledger is read from its beginning
         starts = self.now.begin(self.committed)
         for name in NAMES:
             for record in self.logs[name][starts.get(name, 0) :]:
                 self.read += 1
-                self.now.fold(record)
+                self.now.apply(record)
 
     def note(self) -> None:
-        self.committed = {name: Committed(offset=offset, metadata=text) for name, (offset, text) in self.now.noted().items()}
+        self.committed = {name: Committed(offset=offset, metadata=text) for name, (offset, text) in self.now.commits().items()}
 
     def admit(self, partition: int) -> None:
         number = self.now.admitted
         record = self._record("prompts", partition, number, None)
         self.now.admit(number, partition)
         self.now.written([Outgoing(topic=record.topic, partition=partition, key=b"%d" % number, headers=(), value=b"")], [record.offset])
-        self.whole.fold(record)
+        self.whole.apply(record)
 
     def end(self, choice: int, outcome: str) -> None:
         live = sorted(set(self.whole.partition_of) - self.whole.ended)
         if live:
             group = live[choice % len(live)]
             record = self._record("groups", self.whole.partition_of[group], group, outcome)
-            self.now.fold(record)
-            self.whole.fold(record)
+            self.now.apply(record)
+            self.whole.apply(record)
             if outcome == "scored" and choice % 3 == 0:
-                self.now.story.stale.add(group)
-                self.whole.story.stale.add(group)
+                self.now.ledger.stale.add(group)
+                self.whole.ledger.stale.add(group)
 
     def _record(self, topic: str, partition: int, group: int, outcome: str | None) -> Record:
         log = self.logs[f"{RUN}.{topic}", partition]

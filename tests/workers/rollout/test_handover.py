@@ -1,11 +1,10 @@
-"""Partitions change hands while groups are in work, some owners die, some were only stopped: no sample is drawn that is there already.
+"""Partitions change hands while groups are in work and owners die: no sample is drawn that is there already, and none is lost.
 
 Workers are driven turn by turn on the in-memory log, so that every order of events can be tried; the processes are in test_chaos.py.
 """
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +15,14 @@ from penstock.infra.engines.base import GroupRequest
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.runtime.ledger_follower import Story
+from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import prompts, rollouts
 from penstock.topics.catalogue import topics_of
 from penstock.topics.prompts import Prompt
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.rollout.group_tasks import PromptQueue
-from penstock.workers.rollout.published_samples import ExistingSamples
-from penstock.workers.rollout.worker import Rollouts, join_others
+from penstock.workers.rollout.worker import RolloutWorker
 
 RUN = "handover"
 PARTITIONS, SAMPLES = 4, 4
@@ -43,25 +40,11 @@ CONFIG = from_table(
 RECORD = RunRecord(run=RUN, status="running", config="{}", info="{}", created_ns=0, updated_ns=0)
 
 
-class Awake:
-    """Says that the process was stopped when the test says so."""
-
-    def __init__(self) -> None:
-        self.stopped = False
-
-    def was_away(self) -> bool:
-        stopped, self.stopped = self.stopped, False
-        return stopped
-
-    def close(self) -> None:
-        pass
-
-
 class NoNews:
     """Weights that stay as they are."""
 
     def __init__(self) -> None:
-        self.story, self.version = Story(RUN), 0
+        self.state, self.version = LedgerState(RUN), 0
 
     def check(self) -> None:
         pass
@@ -91,7 +74,7 @@ class Site:
         self.log = MemoryLog()
         self.log.create_topics(topics_of(RUN, partitions=PARTITIONS))
         self.needless: list[tuple[int, int]] = []
-        self.workers: list[Rollouts] = []
+        self.workers: list[RolloutWorker] = []
         self.groups = 0
         self._started = 0
 
@@ -109,7 +92,7 @@ class Site:
             [Outgoing(topic=f"{RUN}.prompts", partition=partition, key=b"", headers=headers, value=value)]
         )
 
-    def join(self, *, capacity: int = 1) -> Rollouts:
+    def join(self, *, capacity: int = 1) -> RolloutWorker:
         """One more worker."""
         self._started += 1
         session = Session(
@@ -117,17 +100,23 @@ class Site:
             info={"steps": 1, "digests": {"stop_ids": [2]}}, stop=threading.Event(),
         )  # fmt: skip
         engine = Watched(self.log, self.needless, capacity=capacity)
-        others = join_others(session), ExistingSamples(self.log, RUN), PromptQueue(CONFIG.schedule.oversample)
-        found = Rollouts(session, engine, NoNews(), *others, presence=Awake())  # type: ignore[arg-type]
+        found = RolloutWorker.open(session, engine, NoNews())  # type: ignore[arg-type]
         self.workers.append(found)
         return found
 
-    def evict(self, worker: Rollouts) -> None:
+    def evict(self, worker: RolloutWorker) -> None:
         """What the broker does to a member that says nothing."""
         group = self.log.group(f"{RUN}.rollout")
         if worker.member in group.members:
             group.members.remove(worker.member)  # type: ignore[arg-type]
             group.generation += 1
+
+    def wake(self, worker: RolloutWorker) -> None:
+        """A stopped process goes on: it may publish before its client learns that it was evicted, and joins again."""
+        worker._publish_drawn(everything=True)
+        group = self.log.group(f"{RUN}.rollout")
+        group.members.append(worker.member)  # type: ignore[arg-type]
+        group.generation += 1
 
     def finish(self, *, commit: bool = True) -> None:
         """Let all workers work until nothing is left to do."""
@@ -148,7 +137,7 @@ class Site:
         return len(set(published(self.log))) == self.groups * SAMPLES
 
 
-def turn(worker: Rollouts, *, commit: bool = True) -> None:
+def turn(worker: RolloutWorker, *, commit: bool = True) -> None:
     """One turn, without its waits; `commit` at its end, as it happens every half second."""
     worker._gathered = 0.0  # nothing waits for the rest of its group
     worker._committed = 0.0 if commit else float("inf")
@@ -175,13 +164,13 @@ def test_groups_in_hand_whose_partition_went_to_a_joiner_are_dropped_and_drawn_o
         site.prompt(3)
     old = site.join(capacity=3)
     turn(old)
-    assert len(old._in_hand) == 3
+    assert len(old.tasks.in_hand()) == 3
     new = site.join()
     turn(new)  # begins the lowest of the four
     site.finish()
     assert site.needless == []
     assert len(published(site.log)) == 4 * SAMPLES  # nothing twice
-    assert old.session.values["dropped_groups"] == 3
+    assert old.session.reporter.values["dropped_groups"] == 3
 
 
 def test_samples_that_were_still_on_their_way_at_the_assignment_are_not_drawn_again() -> None:
@@ -191,7 +180,7 @@ def test_samples_that_were_still_on_their_way_at_the_assignment_are_not_drawn_ag
         site.prompt(3)
     new = site.join()
     turn(new, commit=False)
-    assert set(new._in_hand) == {0}
+    assert [task.group for task in new.tasks.in_hand()] == [0]
     for sample in made:
         if sample.group == 1:  # what an earlier owner sent arrives only now
             site.arrives(sample)
@@ -216,19 +205,19 @@ def test_a_commit_says_where_samples_begin_that_another_worker_wrote_in_between(
     assert site.needless == []
 
 
-def test_a_worker_that_was_stopped_beyond_its_session_publishes_nothing_of_what_others_own_by_now() -> None:
+def test_a_worker_that_was_stopped_beyond_its_session_repeats_only_what_had_ended_before() -> None:
     site = Site()
     for partition in range(PARTITIONS):
         site.prompt(partition)
     zombie = site.join(capacity=4)
     turn(zombie)
-    assert len(zombie._in_hand) == 4
+    assert len(zombie.tasks.in_hand()) == 4
     site.evict(zombie)
     new = site.join()
     site.workers = [new]
     site.finish()
-    before = len(samples_of(site.log))
-    zombie.presence.stopped = True  # type: ignore[attr-defined]
+    before = len(samples_of(site.log)) + sum(len(task.drawn) for task in zombie.tasks.in_hand())
+    site.wake(zombie)
     site.workers = [zombie, new]
     site.prompt(0)
     site.finish()
@@ -262,17 +251,13 @@ def drawn_alone(*, groups: int) -> list[rollouts.Rollout]:
     return samples_of(site.log)
 
 
-MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["turn", "turn", "turn", "quiet turn", "prompt", "join", "leave", "kill", "stop", "continue"]), st.integers(0, 7)
-    ),
-    max_size=60,
-)
+def moves(*kinds: str) -> st.SearchStrategy[list[tuple[str, int]]]:
+    named = st.sampled_from(["turn", "turn", "turn", "quiet turn", "prompt", "join", "leave", "kill", *kinds])
+    return st.lists(st.tuples(named, st.integers(0, 7)), max_size=60)
 
 
-@settings(max_examples=40, deadline=None)
-@given(moves=MOVES)
-def test_whatever_joins_leaves_dies_and_sleeps_every_sample_is_there_as_drawn_once(moves: list[tuple[str, int]]) -> None:
+def play(moves: list[tuple[str, int]]) -> Site:
+    """A site after these moves, once every group is drawn."""
     site, sleeping = Site(), []
     for partition in range(PARTITIONS):
         site.prompt(partition)
@@ -284,9 +269,8 @@ def test_whatever_joins_leaves_dies_and_sleeps_every_sample_is_there_as_drawn_on
             case "join":
                 site.join(capacity=1 + number % 2)
             case "continue" if sleeping:
-                back = sleeping.pop()
-                back.presence.stopped = True  # type: ignore[attr-defined]
-                site.workers.append(back)
+                site.workers.append(sleeping.pop())
+                site.wake(site.workers[-1])
         if worker is None:
             continue
         match move:
@@ -302,15 +286,28 @@ def test_whatever_joins_leaves_dies_and_sleeps_every_sample_is_there_as_drawn_on
                 sleeping += [worker] if move == "stop" else []
     site.join()
     site.finish()
+    return site
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves=moves())
+def test_whatever_joins_leaves_and_dies_every_sample_is_drawn_once(moves: list[tuple[str, int]]) -> None:
+    site = play(moves)
     assert site.needless == []
     assert_as_drawn_by_one(site)
+
+
+@settings(max_examples=40, deadline=None)
+@given(moves=moves("stop", "continue"))
+def test_whatever_is_stopped_and_goes_on_no_sample_is_lost_and_repeated_ones_are_equal(moves: list[tuple[str, int]]) -> None:
+    assert_as_drawn_by_one(play(moves))
 
 
 def assert_as_drawn_by_one(site: Site) -> None:
     """Every record of a sample is bit by bit what one undisturbed worker draws."""
     expected = {(sample.group, sample.sample): sample for sample in drawn_alone(groups=site.groups)}
-    found: dict[Any, Any] = {(sample.group, sample.sample): sample for sample in samples_of(site.log)}
-    assert found.keys() == expected.keys()
-    for key, sample in found.items():
+    drawn = [((sample.group, sample.sample), sample) for sample in samples_of(site.log)]
+    assert {key for key, _ in drawn} == expected.keys()
+    for key, sample in drawn:
         assert sample.token_ids.tolist() == expected[key].token_ids.tolist()
         assert sample.behaviour_logprobs.tobytes() == expected[key].behaviour_logprobs.tobytes()

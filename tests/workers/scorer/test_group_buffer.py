@@ -87,7 +87,7 @@ class Owners:
         """Commit a complete group's outcome and offsets in one transaction."""
         if self.owner.open[number].complete:
             held = self.owner.open.pop(number)
-            self.committed = (*self.owner.offsets(), self.owner.noted())
+            self.committed = (*self.owner.offsets(), self.owner.note())
             self.owner.open[number] = held
             self.groups.append(number)
             self.owner.finish(number, offset=len(self.groups) - 1)

@@ -181,7 +181,7 @@ def test_records_nobody_can_use_become_dead_letters_once_and_duplicates_are_coun
     wrong = [Outgoing(topic=RUNS_SPEC.name, partition=0, key=RUN.encode(), headers=foreign.headers, value=foreign.value), foreign]
     write(log, [*records[:10], *noise, *wrong, *records[10:], steps[2]])
     session = follow(log)
-    assert session.values["duplicates"] == 1
+    assert session.reporter.values["duplicates"] == 1
     follow(log)
     view = load(log, RUN)
     # The scorers' and trainer's topics are theirs to refuse; the other run's own record is in order.

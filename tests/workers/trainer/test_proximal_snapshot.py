@@ -11,13 +11,12 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.learner import run_writer as trainings
-from penstock.pipeline.learner.chronicle import Chronicle
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.learner.train_step import StepOutcome
+from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.session import Session
-from penstock.workers.trainer.worker import Trainer, chunk_partitions
+from penstock.workers.trainer import worker
+from penstock.workers.trainer.worker import Trainer
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
 RUN, STEPS = "snapshots", 6
@@ -57,14 +56,13 @@ def opened(log: MemoryLog) -> Trainer:
         stop=threading.Event(),
     )  # fmt: skip
     past = read_past(session.log, session.run)
-    chronicle = Chronicle(session, log.transactions(f"{RUN}.trainer"), past.story, weight_partitions=chunk_partitions(session))
-    trainer = Trainer.open(session, chronicle)
+    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), past)
     trainer.begin(past)
     return trainer
 
 
 def finished(trainer: Trainer) -> dict[str, Any]:
-    while trainer.training.steps_done < STEPS:
+    while trainer.policy.steps_done < STEPS:
         assert trainer.train_step()
     trainer.end()
     return outcome_of(trainer.session.log, RUN)
@@ -74,13 +72,13 @@ def finished(trainer: Trainer) -> dict[str, Any]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[StepOutcome]:
     """Every step that is finished from now on, repeated ones too."""
     found: list[StepOutcome] = []
-    finish = trainings.Step.finish
+    finish = Step.finish
 
     def noted(step: Any, *, learner_version: int) -> StepOutcome:
         found.append(finish(step, learner_version=learner_version))
         return found[-1]
 
-    monkeypatch.setattr(trainings.Step, "finish", noted)
+    monkeypatch.setattr(Step, "finish", noted)
     return found
 
 
@@ -96,7 +94,7 @@ def test_a_trainer_that_comes_back_within_a_version_has_the_snapshot_of_its_star
     moved = [outcome.metrics["kl"] for outcome in seen]
     assert [step for step, kl in enumerate(moved) if kl > 1e-6] == [1, 2, 4]  # a version's first step is taken at its own start
     second = opened(log)  # from the checkpoint of step 4: step 4 is the middle one of version 1
-    assert second.session.values["recovered_from_step"] == 4
+    assert second.session.reporter.values["recovered_from_step"] == 4
     assert len(seen) == 6
     assert (seen[5].loss_bits, seen[5].grad_norm_bits) == (seen[4].loss_bits, seen[4].grad_norm_bits)
     assert finished(second) == plain
@@ -110,6 +108,6 @@ def test_the_weights_of_the_checkpoint_would_be_another_snapshot(
     first = opened(log)
     for _ in range(5):
         assert first.train_step()
-    monkeypatch.setattr(trainings, "fetch", lambda *_, **__: first.training.backend.weights())
+    monkeypatch.setattr(worker, "fetch", lambda *_, **__: first.policy.backend.weights())
     with pytest.raises(Unrecoverable, match="step 4 repeated from the log gave loss"):
         opened(log)

@@ -12,13 +12,12 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner.chronicle import Chronicle
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.observe.report.summary import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group
-from penstock.workers.trainer.worker import Trainer, chunk_partitions
+from penstock.workers.trainer.worker import Trainer
 from tests.support.crew import Crew, complete, config_of
 from tests.support.deaths import dying_at
 from tests.support.processes import Processes
@@ -132,7 +131,7 @@ def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_
         crew.stop("trainer")
         write_groups(log, run_id, found[6:], partitions=config.partitions)
         evaluator = session_of(log, run_id, "evaluator")
-        evaluator.report(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels={"ask": "stop", "reason": "good enough"})
+        evaluator.reporter.send(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels={"ask": "stop", "reason": "good enough"})
         evaluator.close(status="finished")
         crew.start("trainer")
         crew.wait()
@@ -151,7 +150,7 @@ def session_of(log: MemoryLog, run: str, role: str) -> Session:
 def opened(session: Session) -> tuple[Trainer, Any]:
     transactions = session.log.transactions(f"{session.run}.trainer")
     past = read_past(session.log, session.run)
-    return Trainer.open(session, Chronicle(session, transactions, past.story, weight_partitions=chunk_partitions(session))), past
+    return Trainer.open(session, transactions, past), past
 
 
 @pytest.fixture
@@ -206,7 +205,7 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id
         crew.wait(lambda: crew.report()["steps"] == 3)
     trainer, past = opened(session_of(log, run_id, "trainer"))
     trainer.begin(past)
-    assert trainer.arrivals.selector.drops == past.drops == 6
+    assert trainer.inbox.selector.drops == past.drops == 6
     write_groups(log, run_id, half(12, more), partitions=config.partitions)
     with Crew(log, run_id) as crew:
         crew.start("trainer")

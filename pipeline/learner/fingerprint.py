@@ -1,0 +1,25 @@
+"""What the last bits of a step depend on, and what of it has changed since the run was opened.
+
+The rule: where two fingerprints are equal, a repeated step gives the same bits.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.infra.backends.base import Backend
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.plugins import source_digest
+from penstock.topics.ledger import Entry
+
+
+def arithmetic_of(backend: Backend, config: Config) -> dict[str, str | int]:
+    """The backend's fingerprint, and a digest of the source of each function that a user brought along."""
+    own = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.advantage}
+    return backend.fingerprint() | {key: source_digest(name)[:16] for key, name in own.items() if ":" in name}
+
+
+def changed_arithmetic(opened: Entry | None, now: Mapping[str, str | int]) -> dict[str, tuple[Any, Any]]:
+    """What differs from the fingerprint in the ledger's "run-opened" entry: name -> (recorded, now)."""
+    recorded: Mapping[str, Any] = json.loads((opened.details if opened else None) or "{}").get("fingerprint", {})
+    return {name: (recorded[name], now.get(name)) for name in recorded if recorded[name] != now.get(name)}

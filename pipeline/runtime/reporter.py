@@ -1,0 +1,181 @@
+"""What a worker says of itself: its status once a second and its results in `metrics`, and lines on its own output.
+
+The rule: nobody waits for a measurement; one that was lost ends the worker at its next status.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+from penstock.infra.log import Log, Producer
+from penstock.topics import metrics
+from penstock.topics.wire.record import Outgoing
+
+STATUS_EVERY_S = 1.0
+"""How often a worker reports its status; the feeder and the live view rely on it."""
+SAID_AT_FIRST = 5
+"""Lines of one sort that are printed one by one."""
+SUM_EVERY_S = 10.0
+"""How often the lines that were only counted are summed up."""
+
+
+def say(worker: str, text: str) -> None:
+    """Print one line with the time and a worker's name."""
+    print(f"{time.strftime('%H:%M:%S')} {worker}: {text}", flush=True)
+
+
+class CodecTimer:
+    """Adds up the CPU seconds of the calling thread in the blocks it is used for; not to be nested. Waiting never counts."""
+
+    __slots__ = ("_started", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.thread_time() - self._started
+
+
+@dataclass(slots=True)
+class ThrottledLog:
+    """Prints the first few lines of each sort, counts the others and prints their number now and then."""
+
+    write: Callable[[str], None]
+    _seen: Counter[str] = field(default_factory=Counter)
+    _counted: Counter[str] = field(default_factory=Counter)
+    _summed: float = field(default_factory=time.monotonic)
+
+    def say(self, sort: str, text: str) -> None:
+        """Print a line, or only count it among those of its sort."""
+        self._seen[sort] += 1
+        if self._seen[sort] <= SAID_AT_FIRST:
+            self.write(text)
+        else:
+            self._counted[sort] += 1
+
+    def sum_up(self, *, now: bool = False) -> None:
+        """Print how many lines of each sort were only counted, at most every `SUM_EVERY_S` seconds."""
+        if not self._counted or (not now and time.monotonic() - self._summed < SUM_EVERY_S):
+            return
+        self._summed = time.monotonic()
+        for sort, count in sorted(self._counted.items()):
+            self.write(f"{count} more: {sort}")
+        self._counted.clear()
+
+
+@dataclass(slots=True, kw_only=True)
+class Reporter:
+    """Sends one worker's measurements; the worker keeps its current numbers in `values` and its texts in `labels`."""
+
+    run: str
+    role: str
+    worker: str
+    log: Log
+    producer: Producer
+    incarnation: str = field(default_factory=lambda: f"{time.time_ns():x}")
+    encoding: CodecTimer = field(default_factory=CodecTimer)
+    decoding: CodecTimer = field(default_factory=CodecTimer)
+    values: dict[str, float] = field(default_factory=dict)
+    """Cumulative numbers, sent with every status."""
+    labels: dict[str, str] = field(default_factory=dict)
+    throttled: ThrottledLog = field(init=False)
+    """For lines that may be needed once or ten thousand times."""
+    _sequence: int = 0
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
+    _last_status: float = 0.0
+    _started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.throttled = ThrottledLog(self.say)
+
+    def say(self, text: str) -> None:
+        """Print one line with the time and the worker's name."""
+        say(self.worker, text)
+
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Raise one of the cumulative numbers."""
+        self.values[name] = self.values.get(name, 0.0) + amount
+
+    def doing(self, text: str, *, now: bool = False) -> None:
+        """Set what the worker does; sent with the next status, or with `now` at once."""
+        changed = self.labels.get("doing") != text
+        self.labels["doing"] = text
+        if now and changed:
+            self.status(force=True)
+
+    def ready(self) -> None:
+        """Report that everything is loaded: `startup_s` counts from the process's creation."""
+        self.values["startup_s"] = time.time() - psutil.Process().create_time()
+        self.status(force=True)
+
+    def duplicate(self, what: str) -> None:
+        """Count a record that repeats what is known already."""
+        self.add("duplicates")
+        self.throttled.say("ignored duplicates", f"ignored a duplicate: {what}")
+
+    def status(self, *, force: bool = False) -> None:
+        """Report the worker's state once in each second of the clock: reports that are sent together are read together."""
+        second = time.time() // STATUS_EVERY_S
+        if not force and second == self._last_status:
+            return
+        self._last_status = second
+        self.throttled.sum_up()
+        self.producer.check()
+        self.send(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
+
+    def send(
+        self,
+        *,
+        kind: metrics.MeasurementKind,
+        values: Mapping[str, float],
+        labels: Mapping[str, str] | None = None,
+        version: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Send one measurement; a worker numbers its measurements, so that readers recognise a repeated one."""
+        with self._sending:
+            measurement = metrics.Measurement(
+                worker=self.worker,
+                role=self.role,
+                incarnation=self.incarnation,
+                seq=self._sequence,
+                kind=kind,
+                time_ns=time.time_ns(),
+                version=version,
+                step=step,
+                values=dict(values),
+                labels=dict(labels or {}),
+            )
+            self._sequence += 1
+            value = metrics.encode(measurement)
+            headers = metrics.headers(measurement, run=self.run).encode(value)
+            self.producer.send(Outgoing(topic=f"{self.run}.metrics", partition=0, key=self.worker.encode(), headers=headers, value=value))
+
+    def close(self, *, status: str) -> None:
+        """Send the last measurement."""
+        self.throttled.sum_up(now=True)
+        self.labels["status"] = status
+        self.send(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
+
+    def _process_values(self) -> dict[str, float]:
+        spent, process = self.log.costs(), psutil.Process()
+        times = process.cpu_times()
+        return {
+            "cost_encode_s": self.encoding.seconds,
+            "cost_decode_s": self.decoding.seconds,
+            "cost_send_s": spent["send_s"],
+            "cost_poll_s": spent["poll_s"],
+            "cost_io_s": spent["io_s"],
+            "uptime_s": time.monotonic() - self._started,
+            "cpu_s": times.user + times.system,
+            "rss_mib": process.memory_info().rss / 2**20,
+        }

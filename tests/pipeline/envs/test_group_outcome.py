@@ -1,0 +1,64 @@
+"""From rewards to the outcome of a group: penalties for truncated samples, and the zero-variance filter."""
+
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
+from penstock.pipeline.envs.group_outcome import group_of, verdict
+from penstock.pipeline.envs.rewards import Score
+from penstock.topics import prompts, rollouts
+from tests.support.a_run import Teller
+
+REWARDS = (1.0, 0.0, 1.0, 0.0)
+
+
+def drawn(finishes: tuple[str, ...] = ("stop",) * 4) -> list[rollouts.Rollout]:
+    """The samples of one group, with these finish reasons."""
+    from dataclasses import replace
+
+    records = [record for record in Teller().group(list(REWARDS), version=3) if record.topic.endswith(".rollouts")]
+    return [replace(rollouts.decode(record.value), finish=finish) for record, finish in zip(records, finishes, strict=True)]
+
+
+def judged(rewards: tuple[float, ...] = REWARDS, *, finishes: tuple[str, ...] = ("stop",) * 4, **algorithm: Any) -> Any:
+    score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
+    return verdict(drawn(finishes), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(**algorithm))
+
+
+def test_a_group_is_scored_with_each_sample_beside_its_text_and_reward() -> None:
+    outcome = judged()
+    assert (outcome.outcome, outcome.reason) == ("scored", None)
+    assert [(sample.rollout.sample, sample.completion, sample.reward, sample.components) for sample in outcome.samples] == [
+        (0, "a", 1.0, (1.0,)), (1, "b", 0.0, (0.0,)), (2, "c", 1.0, (1.0,)), (3, "d", 0.0, (0.0,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "outcome"), [(True, "filtered"), (False, "scored")])
+def test_a_group_of_equal_rewards_is_filtered_only_if_that_is_asked_for(outcome: str, *, asked: bool) -> None:
+    found = judged((0.25,) * 4, filter_zero_variance=asked)
+    assert found.outcome == outcome
+    assert found.reason == ("every sample has the reward 0.25" if asked else None)
+    assert len(found.samples) == 4
+
+
+def test_a_truncated_sample_pays_the_penalty_and_keeps_its_components() -> None:
+    found = judged(finishes=("stop", "stop", "length", "length"), truncated="penalise", truncated_penalty=-0.5)
+    assert [sample.reward for sample in found.samples] == [1.0, 0.0, 0.5, -0.5]
+    assert [sample.components for sample in found.samples] == [(1.0,), (0.0,), (1.0,), (0.0,)]
+
+
+def test_the_filter_looks_at_rewards_after_the_penalty() -> None:
+    cut = ("stop", "length", "stop", "length")
+    settings: dict[str, Any] = {"truncated": "penalise", "truncated_penalty": -1.0, "filter_zero_variance": True}
+    assert judged((1.0,) * 4, finishes=cut, **settings).outcome == "scored"
+    assert judged((0.0, 1.0, 0.0, 1.0), finishes=cut, **settings).outcome == "filtered"
+
+
+def test_an_outcome_holds_all_that_a_later_reader_needs_of_its_prompt() -> None:
+    prompt = prompts.decode(Teller().group(list(REWARDS), version=3)[0].value)
+    reward = RewardSection(functions=["exact_match", "length"])
+    group = group_of(prompt, "failed", reason="it broke", samples=(), reward=reward, scored_ns=9)
+    assert (group.group, group.min_version, group.prompt, group.columns) == (prompt.group, 3, prompt.prompt, prompt.columns)
+    assert (group.outcome, group.reason, group.samples, group.scored_ns) == ("failed", "it broke", (), 9)
+    assert (group.reward_names, group.reward_weights) == (("exact_match", "length"), (1.0, 1.0))

@@ -1,0 +1,85 @@
+"""A trainer that comes back, on the in-memory log: from a checkpoint or from the beginning, to the same bits or to a clear stop."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.errors import Unrecoverable
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.learner import policy_trainer
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.workers.trainer.worker import Trainer
+from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, scored, session_of
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the machine's arithmetic adds to each step."""
+    chosen = {"drift": 0.0}
+    monkeypatch.setattr(policy_trainer, "make_backend", lambda *_, **__: NumberBackend(**chosen))
+    return chosen
+
+
+def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True) -> Trainer:
+    past = read_past(log, RUN)
+    session = session_of(log, config_of(checkpoints))
+    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), past)
+    if begin:
+        trainer.begin(past)
+    return trainer
+
+
+def digest_of(trainer: Trainer) -> str:
+    return trainer.policy.weights().digest
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_trainer_comes_back_to_the_same_bits_from_its_checkpoint_or_from_the_log(tmp_path: Path, *, kept: bool) -> None:
+    checkpoints = tmp_path if kept else None
+    log = log_with(scored(2 * STEPS))
+    first = trainer_of(log, checkpoints)
+    for _ in range(3):
+        assert first.train_step()
+    second = trainer_of(log, checkpoints)
+    assert digest_of(second) == digest_of(first)
+    values = second.session.reporter.values
+    assert (values["recovered_from_step"], values["repeated_steps"]) == ((2, 1) if kept else (0, 3))
+    assert second.train_step()
+    second.end()
+    past = read_past(log, RUN)
+    assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
+    assert past.trained == list(range(8))
+    assert past.story.closed is not None
+
+
+def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
+    log = log_with(scored(2 * STEPS))
+    first = trainer_of(log, None)
+    assert first.train_step()
+    arithmetic["drift"] = 1e-9
+    with pytest.raises(Unrecoverable, match=r"step 0 repeated from the log gave weights [0-9a-f]{16}… where the ledger says"):
+        trainer_of(log, None)
+    assert "the arithmetic is not the one the run was opened with: drift 0.0 -> 1e-09" in capsys.readouterr().out
+
+
+def test_a_request_to_stop_ends_the_repetition() -> None:
+    log = log_with(scored(2 * STEPS))
+    first = trainer_of(log, None)
+    for _ in range(2):
+        assert first.train_step()
+    second = trainer_of(log, None, begin=False)
+    second.session.stop.set()
+    second.begin(read_past(log, RUN))
+    second.end()
+    assert second.policy.steps_done == 0
+    assert len(read_past(log, RUN).steps) == 2
+
+
+def test_a_trainer_that_is_asked_to_stop_says_what_it_still_finishes(tmp_path: Path) -> None:
+    trainer = trainer_of(log_with(scored(2 * STEPS)), tmp_path)
+    assert trainer.finishing() == "ends step 0 if all its groups are here, else drops it; then writes a checkpoint"
+    for _ in range(2):
+        trainer.train_step()
+    assert trainer.finishing() == "ends step 2 if all its groups are here (about 1 s), else drops it; then writes a checkpoint (about 1 s)"

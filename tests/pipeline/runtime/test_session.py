@@ -1,0 +1,71 @@
+"""A worker's place in a run: what it reports, what it sets aside, and what it says when it is asked to stop."""
+
+import threading
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.runtime import reporter
+from penstock.pipeline.runtime.reporter import ThrottledLog
+from penstock.topics import dead_letters, metrics
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+from tests.support.number_run import RUN, config_of, log_with, session_of
+
+
+def measured(log: MemoryLog) -> list[Measurement]:
+    return [metrics.read(record, run=RUN)[1] for record in log.tail({(f"{RUN}.metrics", 0): "earliest"}).read_to_end()]
+
+
+def test_measurements_are_numbered_and_carry_the_newest_values_and_labels() -> None:
+    log = log_with()
+    session = session_of(log, config_of(), role="scorer")
+    session.reporter.add("groups")
+    session.reporter.add("groups", 2.0)
+    session.reporter.doing("scoring", now=True)
+    session.reporter.doing("scoring", now=True)
+    session.close(status="finished")
+    first, last = measured(log)
+    assert (first.seq, first.kind, first.values["groups"], first.labels) == (0, "status", 3.0, {"doing": "scoring"})
+    assert (last.seq, last.kind, last.labels) == (1, "final", {"doing": "scoring", "status": "finished"})
+
+
+@pytest.mark.parametrize(
+    ("finishing", "text"), [(None, "ends what it does now: loading"), (lambda: "hands 3 groups back", "hands 3 groups back")]
+)
+def test_a_worker_that_is_asked_to_stop_says_what_it_still_finishes(finishing, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log = log_with()
+    session = session_of(log, config_of())
+    session.finishing = finishing
+    session.reporter.doing("loading")
+    waiting = threading.Thread(target=session.announce_stop)
+    waiting.start()
+    session.stop.set()
+    waiting.join(10.0)
+    assert f"trainer: asked to stop: {text}" in capsys.readouterr().out
+    assert measured(log)[-1].labels["doing"] == f"stopping: {text}"
+
+
+def test_a_record_is_set_aside_once_by_whichever_worker_meets_it_first() -> None:
+    log = log_with()
+    record = Record(topic=f"{RUN}.groups", partition=0, offset=4, timestamp_ms=0, key=None, headers=(), value=b"?")
+    for role in ("trainer", "tracker"):
+        session = session_of(log, config_of(), role=role)
+        for _ in range(2):
+            session.dead_letters.write(record, Unusable("not Arrow", kind="undecodable"))
+    letters = [dead_letters.read(letter, run=RUN)[1] for letter in log.tail({(f"{RUN}.dead-letters", 0): "earliest"}).read_to_end()]
+    assert [(letter.offset, letter.worker) for letter in letters] == [(4, "trainer")]
+
+
+def test_the_first_lines_of_a_sort_are_printed_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "SAID_AT_FIRST", 2)
+    lines: list[str] = []
+    throttled = ThrottledLog(lines.append)
+    for number in range(5):
+        throttled.say("duplicates", f"number {number}")
+    throttled.sum_up()
+    assert lines == ["number 0", "number 1"]
+    throttled.sum_up(now=True)
+    throttled.sum_up(now=True)
+    assert lines[2:] == ["3 more: duplicates"]
