@@ -3,6 +3,7 @@
     PenstockError
     ├── LogError             the log refused or did not answer in time
     │   ├── LogUnreachable   no broker answers at the address
+    │   ├── RecordMissing    an offset holds no committed record
     │   ├── SendFailed       nothing was written; sending again is safe
     │   ├── OutcomeUnknown   it may or may not have been written; look before sending again
     │   ├── Fenced           another process has taken over this transactional id; stop
@@ -29,6 +30,10 @@ class LogError(PenstockError):
 
 class LogUnreachable(LogError):
     """No broker answers at the given address."""
+
+
+class RecordMissing(LogError):
+    """No committed record is at an offset that was asked for: it was deleted, or nothing was ever written there."""
 
 
 class SendFailed(LogError):

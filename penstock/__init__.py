@@ -35,7 +35,7 @@ def launch(config: "str | PathLike[str] | Config", *, overrides: Sequence[str] =
 
 
 def open(run: str, *, bootstrap: str = "embedded", security: dict[str, str] | None = None) -> "Run":
-    """A run of a broker for reading, while it goes on or afterwards; `run` is an id, a unique prefix, or `latest`.
+    """A run for reading, while it goes on or afterwards; `run` is an id, a unique prefix, `latest`, or an exported run's folder.
 
     Raises:
         ValueError: no such run, or several.

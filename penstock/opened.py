@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pyarrow as pa
 
 from penstock.infra.log import Log
+from penstock.pipeline.archive.archived_log import open_archive
 from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.launch.launcher import connect
 from penstock.pipeline.observe.report.summary import collect
@@ -15,14 +16,16 @@ from penstock.pipeline.runtime.run_registry import resolve
 
 
 class Run:
-    """One run of a broker; each call reads the log anew, so that a run under way can be followed. Close it, or use it in a `with`."""
+    """One run of a broker or of an archive; each call reads the log anew, also while the run goes on. Close it, or use it in a `with`."""
 
     def __init__(self, log: Log, run: str) -> None:
         self._log, self.id = log, run
 
     @classmethod
     def find(cls, run: str, *, bootstrap: str, security: Mapping[str, str]) -> Self:
-        """The run that an id, a unique prefix or `latest` names. Raises as `penstock.open`."""
+        """The run that an id, a unique prefix or `latest` names, or the one archived in a folder. Raises as `penstock.open`."""
+        if (archived := open_archive(run)) is not None:
+            return cls(cast(Log, archived), archived.run)
         log = connect(KafkaSection(bootstrap=bootstrap, security=dict(security)), say=lambda _: None)
         try:
             return cls(log, resolve(log, run))

@@ -10,12 +10,11 @@ from typing import Any
 
 from kafka import TopicPartition
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.kafka import consumer
 from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import Costs
-from penstock.infra.kafka.fetch import BlockReader
 from penstock.infra.kafka.member import KafkaMember
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.producer import KafkaProducerOfRecords
@@ -98,9 +97,10 @@ class KafkaLog:
         """A reader of exactly these partitions; `group` only keeps offsets for it."""
         return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group)
 
-    def blocks(self) -> BlockReader:
-        """A reader of whole partitions in blocks of many records, none of them an object."""
-        return BlockReader(self._connection)
+    @property
+    def connection(self) -> Connection:
+        """Where the broker is and who we are, for `penstock.infra.kafka.bulk`."""
+        return self._connection
 
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
@@ -149,14 +149,14 @@ class KafkaLog:
         )
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The committed records at exactly these offsets, in the order asked; raises LogError naming those that are missing.
+        """The committed records at exactly these offsets, in the order asked; raises RecordMissing naming those that are not there.
 
         Waits for an open transaction that holds an offset up: each partition learns of a commit at a moment of its own.
         """
         found = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
         missing = [offset for offset in offsets if offset not in found]
         if missing:
-            raise LogError(self._missing((topic, partition), missing))
+            raise RecordMissing(self._missing((topic, partition), missing))
         return [found[offset] for offset in offsets]
 
     def _missing(self, at: Partition, offsets: Sequence[int]) -> str:

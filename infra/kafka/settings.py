@@ -42,6 +42,29 @@ class Connection:
             raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; known are {', '.join(sorted(SECURITY_KEYS))}")
 
 
+_LIBRDKAFKA_SECURITY = {
+    "security_protocol": "security.protocol",
+    "sasl_mechanism": "sasl.mechanism",
+    "sasl_plain_username": "sasl.username",
+    "sasl_plain_password": "sasl.password",
+    "ssl_cafile": "ssl.ca.location",
+    "ssl_certfile": "ssl.certificate.location",
+    "ssl_keyfile": "ssl.key.location",
+    "ssl_password": "ssl.key.password",
+}
+"""Our name of a security setting, which is kafka-python's -> librdkafka's."""
+
+
+def librdkafka(connection: Connection) -> dict[str, Any]:
+    """What the clients for bulk reading and writing have in common."""
+    settings = {"bootstrap.servers": connection.bootstrap, "client.id": connection.client_id, "log_level": 0}
+    settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in connection.security.items() if name in _LIBRDKAFKA_SECURITY}
+    if "ssl_check_hostname" in connection.security:
+        checked = str(connection.security["ssl_check_hostname"]).strip().lower() not in ("false", "0", "no", "off")
+        settings["ssl.endpoint.identification.algorithm"] = "https" if checked else "none"
+    return settings
+
+
 def common(connection: Connection) -> dict[str, Any]:
     """What every client has."""
     return {

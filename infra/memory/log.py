@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed
+from penstock.infra.errors import Fenced, LogError, LostPartition, RecordMissing, SendFailed
 from penstock.infra.log import TRANSACTION_S, Commits, Committed, Membership, Partition, Start, StartAt, check_commits
 from penstock.infra.memory.readers import MemoryMember, MemoryTail
 from penstock.topics.catalogue import TopicSpec
@@ -116,7 +116,7 @@ class MemoryLog:
             found = {record.offset: record for record in self.part((topic, partition)).records}
         missing = [offset for offset in offsets if offset not in found]
         if missing:
-            raise LogError(f"{topic}/{partition} has no committed record at offset {', '.join(map(str, missing[:10]))}")
+            raise RecordMissing(f"{topic}/{partition} has no committed record at offset {', '.join(map(str, missing[:10]))}")
         return [found[offset] for offset in offsets]
 
     def group(self, name: str) -> _Group:

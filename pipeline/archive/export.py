@@ -1,27 +1,36 @@
 """`penstock topics export`: what a run's topics hold becomes Parquet, and a second time only what is new.
 
-The rule: every record once, and none below the ends that were there when the export began is missing once the note names them.
+The rule: every record once, and none below the ends that the topics had when the export began is missing once the note names them.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Tail
 from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
-from penstock.pipeline.archive.source import TopicRows
+from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.runtime.run_registry import find
+from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
 
-SAY_EVERY_S = 3.0
-AHEAD = 32
-"""Tables between the reader and the writer: the reader goes on while a row group is written, which takes as long as reading as many."""
+PROGRESS_EVERY_S = 3.0
+AHEAD = 8
+"""Blocks of rows between the reader and the writer: the reader goes on while a row group is written."""
+LEAST_PAUSE_S, MOST_PAUSE_S = 5.0, 600.0
+"""Between two rounds of a following export: a tenth of the time it has run, so that the number of its files stays small."""
+SETTLE_S = 2.0
+"""After a run is closed its last workers write for about this long."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +47,55 @@ class Exported:
     gone: list[str] = field(default_factory=list)
     """Offsets that were deleted before they could be exported, a line for each place."""
     seconds: float = 0.0
+
+    def add(self, more: "Exported") -> None:
+        """Count in what a later export did."""
+        for name, count in more.rows.items():
+            self.rows[name] = self.rows.get(name, 0) + count
+        self.files += more.files
+        self.bytes += more.bytes
+        self.gone += more.gone
+        self.seconds += more.seconds
+
+
+def follow(
+    log: KafkaLog,
+    run: str,
+    directory: Path,
+    *,
+    topics: Collection[str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[Exported]:
+    """Export again and again until the run is closed and nothing is new; what each round did. Raises as `export`."""
+    began, closed = time.monotonic(), False
+    tail = log.tail({(f"{run}.ledger", 0): "earliest"})
+    try:
+        while True:
+            done = export(log, run, directory, topics=topics, say=say)
+            yield done
+            if closed and not done.rows:
+                return
+            pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, (time.monotonic() - began) / 10))
+            if closed or (closed := _closes_within(tail, run, pause_s)):
+                time.sleep(SETTLE_S)
+    finally:
+        tail.close()
+
+
+def _closes_within(tail: Tail, run: str, seconds: float) -> bool:
+    """Read the ledger on for so long; true at once when the entry comes that closes the run."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if any(_closes(record, run) for record in tail.poll(min(1.0, left))):
+            return True
+    return False
+
+
+def _closes(record: Record, run: str) -> bool:
+    try:
+        return ledger.check(record, run=run).outcome == "run-closed"
+    except Unusable:
+        return False
 
 
 def export(
@@ -60,10 +118,10 @@ def export(
         if note.created_ns != record.created_ns:
             raise ValueError(f"{archive.path} holds another run {run!r}, created at another time; export into another directory")
         ends = {topic: _ends(log, archive, topic, count) for topic, count in note.partitions.items() if topic in wanted}
-        work = Work(archive, TopicRows(log, run), Exported(run=run, directory=str(archive.path)), say)
+        work = Work(archive, BulkReader(log.connection), Exported(run=run, directory=str(archive.path)), say)
         with work:
-            for topic, found in ends.items():
-                work.topic(log, topic, found)
+            for topic, offsets in ends.items():
+                work.topic(log, topic, offsets)
         archive.write_note(replace(note, ends={**note.ends, **ends}, exported_ns=time.time_ns()))
     work.done.seconds = time.monotonic() - began
     return work.done
@@ -87,8 +145,8 @@ def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
     begins = {}
     for topic, count in partitions.items():
         name = kind_of(topic, 0).kafka_name(archive.run)
-        found = log.begin_offsets([(name, partition) for partition in range(count)])
-        begins[topic] = [found[name, partition] for partition in range(count)]
+        offsets = log.begin_offsets([(name, partition) for partition in range(count)])
+        begins[topic] = [offsets[name, partition] for partition in range(count)]
     note = Note(run=archive.run, created_ns=created_ns, partitions=partitions, begins=begins)
     archive.write_note(note)
     return note
@@ -96,17 +154,17 @@ def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
 
 def _ends(log: KafkaLog, archive: Archive, topic: str, count: int) -> list[int]:
     name = kind_of(topic, 0).kafka_name(archive.run)
-    found = log.end_offsets([(name, partition) for partition in range(count)])
-    return [found[name, partition] for partition in range(count)]
+    offsets = log.end_offsets([(name, partition) for partition in range(count)])
+    return [offsets[name, partition] for partition in range(count)]
 
 
 class Work:
     """One reader, and one writer in a thread of its own: Parquet is made while the next block is read."""
 
-    def __init__(self, archive: Archive, source: TopicRows, done: Exported, say: Callable[[str], None]) -> None:
+    def __init__(self, archive: Archive, reader: BulkReader, done: Exported, say: Callable[[str], None]) -> None:
         self.archive, self.done = archive, done
-        self._source = source
-        self._say, self._said = say, time.monotonic() + SAY_EVERY_S
+        self._reader = reader
+        self._say, self._next_progress_s = say, time.monotonic() + PROGRESS_EVERY_S
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._write, name="archive-writer", daemon=True)
@@ -129,7 +187,7 @@ class Work:
     def _partition(self, kind: Kind, name: str, partition: int, start: int, end: int) -> None:
         """One partition from `start` on; its rows become files of their own."""
         file: PartitionFile | None = None
-        for table, position in self._source.read(kind, partition, first=start, end=end):
+        for table, position in read_tables(self._reader, kind, partition, run=self.archive.run, first=start, end=end):
             self._progress(f"{name}/{partition}: offset {position:,} of {end:,}")
             if not len(table):
                 continue
@@ -173,11 +231,11 @@ class Work:
         """Wait for the writer; raises what has ended it."""
         self._queue.put(None)
         self._thread.join()
-        self._source.close()
+        self._reader.close()
         if self._failure is not None:
             raise self._failure
 
     def _progress(self, text: str) -> None:
-        if time.monotonic() > self._said:
-            self._said = time.monotonic() + SAY_EVERY_S
+        if time.monotonic() > self._next_progress_s:
+            self._next_progress_s = time.monotonic() + PROGRESS_EVERY_S
             self._say(text)

@@ -11,19 +11,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.infra.checkpoints import sync
-from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
+from penstock.pipeline.archive.layout import Kind, kind_of
 
 FORMAT = 1
 NOTE = "export.json"
 UNFINISHED = ".part"
 """Ends the names of files that are being written."""
 NEXT = b"penstock.next_offset"
+_LAST_OFFSET = 2**63 - 1
 
 ROW_GROUP_BYTES = 48 << 20
 ROW_GROUP_ROWS = 100_000
@@ -60,6 +61,16 @@ def options(kind: Kind) -> dict[str, Any]:
     paths = [columns.column(index).path for index in range(len(columns))]
     repeating = [path for path in paths if not _NO_DICTIONARY.intersection(path.split("."))]
     return {"compression": "zstd", "compression_level": 3, "use_dictionary": repeating}
+
+
+class RowGroup(NamedTuple):
+    """Rows that are read together, and the offsets between which they lie."""
+
+    path: Path
+    number: int
+    """Its place in the file."""
+    first: int
+    last: int
 
 
 class Archive:
@@ -125,25 +136,56 @@ class Archive:
         """The partitions of a table that have files."""
         return sorted({int(path.parent.name.partition("=")[2]) for path in (self.path / kind.name).glob("partition=*/*.parquet")})
 
-    def rows(self, kind: Kind, partition: int, *, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """A partition's rows by offset, a piece at a time. Raises `ValueError` for a file that is no Parquet."""
+    def row_groups(self, kind: Kind, partition: int) -> Iterator[RowGroup]:
+        """A partition's row groups by offset, from the files' footers. Raises `ValueError` for a file that is no Parquet."""
         for path in self.files(kind, partition):
-            try:
-                with pq.ParquetFile(path) as file:
-                    for group in range(file.num_row_groups):
-                        yield file.read_row_group(group, columns=columns)
-            except pa.ArrowException as error:
-                raise ValueError(f"{path}: {error}") from error
+            with _named(path):
+                metadata = pq.read_metadata(path)
+            for number in range(metadata.num_row_groups):
+                yield RowGroup(path, number, *_offsets(metadata.row_group(number)))
 
-    def tables(self) -> list[Kind]:
-        """The tables that have files."""
-        return [kind for kind in KINDS.values() if self.partitions(kind)]
+    def row_group(self, path: Path, number: int) -> pa.Table:
+        """The rows of one row group. Raises `ValueError` for a file that is no Parquet."""
+        with _named(path), pq.ParquetFile(path) as file:
+            return file.read_row_group(number)
+
+    def rows(self, kind: Kind, partition: int) -> Iterator[pa.Table]:
+        """A partition's rows by offset, a row group at a time. Raises `ValueError` for a file that is no Parquet."""
+        for row_group in self.row_groups(kind, partition):
+            yield self.row_group(row_group.path, row_group.number)
 
     def places(self, note: Note) -> Iterator[tuple[Kind, str, int]]:
         """Every partition of the run: its table, plain topic, number."""
         for topic, count in note.partitions.items():
             for partition in range(count):
                 yield kind_of(topic, partition), topic, partition
+
+
+def find_archive(directory: Path) -> Archive:
+    """The archive that DIR or DIR/RUN is. Raises `ValueError` for none, and for several."""
+    if (directory / NOTE).is_file():
+        return Archive(directory.absolute().parent, directory.absolute().name)
+    runs = sorted(note.parent.name for note in directory.glob(f"*/{NOTE}"))
+    if not runs:
+        raise ValueError(f"{directory} holds no export; `penstock topics export RUN {directory}` makes one")
+    if len(runs) > 1:
+        raise ValueError(f"{directory} holds the runs {', '.join(runs[:8])}: name one, as {directory / runs[0]}")
+    return Archive(directory, runs[0])
+
+
+def _offsets(row_group: pq.RowGroupMetaData) -> tuple[int, int]:
+    """The lowest and the highest offset in a row group; any offset where a foreign writer has left out what there is."""
+    columns = (row_group.column(index) for index in range(row_group.num_columns))
+    statistics = next((column.statistics for column in columns if column.path_in_schema == "offset"), None)
+    return (statistics.min, statistics.max) if statistics is not None and statistics.has_min_max else (0, _LAST_OFFSET)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def write_aside(path: Path, data: bytes) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.pipeline.archive.identity import signed
 from penstock.pipeline.archive.layout import Kind
+from penstock.pipeline.archive.relocation import signed
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import RawHeaders, Record

@@ -1,24 +1,38 @@
 """`penstock audit`: whether a run kept its promises.
 
-The rule: the log is read by the audit's own client; only the broker and the run's id are looked up here.
+The rule: of a run on a broker the log is read by the audit's own client; only the broker and the run's id are looked up here.
 """
+
+from typing import TYPE_CHECKING
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say, security_settings
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, say, security_settings
+
+if TYPE_CHECKING:
+    from penstock.pipeline.audit.source import Source
 
 
-def audit(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
+def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """Check from the log alone that nothing was lost, trained twice or trained too old; status 1 on any violation."""
-    from penstock.pipeline.audit.report import as_table, as_text, audit_kafka
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.audit import report
 
-    with at(bootstrap, security) as log:
-        found, address = resolve(log, run), log.bootstrap
-    judged = audit_kafka(address, found, security=security_settings(security), say=say)
+    judged = report.audit(_source(run, bootstrap, security))
     if json:
-        emit(as_table(judged))
+        emit(report.as_table(judged))
     else:
-        print(as_text(judged))
+        print(report.as_text(judged))
     if not judged.clean:
         raise typer.Exit(1)
+
+
+def _source(run: str, bootstrap: str, security: list[str] | None) -> "Source":
+    from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
+    from penstock.pipeline.audit.kafka_reader import KafkaSource
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    if (archived := open_archive(run)) is not None:
+        return ArchivedSource(archived)
+    with at(bootstrap, security) as log:
+        run_id, address = resolve(log, run), log.bootstrap
+    return KafkaSource(address, run_id, security=security_settings(security), say=say)

@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
 
 
 def explain(
-    run: Run,
+    run: RunOrFolder,
     group: Annotated[int | None, typer.Argument(min=0, metavar="GROUP", help="The number of a prompt group.")] = None,
     *,
     dead_letter: Annotated[
@@ -21,20 +21,18 @@ def explain(
 ) -> None:
     """The life of one prompt: who drew it, its rewards, why it was trained or dropped, its gradient weight, and the times between."""
     from penstock.pipeline.config.load import ConfigError
-    from penstock.pipeline.runtime.run_registry import resolve
 
     if (group is None) == (dead_letter is None):
         raise ConfigError("give either a group's number or --dead-letter")
     from penstock.pipeline.observe.explain import as_json, text
     from penstock.pipeline.observe.explain import dead_letter as letters
 
-    with at(bootstrap, security) as log:
-        found = resolve(log, run)
+    with reading(run, bootstrap, security) as (log, run_id):
         if dead_letter is not None:
-            told = letters.explain_letter(log, found, dead_letter, say=say)
+            told = letters.explain_letter(log, run_id, dead_letter, say=say)
         else:
             assert group is not None
-            told = as_json.explain(log, found, group, say=say)
+            told = as_json.explain(log, run_id, group, say=say)
     if json:
         emit(told)
     else:

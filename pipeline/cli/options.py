@@ -7,16 +7,20 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
+    from penstock.infra.log import Log
     from penstock.pipeline.config.schema import KafkaSection
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
+RunOrFolder = Annotated[
+    str, typer.Argument(metavar="RUN|DIR", help="A run id, a unique prefix of one, `latest`, or a folder that `topics export` wrote.")
+]
 Bootstrap = Annotated[
     str,
     typer.Option(
@@ -84,3 +88,25 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False) -> 
     from penstock.pipeline.config.schema import KafkaSection
 
     return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)), attends=attends)
+
+
+@contextmanager
+def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tuple["Log", str]]:
+    """What a command reads, and the run's id: the archive in a folder, or else a run of the broker."""
+    from penstock.pipeline.archive.archived_log import open_archive
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    if (archived := open_archive(run)) is not None:
+        yield cast("Log", archived), archived.run
+        return
+    with at(bootstrap, security) as log:
+        yield log, resolve(log, run)
+
+
+def refuse_folder(log: "Log", what: str) -> None:
+    """Raise `ConfigError` for an archive where a command does what only a broker allows."""
+    from penstock.pipeline.archive.archived_log import ArchivedLog
+    from penstock.pipeline.config.load import ConfigError
+
+    if isinstance(log, ArchivedLog):
+        raise ConfigError(f"{what} needs a broker: `penstock topics import {log.archive.path}` brings the run to one")

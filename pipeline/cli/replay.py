@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, refuse_folder, say
 from penstock.pipeline.cli.replay_rollout import rollout
 from penstock.pipeline.cli.replay_score import score
 
@@ -25,7 +25,7 @@ MODEL = "A directory with the model's config.json, if not where the configuratio
 
 @app.command()
 def train(
-    run: Run,
+    run: RunOrFolder,
     *,
     from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="A", help="The first step that is compared.")] = 0,
     to_step: Annotated[int | None, typer.Option("--to-step", min=0, metavar="B", help="The last one; all there are if absent.")] = None,
@@ -47,10 +47,11 @@ def train(
     from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
     from penstock.pipeline.replay.train.overrides import what_if
-    from penstock.pipeline.runtime.run_registry import resolve
 
-    with at(bootstrap, security) as log:
-        recording = Recording.open(log, resolve(log, run))
+    with reading(run, bootstrap, security) as (log, run_id):
+        if follow:
+            refuse_folder(log, "--follow")
+        recording = Recording.open(log, run_id)
         try:
             if model is not None:
                 recording.config = with_model(recording.config, model.resolve())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
 
 if TYPE_CHECKING:
     from penstock.pipeline.replay.resample.compare import Redrawn
@@ -18,7 +18,7 @@ CONTEXT = 4
 
 
 def rollout(
-    run: Run,
+    run: RunOrFolder,
     *,
     step: Annotated[int | None, typer.Option("--step", min=0, help="All groups of this step's plan.")] = None,
     group: Annotated[int | None, typer.Option("--group", min=0, help="This one group.")] = None,
@@ -35,11 +35,10 @@ def rollout(
     """Draw recorded prompts again with the recorded weights and seeds, and say token by token where they differ."""
     from penstock.pipeline.replay.resample.compare import summary
     from penstock.pipeline.replay.resample.draw import Wish, redraw
-    from penstock.pipeline.runtime.run_registry import resolve
 
-    with at(bootstrap, security) as log:
+    with reading(run, bootstrap, security) as (log, run_id):
         wish = Wish(step=step, group=group, version=version, overrides=overrides or [])
-        found = sorted(redraw(log, resolve(log, run), wish, say=say), key=lambda one: (one.group, one.sample))
+        found = sorted(redraw(log, run_id, wish, say=say), key=lambda one: (one.group, one.sample))
     figures = summary(found)
     if json:
         emit({**figures, "differences": [asdict(one) for one in found if not one.same]})

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, refuse_folder, say
 
 
 def score(
-    run: Run,
+    run: RunOrFolder,
     *,
     reward: Annotated[
         list[str] | None,
@@ -37,7 +37,6 @@ def score(
     from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.replay.rescore.run import Wish, score_run
     from penstock.pipeline.replay.rescore.text import as_page
-    from penstock.pipeline.runtime.run_registry import resolve
 
     try:
         chosen = [float(word) for word in weights.split(",")] if weights else []
@@ -54,8 +53,10 @@ def score(
         model=model,
         processes=processes,
     )
-    with at(bootstrap, security) as log:
-        found = score_run(log, resolve(log, run), wish, say=say)
+    with reading(run, bootstrap, security) as (log, run_id):
+        if new_run is not None:
+            refuse_folder(log, "--write")
+        found = score_run(log, run_id, wish, say=say)
     if json:
         emit(found)
     else:

@@ -2,22 +2,23 @@
 
 import sys
 from decimal import Decimal
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from penstock.infra.kafka.log import KafkaLog
 
 SHOWN = 60
 """Characters of a value in a table for a person."""
 
 
 def sql(
-    run: Annotated[str, typer.Argument(metavar="RUN|DIR", help="A run as everywhere, or a directory that `topics export` wrote.")],
+    run: RunOrFolder,
     query: Annotated[
         str | None, typer.Argument(metavar="QUERY", help="One SELECT; `-` reads it from stdin; without one the views are listed.")
     ] = None,
@@ -28,10 +29,9 @@ def sql(
     json: Json = False,
 ) -> None:
     """Ask a run in SQL: samples, groups, steps, lag, rewards, timeline."""
-    from penstock.pipeline.archive.import_run import find_archive
+    from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, views
     from penstock.pipeline.config.load import ConfigError
-    from penstock.pipeline.runtime.run_registry import resolve
 
     if csv and json:
         raise ConfigError("give either --csv or --json")
@@ -40,19 +40,17 @@ def sql(
         return
     text = sys.stdin.read() if query == "-" else query
     try:
-        if Path(run).is_dir():
-            found = ask(ArchivedTables(find_archive(Path(run))), text)
-        else:
-            with at(bootstrap, security) as log:
-                found = ask(LiveTables(log, resolve(log, run)), text)
-    except ValueError as error:  # a question that has no answer, or a folder without an export
+        with reading(run, bootstrap, security) as (log, run_id):
+            tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
+            answer = ask(tables, text)
+    except ValueError as error:  # a question that has no answer
         raise ConfigError(str(error)) from error
     if csv:
-        _print_csv(found)
+        _print_csv(answer)
     elif json:
-        emit([{name: plain(value) for name, value in row.items()} for row in found.to_pylist()])
+        emit([{name: plain(value) for name, value in row.items()} for row in answer.to_pylist()])
     else:
-        _print_table(found)
+        _print_table(answer)
 
 
 def _list(found: dict[str, list[tuple[str, str]]], *, json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, reading, say
 
 
 def runs(*, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
@@ -57,7 +57,7 @@ def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
 
 
 def report(
-    run: Run,
+    run: RunOrFolder,
     *,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples instead.")] = None,
     tokens: Annotated[int | None, typer.Option(min=0, help="With --html: how many completion tokens it shows one by one.")] = None,
@@ -67,13 +67,12 @@ def report(
 ) -> None:
     """What a run did: reward, groups by fate, times, lag, weights; with --html, as a page for a browser."""
     from penstock.pipeline.observe.report.summary import as_text, collect, render
-    from penstock.pipeline.runtime.run_registry import resolve
 
     if html is not None or tokens is not None:
         _page(run, html, tokens, bootstrap=bootstrap, security=security, json=json)
         return
-    with at(bootstrap, security) as log:
-        found = collect(log, resolve(log, run))
+    with reading(run, bootstrap, security) as (log, run_id):
+        found = collect(log, run_id)
     if json:
         emit(found)
         return
@@ -94,7 +93,6 @@ def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, se
     """Write the page of a run; a budget of the person's own may be as large as they like."""
     from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.observe.html.build import Limits, build, write
-    from penstock.pipeline.runtime.run_registry import resolve
 
     if html is None:
         raise ConfigError("--tokens is for the page of a run: add --html PATH")
@@ -103,8 +101,8 @@ def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, se
     if html.exists() and not html.is_file():  # a device or a pipe would be replaced by a file
         raise ConfigError(f"--html {html}: that is no file; give the path of one")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
-    with at(bootstrap, security) as log:
-        made = build(log, resolve(log, run), limits=limits, alive=Progress(say))
+    with reading(run, bootstrap, security) as (log, run_id):
+        made = build(log, run_id, limits=limits, alive=Progress(say))
     try:
         write(made, html.resolve())
     except OSError as error:

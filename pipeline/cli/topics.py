@@ -4,11 +4,14 @@ The rule: a record nobody can decode is shown and kept, never hidden.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say, security_settings
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, reading, refuse_folder, say
+
+if TYPE_CHECKING:
+    from penstock.pipeline.archive.export import Exported
 
 app = typer.Typer(help="Look at what flows: list, tail, show; export, import, delete.")
 
@@ -16,15 +19,14 @@ Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="prompts, rollouts, 
 
 
 @app.command("list")
-def list_topics(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
+def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """A run's topics with their partitions and records."""
     from dataclasses import asdict
 
     from penstock.pipeline.observe.records.browse import list_topics as rows_of
-    from penstock.pipeline.runtime.run_registry import resolve
 
-    with at(bootstrap, security) as log:
-        rows = rows_of(log, resolve(log, run))
+    with reading(run, bootstrap, security) as (log, run_id):
+        rows = rows_of(log, run_id)
     if json:
         emit([asdict(row) for row in rows])
         return
@@ -35,7 +37,7 @@ def list_topics(run: Run, *, bootstrap: Bootstrap = "embedded", security: Securi
 
 @app.command()
 def tail(
-    run: Run,
+    run: RunOrFolder,
     topic: Topic,
     *,
     count: Annotated[int, typer.Option("-n", min=0, help="Newest records to begin with.")] = 10,
@@ -46,18 +48,18 @@ def tail(
 ) -> None:
     """The newest records of a topic, one line each; with --json one object a line."""
     from penstock.pipeline.observe.records import browse, format
-    from penstock.pipeline.runtime.run_registry import resolve
 
     line = format.as_json_line if json else format.as_line
-    with at(bootstrap, security) as log:
-        found = resolve(log, run)
-        for record in browse.tail(log, found, topic, count=count, follow=follow):
-            print(line(record, run=found), flush=follow)
+    with reading(run, bootstrap, security) as (log, run_id):
+        if follow:
+            refuse_folder(log, "--follow")
+        for record in browse.tail(log, run_id, topic, count=count, follow=follow):
+            print(line(record, run=run_id), flush=follow)
 
 
 @app.command()
 def show(
-    run: Run,
+    run: RunOrFolder,
     topic: Topic,
     partition: Annotated[int, typer.Argument(min=0)],
     offset: Annotated[int, typer.Argument(min=0)],
@@ -67,13 +69,16 @@ def show(
     json: Json = False,
 ) -> None:
     """One record: its headers and its decoded payload."""
+    from penstock.infra.errors import RecordMissing
+    from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.observe.records import browse, format
-    from penstock.pipeline.runtime.run_registry import resolve
 
-    with at(bootstrap, security) as log:
-        found = resolve(log, run)
-        record = browse.record_at(log, found, topic, partition=partition, offset=offset)
-    view = browse.view(record, run=found)
+    with reading(run, bootstrap, security) as (log, run_id):
+        try:
+            record = browse.record_at(log, run_id, topic, partition=partition, offset=offset)
+        except RecordMissing as error:
+            raise ConfigError(str(error)) from error
+    view = browse.view(record, run=run_id)
     if json:
         emit(view)
     else:
@@ -88,19 +93,34 @@ def export_topics(
     topics: Annotated[
         list[str] | None, typer.Option("--topics", metavar="TOPIC", help="Only this one; repeatable, or with commas.")
     ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the run goes on, until it is closed or Ctrl-C.")] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
 ) -> None:
     """Write a run's topics as Parquet, byte for byte restorable; again, and it adds what is new."""
-    from dataclasses import asdict
-
-    from penstock.pipeline.archive.export import export
+    from penstock.pipeline.archive import export
     from penstock.pipeline.runtime.run_registry import resolve
 
     chosen = [name.strip() for given in topics or () for name in given.split(",") if name.strip()]
     with at(bootstrap, security) as log:
-        done = export(log, resolve(log, run), directory, topics=chosen, say=say)
+        run_id = resolve(log, run)
+        if not follow:
+            _print_export(export.export(log, run_id, directory, topics=chosen, say=say), json=json)
+            return
+        total = export.Exported(run=run_id, directory=str(directory / run_id))
+        try:
+            for done in export.follow(log, run_id, directory, topics=chosen, say=say):
+                total.add(done)
+                if done.rows:
+                    say(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
+        finally:  # also on Ctrl-C: what was exported so far can be read
+            _print_export(total, json=json)
+
+
+def _print_export(done: "Exported", *, json: bool) -> None:
+    from dataclasses import asdict
+
     if json:
         emit(asdict(done))
         return
@@ -119,14 +139,15 @@ def import_topics(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Bring an exported run to a broker, every record at the offset it had."""
+    """Bring an exported run to a broker: the same records at new offsets."""
     from dataclasses import asdict
 
-    from penstock.pipeline.archive.import_run import find_archive, import_run
+    from penstock.pipeline.archive.files import find_archive
+    from penstock.pipeline.archive.import_run import import_run
 
     archive = find_archive(directory)
     with at(bootstrap, security) as log:
-        done = import_run(log, archive, bootstrap=log.bootstrap, becomes=run_id, security=security_settings(security), say=say)
+        done = import_run(log, archive, becomes=run_id, say=say)
     if json:
         emit(asdict(done))
     else:
@@ -143,20 +164,24 @@ def delete_topics(
     security: Security = None,
     json: Json = False,
 ) -> None:
-    """Delete a run's topics and its record, for ever."""
+    """Delete a run's topics, its record and its folder on this machine, for ever."""
     from dataclasses import asdict
 
-    from penstock.pipeline.archive.delete import delete, doomed
+    from penstock.pipeline.archive.delete import delete, plan_deletion
     from penstock.pipeline.runtime.run_registry import resolve
 
     with at(bootstrap, security) as log:
         # A deletion or an import that was interrupted leaves topics without a record: those are named by the whole id.
-        found = doomed(log, run if run != "latest" and log.topics(f"{run}.") else resolve(log, run))
+        deletion = plan_deletion(log, run if run != "latest" and log.topics(f"{run}.") else resolve(log, run))
+        if not json:
+            for name, count in deletion.offsets.items():
+                print(f"{name}: {count:,} offsets{'' if yes else ' would be deleted'}")
+            if deletion.directory is not None:
+                print(f"{deletion.directory}: the run's folder{'' if yes else ' would be deleted'}")
         if yes:
-            delete(log, found, bootstrap=log.bootstrap, security=security_settings(security))
+            delete(log, deletion)
     if json:
-        emit({**asdict(found), "deleted": yes})
-        return
-    for name, count in found.offsets.items():
-        print(f"{name}: {count:,} offsets{'' if yes else ' would be deleted'}")
-    print(f"run {found.run} is deleted" if yes else f"nothing was deleted; `penstock topics delete {found.run} --yes` does it")
+        emit({**asdict(deletion), "deleted": yes})
+    else:
+        end = f"run {deletion.run} is deleted" if yes else f"nothing was deleted; `penstock topics delete {deletion.run} --yes` does it"
+        print(end)

@@ -3,14 +3,12 @@
 The rule: whatever is not public is reached through `patches.py` or this file, both checked against that one version.
 """
 
-import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kafka import TopicPartition, errors
 from kafka.producer import transaction_manager
-from kafka.record.default_records import DefaultRecordBatch
 from kafka.util import Timer
 
 from penstock.infra.kafka.client_repairs.record_format import PackedHeaders
@@ -60,28 +58,6 @@ def subscribe(consumer: Any, topics: Sequence[str], listener: Any) -> None:
         consumer.partitions_for_topic(topic)
     consumer.subscribe(topics, listener=listener)
     consumer._coordinator._handle_metadata_update(consumer._cluster)
-
-
-def leader_socket(consumer: Any, topic: str, partition: int, timeout_s: float) -> socket.socket:
-    """The connection to a partition's leader with all that is needed to be let in, for a caller who reads and writes it himself.
-
-    Nothing else may be done with the consumer while an answer is under way. Raises KafkaError.
-    """
-    consumer.partitions_for_topic(topic)
-    leader = consumer._cluster.leader_for_partition(TopicPartition(topic, partition))
-    if leader is None or leader < 0:
-        raise errors.LeaderNotAvailableError(f"{topic}/{partition} has no leader")
-    consumer._client.await_ready(leader, timeout_ms=timeout_s * 1000)
-    found: socket.socket = consumer._manager._conns[leader].transport._sock
-    found.settimeout(timeout_s)
-    return found
-
-
-def uncompressed(batch: bytes) -> bytes:
-    """The records of one batch in format v2; raises KafkaError for a compression whose library is missing."""
-    found = DefaultRecordBatch(batch)
-    found._maybe_uncompress()
-    return bytes(memoryview(found._buffer)[found._pos :])
 
 
 def has_joined(consumer: Any) -> bool:

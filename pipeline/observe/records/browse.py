@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.infra.errors import RecordMissing
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
@@ -137,8 +138,11 @@ def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: fl
 
 
 def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) -> Record:
-    """One record by its place. Raises `LogError` where there is none."""
-    return log.read(kafka_topic(run, topic), partition, [offset])[0]
+    """One record by its place. Raises `RecordMissing` where there is none."""
+    name = kafka_topic(run, topic)
+    if partition >= (count := log.partitions(name) or 0):
+        raise RecordMissing(f"{name} has no partition {partition}: {f'0 to {count - 1}' if count else 'there is no such topic'}")
+    return log.read(name, partition, [offset])[0]
 
 
 def view(record: Record, *, run: str) -> dict[str, Any]:

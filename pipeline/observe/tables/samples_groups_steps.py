@@ -30,6 +30,8 @@ SAMPLES = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("behaviour_logprobs", pa.list_(pa.float32())),
         ("loss_mask", pa.list_(pa.bool_())),
+        ("span_versions", pa.list_(pa.int32())),
+        ("span_starts", pa.list_(pa.int32())),
         ("finish", pa.string()),
         ("temperature", pa.float64()),
         ("started", _TIME),
@@ -38,6 +40,7 @@ SAMPLES = pa.schema(
         ("completion", pa.string()),
         ("reward", pa.float64()),
         ("components", pa.list_(pa.float64())),
+        ("tokens", pa.int64()),
     ]
 )
 GROUPS = pa.schema(
@@ -58,6 +61,10 @@ GROUPS = pa.schema(
         ("policy_version_max", pa.int64()),
         ("admitted", _TIME),
         ("scored", _TIME),
+        ("outcome", pa.string()),
+        ("sha256", pa.string()),
+        ("partition", pa.int64()),
+        ("offset", pa.int64()),
     ]
 )
 STEPS = pa.schema(
@@ -77,7 +84,7 @@ Read = TypeVar("Read")
 
 def samples(log: Log, run: str) -> pa.Table:
     """`SAMPLES`: every finished sample; completion, reward and its components are null until its group is scored."""
-    scored = {(group.group, sample.rollout.sample): sample for group in _groups(log, run) for sample in group.samples}
+    scored = {(group.group, sample.rollout.sample): sample for _, group in _groups(log, run) for sample in group.samples}
     found: dict[tuple[int, int], Rollout] = {}
     for record in scan(log, f"{run}.rollouts"):
         rollout = _read(rollouts.read, record, run)
@@ -90,7 +97,7 @@ def samples(log: Log, run: str) -> pa.Table:
 def groups(log: Log, run: str) -> pa.Table:
     """`GROUPS`: every admitted group; `fate` as in the report, `open` while the run goes on."""
     fate_of = fates(load(log, run))
-    outcomes = {group.group: group for group in _groups(log, run)}
+    outcomes = {group.group: (record, group) for record, group in _groups(log, run)}
     admitted: dict[int, Prompt] = {}
     for record in scan(log, f"{run}.prompts"):
         prompt = _read(prompts.read, record, run)
@@ -136,6 +143,8 @@ def _sample_row(rollout: Rollout, scored: groups_topic.ScoredSample | None) -> d
         "token_ids": rollout.token_ids,
         "behaviour_logprobs": rollout.behaviour_logprobs,
         "loss_mask": rollout.loss_mask,
+        "span_versions": rollout.span_versions,
+        "span_starts": rollout.span_starts,
         "finish": rollout.finish,
         "temperature": rollout.temperature,
         "started": rollout.started_ns,
@@ -144,10 +153,12 @@ def _sample_row(rollout: Rollout, scored: groups_topic.ScoredSample | None) -> d
         "completion": scored and scored.completion,
         "reward": scored and scored.reward,
         "components": scored and scored.components,
+        "tokens": len(rollout.token_ids),
     }
 
 
-def _group_row(prompt: Prompt, outcome: Group | None, fate: str) -> dict[str, Any]:
+def _group_row(prompt: Prompt, ended: tuple[Record, Group] | None, fate: str) -> dict[str, Any]:
+    record, outcome = ended or (None, None)
     drawn = outcome.samples if outcome else ()
     return {
         "group": prompt.group,
@@ -166,11 +177,15 @@ def _group_row(prompt: Prompt, outcome: Group | None, fate: str) -> dict[str, An
         "policy_version_max": max((sample.rollout.version_max for sample in drawn), default=None),
         "admitted": prompt.created_ns,
         "scored": outcome and outcome.scored_ns,
+        "outcome": outcome and outcome.outcome,
+        "sha256": record and dict(record.headers)["sha256"],
+        "partition": record and record.partition,
+        "offset": record and record.offset,
     }
 
 
-def _groups(log: Log, run: str) -> Iterator[Group]:
-    """The first whole outcome of each group."""
+def _groups(log: Log, run: str) -> Iterator[tuple[Record, Group]]:
+    """The first whole outcome of each group, behind the record of its first part."""
     parts, seen = groups_topic.Parts(), set[int]()
     for record in scan(log, f"{run}.groups"):
         try:
@@ -182,7 +197,7 @@ def _groups(log: Log, run: str) -> Iterator[Group]:
         whole = _read(groups_topic.read, records, run)
         if whole is not None:
             seen.add(whole.group)
-            yield whole
+            yield records[0], whole
 
 
 def _read(reader: Callable[..., tuple[Any, Read]], records: Record | Sequence[Record], run: str) -> Read | None:

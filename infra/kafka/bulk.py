@@ -1,0 +1,172 @@
+"""Whole partitions read and records written in bulk through librdkafka, for exports and imports.
+
+The rule: librdkafka's queues and one block of records are all that is in memory, however long a partition is; its errors become ours here.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+
+from penstock.infra.errors import LogError
+from penstock.infra.kafka.settings import MAX_RECORD_BYTES, Connection, librdkafka
+from penstock.topics.wire.record import Record
+
+BLOCK_BYTES = 8 << 20
+BLOCK_RECORDS = 2000
+FETCH_BYTES = 8 << 20
+QUEUE_KIB = 24 << 10
+ANSWER_S = 60.0
+SILENT_S = 60.0
+"""A broker that sends nothing for so long, although there is more to read, is given up."""
+POLL_S = 0.5
+
+
+class _Client:
+    """What librdkafka says only to its callback: why there is no connection."""
+
+    def __init__(self) -> None:
+        self._problem: str | None = None
+
+    def _note(self, error: KafkaError) -> None:
+        self._problem = str(error.str())
+
+
+class BulkReader(_Client):
+    """Reads one partition after the other; for one thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        settings = {
+            **librdkafka(connection),
+            "group.id": f"{connection.client_id}-bulk",  # the client demands one; no group is joined and nothing is committed
+            "enable.auto.commit": False,
+            "auto.offset.reset": "error",  # records that retention takes away meanwhile are an error, not a gap
+            "isolation.level": "read_committed",
+            "enable.partition.eof": True,
+            "check.crcs": True,
+            "fetch.message.max.bytes": FETCH_BYTES,
+            "queued.max.messages.kbytes": QUEUE_KIB,
+            "error_cb": self._note,
+        }
+        with _translated(f"{connection.bootstrap} cannot be read"):
+            self._consumer = Consumer(settings)
+
+    def read(self, topic: str, partition: int, *, first: int, end: int) -> Iterator[list[Record]]:
+        """The committed records from offset `first` on and below `end`, in blocks. Raises `LogError`."""
+        self._consumer.assign([TopicPartition(topic, partition, first)])
+        records: list[Record] = []
+        size, heard = 0, time.monotonic()
+        position = first
+        while position < end:
+            message = self._consumer.poll(POLL_S)
+            if message is None:
+                if time.monotonic() - heard > SILENT_S:
+                    raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
+                continue
+            heard = time.monotonic()
+            if (error := message.error()) is not None:
+                if error.code() == KafkaError._PARTITION_EOF:
+                    break  # only marks of transactions are left below `end`
+                raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
+            record = _record(message)
+            position = record.offset + 1
+            if record.offset >= end:
+                break
+            records.append(record)
+            size += len(record.value)
+            if size >= BLOCK_BYTES or len(records) >= BLOCK_RECORDS:
+                yield records
+                records, size = [], 0
+        self._consumer.unassign()
+        if records:
+            yield records
+
+    def close(self) -> None:
+        """Hang up."""
+        self._consumer.close()
+
+
+class BulkWriter(_Client):
+    """Appends records with their timestamps, in the order in which they are given; for one thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._failure: str | None = None
+        settings = {
+            **librdkafka(connection),
+            "enable.idempotence": True,
+            "acks": "all",
+            "linger.ms": 5,
+            "batch.size": 1_000_000,
+            "message.max.bytes": MAX_RECORD_BYTES + (1 << 20),
+            "queue.buffering.max.kbytes": 64 << 10,
+            "error_cb": self._note,
+        }
+        with _translated(f"{connection.bootstrap} cannot be written to"):
+            self._producer = Producer(settings)
+
+    def append(self, record: Record) -> None:
+        """Hand a record over; its offset is ignored. Raises `LogError` once any record was refused."""
+        self._produce(
+            record.topic,
+            partition=record.partition,
+            key=record.key,
+            value=record.value,
+            headers=list(record.headers),
+            timestamp=record.timestamp_ms,
+        )
+
+    def tombstone(self, topic: str, key: bytes) -> None:
+        """Remove what a compacted topic of one partition holds under a key."""
+        self._produce(topic, partition=0, key=key, value=None)
+
+    def flush(self) -> None:
+        """Wait until everything is acknowledged. Raises `LogError`."""
+        if self._producer.flush(ANSWER_S):
+            raise LogError(f"records were not acknowledged within {ANSWER_S:g} s: {self._problem or 'the broker is silent'}")
+        self._check()
+
+    def _produce(self, topic: str, **record: Any) -> None:
+        until = time.monotonic() + ANSWER_S
+        with _translated(f"{topic}: a record was not written"):
+            while True:
+                try:
+                    self._producer.produce(topic, on_delivery=self._delivered, **record)
+                    break
+                except BufferError as error:  # the client's queue is full
+                    self._producer.poll(0.1)
+                    if time.monotonic() > until:
+                        raise LogError(f"{topic}: nothing was acknowledged for {ANSWER_S:g} s: {self._problem or 'silence'}") from error
+        self._producer.poll(0)
+        self._check()
+
+    def _delivered(self, error: KafkaError | None, message: Any) -> None:
+        if error is not None and self._failure is None:
+            self._failure = f"{message.topic()}/{message.partition()}: a record was not written: {error.str()}"
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise LogError(self._failure)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except KafkaException as error:
+        raise LogError(f"{what}: {error.args[0].str()}") from error
+
+
+def _record(message: Any) -> Record:
+    return Record(
+        topic=message.topic(),
+        partition=message.partition(),
+        offset=message.offset(),
+        timestamp_ms=message.timestamp()[1],
+        key=message.key(),
+        headers=tuple(message.headers() or ()),
+        value=message.value() or b"",
+    )
