@@ -75,7 +75,6 @@ def _begin(source: Source) -> Facts:
         terms=terms_of(config, info),
         schedule=config.get("schedule"),
         status=status,
-        rescored_from=info.get("rescored_from", {}).get("run"),
         begins=begins,
     )
 

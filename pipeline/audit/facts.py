@@ -155,8 +155,6 @@ class Facts:
     """The schedule's section as the register of runs has it."""
     status: str | None
     """What the register of runs says of it; None when it is not registered."""
-    rescored_from: str | None = None
-    """The run whose prompts and samples it holds, if `penstock replay score` wrote it."""
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
     begins: dict[tuple[str, int], int] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""What an audit tells beside violations: duplicates, samples drawn again, what could not be judged.
+"""What an audit says beside violations: duplicates, samples drawn again, what could not be judged.
 
-The rule: a note breaks no promise; whatever is one-sided or rests on clocks is told here, with its figures.
+The rule: a note breaks no promise; whatever is one-sided or rests on clocks is said here, with its figures.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
@@ -73,32 +73,77 @@ def letters(facts: Facts) -> dict[str, int]:
 
 def notes(facts: Facts) -> Iterator[str]:
     """Whatever a person should know, a line each."""
+    for note in _NOTES:
+        yield from note(facts)
+
+
+def _under_way(facts: Facts) -> Iterator[str]:
     if facts.closed is None:
         yield "the run is under way: groups without a fate are open, and records without a dead letter are not judged"
         if facts.unusable:
             yield f"{len(facts.unusable)} records cannot be used, {len(facts.letters)} dead letters are there so far"
+
+
+def _killers(facts: Facts) -> Iterator[str]:
     if facts.killers:
         yield f"{len(facts.killers)} records were set aside because they had ended their readers"
-    if facts.rescored_from is not None:
-        yield f"prompts and samples are copies: `penstock audit {facts.rescored_from}` judges how they were admitted and drawn"
-    elif roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}:
+
+
+def _silent_roles(facts: Facts) -> Iterator[str]:
+    if roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}:
         yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read by anybody"
-    if facts.rescored_from is None and not one_clock(facts):
+
+
+def _clocks(facts: Facts) -> Iterator[str]:
+    if not one_clock(facts):
         yield "feeder and trainer were not on one machine: times of admission and of versions were not compared"
+
+
+def _missing_measurements(facts: Facts) -> Iterator[str]:
     if gaps := sum(max(worker.seqs) + 1 - len(worker.seqs) for worker in facts.workers.values()):
         yield f"{gaps} measurements are missing between others of their process"
+
+
+def _lost_samples(facts: Facts) -> Iterator[str]:
     admitted = facts.first_prompts()
     places = [(admitted.get(sample.group), sample) for sample in facts.samples]
     if lost := sum(prompt is None or prompt.where.partition != sample.where.partition for prompt, sample in places):
         yield f"{lost} samples belong to no prompt of their partition"
+
+
+def _unusable_letters(facts: Facts) -> Iterator[str]:
     if strangers := sum(record.where.topic == "dead-letters" for record in facts.unusable):
         yield f"{strangers} records in dead-letters cannot be used; nobody reads that topic"
+
+
+def _unread(facts: Facts) -> Iterator[str]:
     if left := len(unaccounted(facts)) - sum(1 for _ in accounted(facts)):
         yield f"{left} records cannot be used and have no dead letter; nothing shows that a reader had come to them before the run ended"
-    if released := sorted(version for version, found in facts.recomputed.items() if found.released):
-        yield f"chunks of {len(released)} versions were released by retention: their digests cannot be recomputed"
+
+
+def _digests(facts: Facts) -> Iterator[str]:
+    if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
+        yield f"chunks of {released} versions were released by retention: their digests cannot be recomputed"
     if deltas := sum(fact.manifest.base_version is not None for fact in facts.manifests):
         yield f"{deltas} versions are changes to another one: their chunks were compared, their digests not recomputed"
-    if (again := redrawn(facts)) and (workers := Counter(found.again.worker for found in again)):
+
+
+def _redrawn(facts: Facts) -> Iterator[str]:
+    if again := redrawn(facts):
+        workers = Counter(sample.again.worker for sample in again)
         who = ", ".join(f"{worker} {count}" for worker, count in workers.most_common())
         yield f"{len(again)} samples were begun after the first record of them had been sent ({who}); --json lists them"
+
+
+_NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
+    _under_way,
+    _killers,
+    _silent_roles,
+    _clocks,
+    _missing_measurements,
+    _lost_samples,
+    _unusable_letters,
+    _unread,
+    _digests,
+    _redrawn,
+)

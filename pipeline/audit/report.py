@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.pipeline.audit.check import Violation
 from penstock.pipeline.audit.checks.groups import fates
-from penstock.pipeline.audit.checks.registry import Result, Violation, examine
+from penstock.pipeline.audit.checks.registry import Result, examine
 from penstock.pipeline.audit.collect import gather
 from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.audit.notes import duplicates, letters, notes, redrawn
-from penstock.pipeline.audit.source import Source
+from penstock.pipeline.audit.source import Source, Unreadable
 
 SHOWN = 5
 """Violations of one check that are printed; --json has them all."""
@@ -34,6 +35,8 @@ class Audit:
 def audit(source: Source) -> Audit:
     """Read a run and judge it; raises `Unreadable`."""
     facts = gather(source)
+    if facts.closed is not None and not facts.workers:
+        raise Unreadable(f"run {facts.run} is closed and no worker has measured anything in it: it holds nobody's work to judge")
     return Audit(facts=facts, results=tuple(examine(facts)))
 
 

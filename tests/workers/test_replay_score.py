@@ -180,8 +180,8 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         assert first == pytest.approx(sum(taken) / len(taken))
         assert cli.main(["replay", "score", recorded.run, "--bootstrap", recorded.bootstrap, "--write", run_id]) == 2
         assert "exists already" in capsys.readouterr().err.splitlines()[-1]
-        assert cli.main(["audit", run_id, "--bootstrap", recorded.bootstrap]) == 0
-        assert f"`penstock audit {recorded.run}` judges how they were admitted and drawn" in capsys.readouterr().out
+        assert cli.main(["audit", run_id, "--bootstrap", recorded.bootstrap]) == 1
+        assert capsys.readouterr().err.splitlines()[-1].endswith("no worker has measured anything in it: it holds nobody's work to judge")
         unused = str(_scored_first(log, run_id, 1)[0])
         assert cli.main(["explain", run_id, unused, "--bootstrap", recorded.bootstrap]) == 0
         assert f"a re-scoring of {recorded.run}, without a trainer" in capsys.readouterr().out

@@ -3,9 +3,9 @@
 The rule: a record without a dead letter is a violation only where the log proves that its reader has passed it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from penstock.pipeline.audit.checks.registry import Check, Violation
+from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, OutcomeFact, SampleFact, Unusable, Where
 from penstock.topics.catalogue import RUNS_TOPIC
 
@@ -81,40 +81,66 @@ def _dropped_unread(record: Unusable, outcomes: Mapping[int, OutcomeFact], sampl
 
 
 def _passed(facts: Facts, topic: str, partition: int) -> int:
-    """An offset up to which a partition was read, certainly."""
-    outcomes, trained, stale = facts.first_outcomes(), facts.trained(), facts.stale()
-    found: list[int] = []
-    if topic == "prompts":
-        drawn = {sample.group for sample in facts.samples}
-        found = [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in drawn]
-    elif topic == "rollouts":
-        ended = {group for group, outcome in outcomes.items() if outcome.samples}
-        found = [sample.where.offset for (p, group, _), sample in facts.first_samples().items() if p == partition and group in ended]
-    elif topic == "groups":
-        used = {**trained, **stale}
-        found = [fact.where.offset for group, fact in outcomes.items() if group in used and fact.where.partition == partition]
-    elif topic == "weights" and partition:
-        # Before a manifest is written, what lies between its chunks and the last version's is looked at.
-        manifests = [fact.manifest for fact in facts.manifests]
-        places = [place for found in manifests for place in zip(found.chunk_partitions, found.chunk_offsets, strict=True)]
-        found = [offset for p, offset in places if p == partition]
-    elif topic == "weights":
+    """An offset up to which a partition was read, certainly; -1 where nothing shows it."""
+    read = _READ.get(topic)
+    return max(read(facts, partition), default=-1) if read is not None else -1
+
+
+def _drawn_prompts(facts: Facts, partition: int) -> list[int]:
+    """Prompts that samples were drawn from."""
+    drawn = {sample.group for sample in facts.samples}
+    return [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in drawn]
+
+
+def _scored_samples(facts: Facts, partition: int) -> list[int]:
+    """Samples of groups whose outcome holds samples."""
+    ended = {group for group, outcome in facts.first_outcomes().items() if outcome.samples}
+    return [sample.where.offset for (at, group, _), sample in facts.first_samples().items() if at == partition and group in ended]
+
+
+def _used_groups(facts: Facts, partition: int) -> list[int]:
+    """Outcomes that were trained or found stale."""
+    used = facts.trained().keys() | facts.stale().keys()
+    return [fact.where.offset for group, fact in facts.first_outcomes().items() if group in used and fact.where.partition == partition]
+
+
+def _listed_weights(facts: Facts, partition: int) -> list[int]:
+    """Chunks of manifests; of the manifests themselves all but the last two."""
+    if partition == 0:
         # A round was trained since: its groups came by the same reader, behind this record.
-        found = sorted(fact.where.offset for fact in facts.manifests)[:-2]
-    elif topic in ("ledger", "metrics"):
-        found = _tracked(facts, topic)
-    return max(found, default=-1)
+        return sorted(fact.where.offset for fact in facts.manifests)[:-2]
+    # Before a manifest is written, what lies between its chunks and the last version's is looked at.
+    manifests = [fact.manifest for fact in facts.manifests]
+    places = [place for listed in manifests for place in zip(listed.chunk_partitions, listed.chunk_offsets, strict=True)]
+    return [offset for at, offset in places if at == partition]
 
 
-def _tracked(facts: Facts, topic: str) -> list[int]:
-    """What a tracker that ended in order has read: the ledger to its end, the measurements up to the others' last ones."""
-    final = max((worker.final or -1 for worker in facts.workers.values() if worker.role == "tracker"), default=-1)
-    if final < 0:
-        return []
-    if topic == "ledger":
-        return [fact.where.offset for fact in facts.entries if fact.entry.kind == "run-closed"]
+def _tracked_ledger(facts: Facts, _: int) -> list[int]:
+    """The closing entry, if a tracker has ended in order: it reads the ledger to its end."""
+    closing = [fact.where.offset for fact in facts.entries if fact.entry.kind == "run-closed"]
+    return closing if _tracker_end(facts) >= 0 else []
+
+
+def _tracked_metrics(facts: Facts, _: int) -> list[int]:
+    """The others' last measurements, as far as they came before the tracker's own."""
     others = [worker.final for worker in facts.workers.values() if worker.role != "tracker" and worker.final is not None]
-    return [offset for offset in others if offset < final]
+    return [offset for offset in others if offset < _tracker_end(facts)]
+
+
+def _tracker_end(facts: Facts) -> int:
+    """The offset of the last measurement of a tracker that ended in order; -1 if none did."""
+    return max((worker.final or -1 for worker in facts.workers.values() if worker.role == "tracker"), default=-1)
+
+
+_READ: Mapping[str, Callable[[Facts, int], list[int]]] = {
+    "prompts": _drawn_prompts,
+    "rollouts": _scored_samples,
+    "groups": _used_groups,
+    "weights": _listed_weights,
+    "ledger": _tracked_ledger,
+    "metrics": _tracked_metrics,
+}
+"""Topic -> the offsets of one of its partitions that the log shows to have been read."""
 
 
 CHECKS = (

@@ -6,7 +6,7 @@ The rule: an outcome is judged against the prompt and the samples that stand in 
 from collections.abc import Iterator
 from functools import partial
 
-from penstock.pipeline.audit.checks.registry import Check, Violation
+from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts
 from penstock.pipeline.audit.rules import DROPS
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from functools import partial
 
-from penstock.pipeline.audit.checks.registry import Check, Violation
+from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.facts import Facts
 
 
@@ -98,7 +98,6 @@ CHECKS = (
         counts="prompts",
         examined=lambda facts: len(facts.first_prompts()),
         rule=arithmetic,
-        of_the_work=True,
     ),
     Check(
         name="backpressure",
@@ -106,7 +105,6 @@ CHECKS = (
         counts="prompts",
         examined=lambda facts: len(facts.first_prompts()),
         rule=backpressure,
-        of_the_work=True,
     ),
     Check(
         name="sample-versions",
@@ -114,6 +112,5 @@ CHECKS = (
         counts="samples",
         examined=lambda facts: len(facts.samples),
         rule=versions,
-        of_the_work=True,
     ),
 )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
-from penstock.pipeline.audit.checks.registry import Check, Violation
+from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.facts import EntryFact, Facts, Where
 from penstock.pipeline.audit.rules import DROPS, as_object
 

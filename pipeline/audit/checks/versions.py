@@ -3,45 +3,59 @@
 The rule: a digest is believed when it was recomputed from the chunks' bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
-from penstock.pipeline.audit.checks.registry import Check, Violation
-from penstock.pipeline.audit.facts import EntryFact, Facts, Where
+from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed, Where
+from penstock.topics.ledger import Entry
+from penstock.topics.weights import Manifest
 
 
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Versions are 0 to n, each with one manifest and one entry of the ledger, after the step that completes it."""
-    terms, manifests, entries, done = facts.terms, facts.first_manifests(), dict[int, EntryFact](), 0
+    manifests, entries = facts.first_manifests(), dict[int, EntryFact]()
+    done = 0
     for fact in facts.entries:
         done += fact.entry.kind == "step"
-        if fact.entry.kind != "version":
-            continue
-        version, place = fact.entry.version or 0, partial(Violation, version=fact.entry.version, where=fact.where)
-        if version in entries:
-            yield place(text=f"version {version} was published in entry {entries[version].entry.seq} already")
-        elif version != len(entries):
-            yield place(text=f"version {version} follows version {len(entries) - 1}")
-        if fact.entry.step != terms.step_of(version) or done < terms.step_of(version):
-            text = (
-                f"version {version} came at step {fact.entry.step} with {done} steps committed, it belongs to step {terms.step_of(version)}"
-            )
-            yield place(text=text)
-        entries.setdefault(version, fact)
-        if version not in manifests:
-            yield place(text=f"version {version} has an entry in the ledger and no manifest")
-        elif manifests[version].manifest.step != fact.entry.step:
-            yield place(text=f"the manifest of version {version} says step {manifests[version].manifest.step}")
-    for manifest in facts.manifests:
-        version, place = manifest.manifest.version, partial(Violation, version=manifest.manifest.version, where=manifest.where)
-        if manifest is not manifests[version]:
-            yield place(text=f"version {version} has another manifest at {manifests[version].where}")
-        elif version not in entries and (facts.closed is not None or version < max(entries, default=-1)):
-            yield place(text=f"the manifest of version {version} has no entry in the ledger")
+        if fact.entry.kind == "version":
+            for text in _entry_flaws(facts, manifests, fact.entry, entries, done=done):
+                yield Violation(text=text, version=fact.entry.version, where=fact.where)
+            entries.setdefault(fact.entry.version or 0, fact)
+    yield from _manifest_flaws(facts, entries)
     if facts.closed is not None:
-        newest = terms.newest_version(done)
+        newest = facts.terms.newest_version(done)
         for version in sorted(set(range(newest + 1)) - set(entries)):
             yield Violation(text=f"version {version} was never published, {done} steps make {newest} versions", version=version)
+
+
+def _entry_flaws(
+    facts: Facts, manifests: Mapping[int, ManifestFact], entry: Entry, entries: Mapping[int, EntryFact], *, done: int
+) -> Iterator[str]:
+    """What is wrong with a version's entry, behind `entries` and so many committed steps."""
+    version, belongs = entry.version or 0, facts.terms.step_of(entry.version or 0)
+    if version in entries:
+        yield f"version {version} was published in entry {entries[version].entry.seq} already"
+    elif version != len(entries):
+        yield f"version {version} follows version {len(entries) - 1}"
+    if entry.step != belongs or done < belongs:
+        yield f"version {version} came at step {entry.step} with {done} steps committed, it belongs to step {belongs}"
+    manifest = manifests.get(version)
+    if manifest is None:
+        yield f"version {version} has an entry in the ledger and no manifest"
+    elif manifest.manifest.step != entry.step:
+        yield f"the manifest of version {version} says step {manifest.manifest.step}"
+
+
+def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[Violation]:
+    """Manifests that stand twice, or without an entry."""
+    manifests, newest = facts.first_manifests(), max(entries, default=-1)
+    for fact in facts.manifests:
+        version, place = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
+        if fact is not manifests[version]:
+            yield place(text=f"version {version} has another manifest at {manifests[version].where}")
+        elif version not in entries and (facts.closed is not None or version < newest):
+            yield place(text=f"the manifest of version {version} has no entry in the ledger")
 
 
 def chunks(facts: Facts) -> Iterator[Violation]:
@@ -67,50 +81,78 @@ def digests(facts: Facts) -> Iterator[Violation]:
     """The digest recomputed from a version's chunks is the one of manifest and ledger; the base versions lead to one that stands alone."""
     manifests, broken = facts.first_manifests(), {violation.version for violation in chunks(facts)}
     for version, fact in sorted(manifests.items()):
-        found, place = facts.recomputed.get(version), partial(Violation, version=version, where=fact.where)
-        if found is not None and version not in broken:
-            if found.problem is not None:
-                yield place(text=f"version {version} cannot be put together: {found.problem}")
-            elif found.digest is not None and found.digest != fact.manifest.digest:
-                yield place(text=f"its tensors have the digest {found.digest[:16]}…, the manifest says {fact.manifest.digest[:16]}…")
-        base = fact.manifest.base_version
-        if base is not None and not (base < version and base in manifests):
-            yield place(text=f"version {version} is to be applied to version {base}, which is not before it")
-        if (base is None) != (fact.manifest.encoding == "full"):
-            yield place(text=f"encoding {fact.manifest.encoding} with base version {base}")
-    for entry in facts.entries:
-        told, place = entry.entry, partial(Violation, version=entry.entry.version, where=entry.where)
-        if told.kind == "version" and told.version in manifests and told.digest != manifests[told.version].manifest.digest:
-            yield place(text=f"the ledger's digest of version {told.version} is not its manifest's")
+        recomputed = None if version in broken else facts.recomputed.get(version)
+        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests)):
+            if text is not None:
+                yield Violation(text=text, version=version, where=fact.where)
+    for entry, where in [(fact.entry, fact.where) for fact in facts.entries]:
+        if entry.kind == "version" and entry.version in manifests and entry.digest != manifests[entry.version].manifest.digest:
+            text = f"the ledger's digest of version {entry.version} is not its manifest's"
+            yield Violation(text=text, version=entry.version, where=where)
+
+
+def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | None:
+    if recomputed is None:
+        return None
+    if recomputed.problem is not None:
+        return f"version {manifest.version} cannot be put together: {recomputed.problem}"
+    if recomputed.digest not in (None, manifest.digest):
+        return f"its tensors have the digest {(recomputed.digest or '')[:16]}…, the manifest says {manifest.digest[:16]}…"
+    return None
+
+
+def _base_flaws(manifest: Manifest, manifests: Container[int]) -> Iterator[str]:
+    base = manifest.base_version
+    if base is not None and not (base < manifest.version and base in manifests):
+        yield f"version {manifest.version} is to be applied to version {base}, which is not before it"
+    if (base is None) != (manifest.encoding == "full"):
+        yield f"encoding {manifest.encoding} with base version {base}"
 
 
 def ends(facts: Facts) -> Iterator[Violation]:
     """Steps, checkpoints and the closing entry have the digest of the version that was published at their step."""
+    versions = [fact.entry for fact in facts.entries if fact.entry.kind == "version"]
+    published = {version.step or 0: version for version in versions}
     manifests = {fact.manifest.step: fact.manifest for fact in facts.first_manifests().values()}
-    published: dict[int, tuple[int, str | None]] = {}
-    newest: EntryFact | None = None
     done = 0
     for fact in facts.entries:
         entry = fact.entry
-        if entry.kind == "version":
-            published[entry.step or 0] = (entry.version or 0, entry.digest)
-            newest = fact
-    for fact in facts.entries:
-        entry, place = fact.entry, partial(Violation, step=fact.entry.step, version=fact.entry.version, where=fact.where)
         done += entry.kind == "step"
         if entry.kind == "checkpoint":
-            version, digest = published.get(entry.step or 0, (None, None))
-            if (entry.step or 0) > done:
-                yield place(text=f"a checkpoint of step {entry.step} when {done} steps were committed")
-            elif digest is not None and entry.digest is not None and entry.digest != digest:
-                yield place(text=f"the checkpoint at step {entry.step} has another digest than version {version}")
-            elif digest is not None and entry.version not in (None, version):
-                yield place(text=f"the checkpoint at step {entry.step} says version {entry.version}, it is version {version}")
-        after = manifests.get(done)
-        if entry.kind == "step" and after is not None and entry.digest not in (None, after.digest):
-            yield place(text=f"step {entry.step} ended in another digest than version {after.version}")
-        if entry.kind == "run-closed" and newest is not None and entry.digest != newest.entry.digest:
-            yield place(text=f"the run was closed with another digest than that of version {newest.entry.version}")
+            text = _checkpoint_flaw(entry, published.get(entry.step or 0), done=done)
+        elif entry.kind == "step":
+            text = _step_flaw(entry, manifests.get(done))
+        else:
+            text = _closing_flaw(entry, versions[-1:])
+        if text is not None:
+            yield Violation(text=text, step=entry.step, version=entry.version, where=fact.where)
+
+
+def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str | None:
+    """What is wrong with a checkpoint; `version` was published at its step."""
+    if (entry.step or 0) > done:
+        return f"a checkpoint of step {entry.step} when {done} steps were committed"
+    if version is None or version.digest is None:
+        return None
+    if entry.digest not in (None, version.digest):
+        return f"the checkpoint at step {entry.step} has another digest than version {version.version}"
+    if entry.version not in (None, version.version):
+        return f"the checkpoint at step {entry.step} says version {entry.version}, it is version {version.version}"
+    return None
+
+
+def _step_flaw(entry: Entry, manifest: Manifest | None) -> str | None:
+    """What is wrong with a step's digest; `manifest` is of the version after it."""
+    if manifest is None or entry.digest in (None, manifest.digest):
+        return None
+    return f"step {entry.step} ended in another digest than version {manifest.version}"
+
+
+def _closing_flaw(entry: Entry, newest: list[Entry]) -> str | None:
+    """What is wrong with the closing entry's digest; `newest` is the last version, if there is any."""
+    if entry.kind != "run-closed" or all(entry.digest == version.digest for version in newest):
+        return None
+    return f"the run was closed with another digest than that of version {newest[0].version}"
 
 
 def _chunks(facts: Facts) -> int:

@@ -19,16 +19,17 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RecordMissing
+from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.archive import import_run as importing
+from penstock.infra.paths import run_directory
+from penstock.pipeline.archive import export as exporting
 from penstock.pipeline.archive.archived_log import ArchivedLog
-from penstock.pipeline.archive.delete import delete, doomed
-from penstock.pipeline.archive.export import Exported, export
-from penstock.pipeline.archive.files import UNFINISHED, Archive
-from penstock.pipeline.archive.import_run import find_archive, import_run
+from penstock.pipeline.archive.delete import delete, plan_deletion
+from penstock.pipeline.archive.export import Exported, export, follow
+from penstock.pipeline.archive.files import UNFINISHED, Archive, find_archive
+from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS, Kind
-from penstock.pipeline.archive.source import TopicRows
 from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import ConfigError
@@ -80,23 +81,19 @@ def everything(log: KafkaLog | ArchivedLog, run: str) -> dict[str, list[Record]]
     return {topic: sorted(scan(log, f"{run}.{topic}"), key=lambda r: (r.partition, r.offset)) for topic in TOPICS}  # type: ignore[arg-type]
 
 
-def ends(log: KafkaLog, run: str) -> dict[Any, int]:
-    return {t: log.end_offsets([(f"{run}.{t}", p) for p in range(log.partitions(f"{run}.{t}") or 0)]) for t in TOPICS}
-
-
 def written(log: KafkaLog, run: str, directory: Path, **chosen: Any) -> Exported:
     return export(log, run, directory, **chosen)
 
 
 def deleted(log: KafkaLog, run: str) -> None:
-    delete(log, doomed(log, run), bootstrap=log.bootstrap)
+    delete(log, plan_deletion(log, run))
     while log.topics(f"{run}."):
         time.sleep(0.05)
 
 
-def test_an_imported_run_is_the_exported_one_at_the_same_offsets(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+def test_an_archive_reads_as_the_run_and_an_import_gives_the_same_report(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
     tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
-    before, report, reached = everything(log, run_id), collect(log, run_id), ends(log, run_id)
+    before, report = everything(log, run_id), collect(log, run_id)
     done = written(log, run_id, tmp_path)
     assert done.rows == {kind: count for kind, count in done.rows.items() if count}
     assert sum(done.rows.values()) - done.rows["runs"] == sum(map(len, before.values()))
@@ -105,19 +102,65 @@ def test_an_imported_run_is_the_exported_one_at_the_same_offsets(log: KafkaLog, 
     assert summarise(load(archived, run_id)) == report  # type: ignore[arg-type]
 
     with pytest.raises(ConfigError, match="exists already on this broker"):
-        import_run(log, find_archive(tmp_path), bootstrap=log.bootstrap)
+        import_run(log, find_archive(tmp_path))
     deleted(log, run_id)
-    imported = import_run(log, find_archive(tmp_path / run_id), bootstrap=log.bootstrap)
+    imported = import_run(log, find_archive(tmp_path / run_id))
     assert imported.records == {topic: len(records) for topic, records in before.items()}
-    assert everything(log, run_id) == before
-    assert ends(log, run_id) == reached
+    after = everything(log, run_id)
+    for topic in ("prompts", "rollouts", "groups", "metrics"):  # these refer to no offset
+        assert [replace(record, offset=0) for record in after[topic]] == [replace(record, offset=0) for record in before[topic]]
     assert collect(log, run_id) == report
-    assert importing.MARK not in {name.rpartition(".")[2] for name in log.topics(run_id)}
 
     other = f"{run_id}-b"
-    import_run(log, find_archive(tmp_path), becomes=other, bootstrap=log.bootstrap)
+    import_run(log, find_archive(tmp_path), becomes=other)
     assert {**collect(log, other), "run": run_id} == report
-    assert ends(log, other) == {t: {(f"{other}.{t}", p): end for (_, p), end in found.items()} for t, found in reached.items()}
+
+
+def test_an_archive_reads_only_the_row_groups_that_hold_an_offset(
+    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.pipeline.archive.files.ROW_GROUP_ROWS", 1)
+    monkeypatch.setattr("penstock.infra.kafka.bulk.BLOCK_RECORDS", 1)
+    tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
+    written(log, run_id, tmp_path)
+    archive, taken = find_archive(tmp_path), list[int]()
+    whole = Archive.row_group
+
+    def noted(self: Archive, path: Path, number: int) -> pa.Table:
+        taken.append(number)
+        return whole(self, path, number)
+
+    monkeypatch.setattr(Archive, "row_group", noted)
+    records = [record for record in everything(log, run_id)["groups"] if record.partition == 0]
+    assert len(list(archive.row_groups(KINDS["groups"], 0))) == len(records) > 3
+    wanted = [records[3], records[1]]
+    archived = ArchivedLog(archive)
+    assert archived.read(f"{run_id}.groups", 0, [record.offset for record in wanted]) == wanted
+    assert taken == [1, 3]
+    assert archived.read(f"{run_id}.groups", 0, [records[3].offset]) == [records[3]]
+    assert taken == [1, 3]
+    with pytest.raises(RecordMissing, match=r"groups/0 has no record at offset 9000 in "):
+        archived.read(f"{run_id}.groups", 0, [9000])
+
+
+def test_an_export_follows_a_run_until_it_is_closed_and_ctrl_c_leaves_an_archive_that_can_be_read(
+    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "LEAST_PAUSE_S", 0.5)
+    monkeypatch.setattr(exporting, "SETTLE_S", 0.1)
+    told = list(Teller(run_id, steps=STEPS).whole())
+    tell(log, run_id, told[: len(told) // 2])
+    rounds = follow(log, run_id, tmp_path)
+    assert next(rounds).rows["ledger"]
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+    assert next(rounds).rows == {}
+    rounds.close()  # as Ctrl-C does
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
+    rounds = follow(log, run_id, tmp_path)
+    assert next(rounds).rows == {}
+    tell(log, run_id, told[len(told) // 2 :], seed=1)
+    assert sum(done.rows.get("ledger", 0) for done in rounds)
+    assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
 
 
 def test_a_second_export_adds_what_is_new_and_a_third_nothing(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
@@ -139,7 +182,7 @@ def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, ru
         written(log, run_id, tmp_path, topics=["rolouts"])
     assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "rollouts"}
     with pytest.raises(ValueError, match=r"no whole export, prompts, groups, .* missing: `penstock topics export` goes on with it"):
-        import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b", bootstrap=log.bootstrap)
+        import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, run_id, tmp_path)
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
 
@@ -148,20 +191,20 @@ def test_an_interrupted_export_leaves_whole_files_only_and_the_next_one_complete
     log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell(log, run_id, list(Teller(run_id, steps=1).whole()))
-    read, kinds = TopicRows.read, list[str]()
+    read, kinds = exporting.read_tables, list[str]()
 
-    def interrupted(self: TopicRows, kind: Kind, partition: int, **between: int) -> Iterator[tuple[pa.Table, int]]:
-        yield from read(self, kind, partition, **between)
+    def interrupted(reader: Any, kind: Kind, partition: int, **between: Any) -> Iterator[tuple[pa.Table, int]]:
+        yield from read(reader, kind, partition, **between)
         kinds.append(kind.name)
         if kind.name == "groups":
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(TopicRows, "read", interrupted)
+        patched.setattr(exporting, "read_tables", interrupted)
         with pytest.raises(KeyboardInterrupt):
             written(log, run_id, tmp_path)
     assert not list(tmp_path.rglob(f"*{UNFINISHED}")) and not list(tmp_path.rglob("groups/*/*.parquet"))
-    assert {kind.name for kind in Archive(tmp_path, run_id).tables()} == set(kinds) - {"groups"} != set()
+    assert {name for name, kind in KINDS.items() if Archive(tmp_path, run_id).partitions(kind)} == set(kinds) - {"groups"} != set()
     written(log, run_id, tmp_path)
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
 
@@ -182,7 +225,6 @@ def dying(self, offset):
     global left
     left -= 1
     if left < 0:
-        assert "pandas" not in sys.modules  # half a second of every export
         self._flush()
         os.kill(os.getpid(), signal.SIGKILL)
     return finish(self, offset)
@@ -204,7 +246,7 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(l
         for path in tmp_path.rglob("*.parquet"):
             assert pq.read_table(path).num_rows
         with pytest.raises(ValueError, match="no whole export"):
-            import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b", bootstrap=log.bootstrap)
+            import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, run_id, tmp_path)
     assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
     assert everything(ArchivedLog(find_archive(tmp_path)), run_id) == everything(log, run_id)
@@ -219,17 +261,21 @@ def test_another_run_of_the_same_id_is_not_added_to_an_export(log: KafkaLog, run
         written(log, run_id, tmp_path)
 
 
-def test_an_import_that_was_killed_is_begun_anew(log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_import_that_was_killed_has_left_is_named_and_can_be_deleted(
+    log: KafkaLog, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tell(log, run_id, list(Teller(run_id, steps=1).whole()))
-    before, other, said = everything(log, run_id), f"{run_id}-b", list[str]()
+    before, other = everything(log, run_id), f"{run_id}-b"
     written(log, run_id, tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(importing, "_wait_for_ends", lambda *_: 1 / 0)
+        patched.setattr(BulkWriter, "flush", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            import_run(log, find_archive(tmp_path), becomes=other, bootstrap=log.bootstrap)
+            import_run(log, find_archive(tmp_path), becomes=other)
     assert find(log, other) is None
-    import_run(log, find_archive(tmp_path), becomes=other, bootstrap=log.bootstrap, say=said.append)
-    assert said == [f"an import of {other} was begun before and not finished: beginning anew"]
+    with pytest.raises(ConfigError, match=f"`penstock topics delete {other} --yes` removes what an interrupted import has left"):
+        import_run(log, find_archive(tmp_path), becomes=other)
+    deleted(log, other)
+    import_run(log, find_archive(tmp_path), becomes=other)
     assert [len(records) for records in everything(log, other).values()] == [len(records) for records in before.values()]
 
 
@@ -251,13 +297,12 @@ def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(log
         log.read(topic, 0, [0, 1, offsets[3], offsets[5]])
     with pytest.raises(LogError, match=rf"{topic}/0 has no committed record at offset 9000"):
         log.read(topic, 0, [offsets[5], 9000])
-    # What an export has is not lost, what a new one cannot have is where the import begins.
+    # What an export has is not lost, what a new one cannot have an import has not.
     assert written(log, run_id, tmp_path).gone == []
     written(log, run_id, tmp_path / "late")
     other = f"{run_id}-b"
-    import_run(log, find_archive(tmp_path / "late"), becomes=other, bootstrap=log.bootstrap)
-    assert log.begin_offsets([(f"{other}.rollouts", 0)]) == {(f"{other}.rollouts", 0): offsets[4]}
-    assert [record.offset for record in everything(log, other)["rollouts"] if record.partition == 0] == offsets[4:]
+    import_run(log, find_archive(tmp_path / "late"), becomes=other)
+    assert [record.offset for record in everything(log, other)["rollouts"] if record.partition == 0] == list(range(len(offsets) - 4))
 
 
 def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
@@ -266,20 +311,22 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
     teller = Teller(run_id, steps=1, created_s=time.time())
     tell(log, run_id, [teller.record("running"), teller.opened(), teller.measured_by("trainer")])
     with pytest.raises(ValueError, match=f"run {run_id} is running, trainer at work: stop it first"):
-        doomed(log, run_id)
+        plan_deletion(log, run_id)
     told = teller.measured_by("trainer", "final")
     tell(log, run_id, [told])
-    found = doomed(log, run_id)
+    found = plan_deletion(log, run_id)
     assert found.offsets[f"{run_id}.metrics"] > 1
+    folder = run_directory(run_id)
+    (folder / "logs").mkdir(parents=True)
     command = ["topics", "delete", run_id, "--bootstrap", broker]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert f"{run_id}.metrics" in shown and "nothing was deleted" in shown
-    assert find(log, run_id) is not None
+    assert f"{run_id}.metrics" in shown and f"{folder}: the run's folder would be deleted" in shown and "nothing was deleted" in shown
+    assert find(log, run_id) is not None and folder.is_dir()
     assert main([*command, "--yes"]) == 0
-    assert run_id not in [record.run for record in all_runs(log)]
+    assert run_id not in [record.run for record in all_runs(log)] and not folder.exists()
     with pytest.raises(ValueError, match=f"no run '{run_id}' on this broker"):
-        doomed(log, run_id)
+        plan_deletion(log, run_id)
 
 
 @pytest.mark.slow
@@ -290,27 +337,13 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     written(log, run_id, tmp_path)
     report = collect(log, run_id)
     live = LiveTables(log, run_id)
-    for tables in (live, ArchivedTables(find_archive(tmp_path))):
-        found = ask(tables, "select * from samples")
-        expected = samples(log, run_id)
-        for name in (
-            "group",
-            "sample",
-            "policy_version_min",
-            "token_ids",
-            "behaviour_logprobs",
-            "completion",
-            "reward",
-            "components",
-            "worker",
-        ):
-            assert found[name].to_pylist() == expected[name].to_pylist(), name
-        found, wanted = ask(tables, "select * from groups"), groups(log, run_id)
-        for name in ("group", "fate", "reason", "samples", "reward_mean", "prompt", "prompt_ids", "policy_version_max"):
-            assert found[name].to_pylist() == wanted[name].to_pylist(), name
-        found, wanted = ask(tables, "select * from steps"), steps(log, run_id)
-        for name in ("step", "version", "groups", "loss", "reward_trained"):
-            assert found[name].to_pylist() == wanted[name].to_pylist(), name
+    for tables in (live, ArchivedTables(ArchivedLog(find_archive(tmp_path)))):
+        for name, table in (("samples", samples(log, run_id)), ("groups", groups(log, run_id)), ("steps", steps(log, run_id))):
+            found = ask(tables, f"select * from {name}")
+            assert found.column_names == table.column_names
+            for column in table.column_names:
+                if not pa.types.is_timestamp(table.schema.field(column).type):
+                    assert found[column].to_pylist() == table[column].to_pylist(), column
         assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
         assert ask(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
         assert ask(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]

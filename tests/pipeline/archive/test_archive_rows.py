@@ -10,34 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.infra.kafka.blocks import Batch, Block, parse, varint
-from penstock.infra.kafka.client_repairs.record_format import PackedHeaders, record_body
-from penstock.pipeline.archive.arrays import array
-from penstock.pipeline.archive.identity import Identity
-from penstock.pipeline.archive.laying import Step, first_kept, steps
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
+from penstock.pipeline.archive.relocation import GONE, Relocation
 from penstock.pipeline.archive.restore import to_records, whole_groups
-from penstock.pipeline.archive.rollouts_rows import RolloutRows
 from penstock.pipeline.archive.rows import to_table
-from penstock.topics import dead_letters, groups, rollouts, weights
+from penstock.topics import dead_letters, groups, ledger, rollouts, weights
 from penstock.topics.rollouts import Rollout
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN, Teller, as_records
-
-HEADERS = KINDS["rollouts"].schema.field("headers").type
-
-
-def as_block(records: list[Record]) -> Block:
-    """What the broker sends of records, in one batch."""
-    data = bytearray()
-    for record in records:
-        headers = PackedHeaders(record.headers)
-        offset, time_ms = record.offset, record.timestamp_ms - records[0].timestamp_ms
-        body = record_body(offset_delta=offset, time_delta_ms=time_ms, key=record.key, value=record.value, headers=headers)
-        data += varint(len(body)) + body
-    batch = Batch(0, len(data), len(records), 0, records[0].timestamp_ms, None)
-    return parse(records[0].topic, records[0].partition, data, [batch])
 
 
 def drawn(number: int, rng: np.random.Generator) -> Rollout:
@@ -177,41 +158,12 @@ def test_records_of_every_topic_come_back_byte_for_byte(name: str) -> None:
     assert table["raw"].null_count < len(records)
 
 
-def test_many_samples_become_the_rows_that_each_alone_would_become() -> None:
+def test_samples_of_any_shape_come_back_byte_for_byte_and_are_not_kept_twice() -> None:
     rng = np.random.default_rng(1)
-    records = [sample_record(drawn(number, rng), number) for number in range(700)]
-    records += [replace(flipped(records[number], rng), offset=1000 + number) for number in range(300)]
-    records += [replace(foreign(records[0]), offset=2000), replace(records[1], offset=2001, headers=records[1].headers[:4])]
-    rows = RolloutRows(RUN)
-    rows.table(as_block(records[:50]))
-    found = rows.table(as_block(records))
-    assert found.equals(to_table(KINDS["rollouts"], records, run=RUN))
-    assert back(KINDS["rollouts"], found) == records
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        (pa.int32(), [1, None, -(2**31)]),
-        (pa.float64(), [0.5, None, float("inf")]),
-        (pa.string(), ["", None, "é\n"]),
-        (pa.binary(), [b"\xff", None, b""]),
-        (pa.timestamp("ms", tz="UTC"), [1, None, 1_700_000_000_000]),
-        (HEADERS, [[{"name": "a", "value": b"1"}, {"name": "", "value": None}], None, []]),
-    ],
-)
-def test_our_arrays_are_those_of_pyarrow(kind: pa.DataType, values: list[Any]) -> None:
-    for some in (values, values[:1], values[1:2] * 9, []):
-        found = array(some, kind)
-        found.validate(full=True)
-        assert found.equals(pa.array(some, kind))
-
-
-def test_rows_without_a_record_of_a_known_shape_go_the_long_way() -> None:
-    record = replace(sample_record(drawn(1, np.random.default_rng(2)), 0), value=b"?", headers=())
-    table = RolloutRows(RUN).table(as_block([record]))
-    assert table["problem"].to_pylist() == ["missing-header: header 'run' is missing"]
-    assert back(KINDS["rollouts"], table) == [record]
+    records = [sample_record(drawn(number, rng), number) for number in range(200)]
+    table = to_table(KINDS["rollouts"], records, run=RUN)
+    assert table["raw"].null_count == table["headers"].null_count == len(records)
+    assert back(KINDS["rollouts"], table) == records
 
 
 def changed(table: pa.Table, row: int, change: Any) -> pa.Table:
@@ -260,29 +212,57 @@ def test_a_row_that_cannot_be_a_record_is_named() -> None:
         back(KINDS["rollouts"], table)
 
 
+def noted(relocation: Relocation, *names: str) -> Relocation:
+    for name in names:
+        for record in RECORDS[name]:
+            relocation.note(KINDS[name], record)
+    return relocation
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_under_another_id_sound_records_stay_sound_and_there_and_back_is_nothing(name: str) -> None:
     kind = KINDS[name]
-    there, again = Identity(run=RUN, becomes="other"), Identity(run="other", becomes=RUN)
+    there, again = noted(Relocation(RUN, "other"), *KINDS), Relocation("other", RUN)
     for record in RECORDS[name]:
         moved = there.apply(kind, record)
         assert RUN.encode() not in (moved.key or b"") and dict(moved.headers).get("run") != RUN.encode()
-        if to_table(kind, [record], run=RUN)["problem"][0].as_py() is None:
+        row = to_table(kind, [record], run=RUN)
+        if row["problem"][0].as_py() is None:
             assert to_table(kind, [moved], run="other")["problem"][0].as_py() is None
-            if to_table(kind, [record], run=RUN)["raw"][0].as_py() is None and record.key is not None:
+            refers = name in ("weights", "ledger", "dead-letters")  # to offsets, which are others afterwards
+            if not refers and row["raw"][0].as_py() is None and record.key is not None:
                 assert again.apply(kind, moved) == record
 
 
-def test_gaps_become_marks_of_transactions_and_aborted_ones() -> None:
-    one = RECORDS["ledger"][0]
-    at = [replace(one, offset=offset) for offset in (0, 1, 3, 4, 9)]
-    assert list(steps(at, begin=0, end=11)) == [
-        Step(together=(at[0], at[1])),
-        Step(plain=(at[2], at[3]), aborted=3),
-        Step(together=(at[4],)),
+def test_what_a_record_refers_to_is_named_at_its_new_offset() -> None:
+    relocation = noted(Relocation(RUN, RUN), "groups")
+    (manifest,), (chunk,) = [r for r in RECORDS["weights"] if r.offset == 0], [r for r in RECORDS["chunks"] if r.offset == 0]
+    assert weights.decode(relocation.apply(KINDS["weights"], manifest).value).chunk_offsets == (GONE,)
+    relocation.note(KINDS["chunks"], replace(chunk, offset=-9))
+    relocation.note(KINDS["chunks"], chunk)
+    assert weights.decode(relocation.apply(KINDS["weights"], manifest).value).chunk_offsets == (1,)
+    assert relocation.offset("groups", 0, RECORDS["groups"][-1].offset) == len(RECORDS["groups"]) - 1
+
+    steps = [ledger.decode(r.value) for r in RECORDS["ledger"] if r.offset < 1000 and ledger.decode(r.value).kind == "step"]
+    moved = [
+        ledger.read(relocation.apply(KINDS["ledger"], record), run=RUN)[1]
+        for record in RECORDS["ledger"]
+        if record.offset < 1000 and ledger.decode(record.value).kind == "step"
     ]
-    assert list(steps([], begin=2, end=2)) == []
-    assert list(steps([], begin=0, end=5)) == [Step(aborted=4)]
-    assert first_kept(7, 8, 20) == 8
-    assert first_kept(7, 9, 20) == 7
-    assert first_kept(7, None, 8) == 8
+    for before, after in zip(steps, moved, strict=True):
+        new = [relocation.offset("groups", planned.partition, planned.offset) for planned in before.plan]
+        assert [planned.offset for planned in after.plan] == new
+        assert replace(before, plan=()) == replace(after, plan=())
+
+
+def test_a_dead_letter_carries_the_record_as_it_is_after_an_import() -> None:
+    relocation = Relocation(RUN, "other")
+    refused = replace(RECORDS["rollouts"][1], offset=7)
+    relocation.note(KINDS["rollouts"], replace(refused, offset=3))
+    relocation.note(KINDS["rollouts"], refused)
+    moved = relocation.apply(KINDS["dead-letters"], letter_about(refused))
+    letter = dead_letters.read(moved, run="other")[1]
+    wanted = relocation.apply(KINDS["rollouts"], refused)
+    assert moved.key == b"other.rollouts/0/1"
+    assert (letter.topic, letter.partition, letter.offset) == ("other.rollouts", 0, 1)
+    assert (letter.key, letter.headers, letter.value) == (wanted.key, wanted.headers, wanted.value)

@@ -1,0 +1,74 @@
+"""An export that an earlier version wrote (`tests/data/archive_format_1`): four steps of a toy run, exported on 2026-11-22."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+import penstock
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive.files import find_archive
+from penstock.pipeline.archive.import_run import import_run
+from penstock.pipeline.audit.report import audit_kafka
+from penstock.pipeline.cli import main
+from penstock.pipeline.observe.report.summary import collect
+from tests.support.paths import ROOT
+
+DIR = ROOT / "tests" / "data" / "archive_format_1"
+DIGEST = "3a4a807613e72f8fa5f6db8d372397588b793ca691af562ba34ba6394ac6dbee"
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker, client_id="test")
+    yield opened
+    opened.close()
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_every_reading_command_takes_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(DIR / "old")
+    assert json.loads(printed(capsys, "report", folder, "--json"))["steps"] == 4
+    assert "audit: clean, 8 groups, 4 steps, 5 versions" in printed(capsys, "audit", folder)
+    assert "group 3 of run old: trained" in printed(capsys, "explain", folder, "3")
+    assert "rollouts        2 partitions         32 offsets" in printed(capsys, "topics", "list", folder)
+    assert len(printed(capsys, "topics", "tail", folder, "ledger", "-n", "2").splitlines()) == 2
+    assert "prompt_ids" in printed(capsys, "topics", "show", folder, "groups", "0", "0")
+    steps = json.loads(printed(capsys, "sql", folder, "select step, digest from steps", "--json"))
+    assert [step["step"] for step in steps] == [0, 1, 2, 3] and steps[-1]["digest"] == DIGEST
+    assert "8 of 8 groups judged again" in printed(capsys, "replay", "score", folder, "--reward", "exact_match")
+    with penstock.open(folder) as run:
+        assert (run.id, run.samples().num_rows, run.groups().num_rows, run.steps().num_rows) == ("old", 32, 8, 4)
+
+
+def test_its_steps_are_trained_again_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    said = printed(capsys, "replay", "train", str(DIR), "--model", str(DIR / "model"))
+    assert f"old: all 4 steps are the same bit for bit, 4 weights digests compared; weights {DIGEST[:16]}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["topics", "show", str(DIR), "groups", "5", "0"], "old.groups has no partition 5: 0 to 1"),
+        (["topics", "show", str(DIR), "groups", "0", "9999"], "has no record at offset 9999"),
+        (["topics", "tail", str(DIR), "groups", "--follow"], "--follow needs a broker: `penstock topics import"),
+        (["replay", "score", str(DIR), "--write", "new"], "--write needs a broker: `penstock topics import"),
+        (["report", str(DIR / "model")], "holds no export"),
+    ],
+)
+def test_what_an_archive_cannot_give_is_one_line_and_wrong_usage(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == 1
+
+
+def test_its_import_gives_the_same_report_and_a_clean_audit(log: KafkaLog, broker: str, run_id: str) -> None:
+    import_run(log, find_archive(DIR), becomes=run_id)
+    report = collect(log, run_id)
+    assert (report["steps"], report["samples"], report["versions"]) == (4, 32, 4)
+    judged = audit_kafka(broker, run_id)
+    assert judged.clean, judged
