@@ -11,9 +11,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli import audit, broker, fork, machine, replay, run, sql, topics
-from penstock.pipeline.cli import explain as explaining
-from penstock.pipeline.cli import status as looking
+from penstock.pipeline.cli import audit, broker, doctor, fork, model, replay, report, run, sql, status, topics
+from penstock.pipeline.cli import explain as explain_command
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -27,19 +26,19 @@ app = typer.Typer(
 app.command(rich_help_panel="Train")(run.run)
 app.command(rich_help_panel="Train")(run.create)
 app.command(rich_help_panel="Train")(run.worker)
-app.command(rich_help_panel="Look")(looking.runs)
-app.command(rich_help_panel="Look")(looking.status)
-app.command(rich_help_panel="Look")(looking.report)
+app.command(rich_help_panel="Look")(status.runs)
+app.command(rich_help_panel="Look")(status.status)
+app.command(rich_help_panel="Look")(report.report)
 app.command(rich_help_panel="Look")(audit.audit)
-app.command(rich_help_panel="Look")(explaining.explain)
+app.command(rich_help_panel="Look")(explain_command.explain)
 app.command(rich_help_panel="Look")(sql.sql)
 app.add_typer(topics.app, name="topics", rich_help_panel="Look")
-app.command(rich_help_panel="Look")(looking.graph)
+app.command(rich_help_panel="Look")(status.graph)
 app.command(rich_help_panel="Replay")(fork.fork)
 app.add_typer(replay.app, name="replay", rich_help_panel="Replay")
 app.add_typer(broker.app, name="broker", rich_help_panel="This machine")
-app.add_typer(machine.model_app, name="model", rich_help_panel="This machine")
-app.command(rich_help_panel="This machine")(machine.doctor)
+app.add_typer(model.app, name="model", rich_help_panel="This machine")
+app.command(rich_help_panel="This machine")(doctor.doctor)
 
 
 def _version(wanted: bool) -> None:

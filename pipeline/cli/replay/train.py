@@ -1,4 +1,4 @@
-"""`penstock replay`: do a stage of a run again, from its log. The rule: the run's own topics are only read."""
+"""`penstock replay train`: recorded steps trained again. The rule: the run's own topics are only read."""
 
 import sys
 from pathlib import Path
@@ -7,23 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, refuse_folder, say
-from penstock.pipeline.cli.replay_rollout import rollout
-from penstock.pipeline.cli.replay_score import score
 
 if TYPE_CHECKING:
     from penstock.pipeline.replay.recording import Recording
     from penstock.pipeline.replay.train.overrides import WhatIf
     from penstock.pipeline.replay.train.verify import Asked
 
-app = typer.Typer(help="Do a stage of a run again, from its log: unchanged, to see that it is the same, or changed, to see what if.")
-
-app.command()(rollout)
-app.command()(score)
-
 MODEL = "A directory with the model's config.json, if not where the configuration says; the weights are in the log."
 
 
-@app.command()
 def train(
     run: RunOrFolder,
     *,

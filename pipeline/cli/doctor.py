@@ -1,0 +1,26 @@
+"""`penstock doctor`: what this machine has and lacks. The rule: it changes nothing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, emit
+
+
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file whose GPUs are to be placed, too.")] = None,
+    *,
+    bootstrap: Bootstrap = "embedded",
+    json: Json = False,
+) -> int:
+    """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
+    from penstock.pipeline.config.load import load
+    from penstock.pipeline.launch.doctor import as_text, examine
+
+    findings = examine(bootstrap=bootstrap, config=None if config is None else load(config))
+    if json:
+        emit([finding.as_dict() for finding in findings])
+    else:
+        print(as_text(findings))
+    return 1 if any(finding.level == "fail" for finding in findings) else 0

@@ -1,0 +1,36 @@
+"""`penstock model`: models to begin with. The rule: they are made on this machine, nothing is downloaded."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Json, emit, say
+
+app = typer.Typer(help="Models to begin with.")
+
+
+@app.callback()
+def _models() -> None:
+    """Keeps `tiny` a subcommand although it is the only one."""
+
+
+@app.command()
+def tiny(
+    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    *,
+    seed: Annotated[int, typer.Option(help="Of its weights and of its warm start.")] = 0,
+    json: Json = False,
+) -> None:
+    """Make a tiny Qwen3 with its tokenizer and a short supervised warm start; nothing is downloaded."""
+    from penstock.pipeline.envs.tiny.model import make_tiny_model
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step % 50 == 0 or step == steps:
+            say(f"warm start {step}/{steps}, loss {loss:.3f}")
+
+    path = make_tiny_model(directory, seed=seed, progress=progress)
+    if json:
+        emit({"path": str(path), "seed": seed})
+    else:
+        print(path)

@@ -1,0 +1,86 @@
+"""`penstock report`: what a run did, as text or as a page. The rule: the run's topics are only read."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
+
+
+def report(
+    run: RunOrFolder,
+    *,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples instead.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=0, help="With --html: how many completion tokens it shows one by one.")] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """What a run did: reward, groups by fate, times, lag, weights; with --html, as a page for a browser."""
+    from penstock.pipeline.observe.report.summary import as_text, collect, render
+
+    if html is not None or tokens is not None:
+        _page(run, html, tokens, bootstrap=bootstrap, security=security, json=json)
+        return
+    with reading(run, bootstrap, security) as (log, run_id):
+        found = collect(log, run_id)
+    if json:
+        emit(found)
+        return
+    from penstock.infra.paths import run_directory
+
+    directory: Path | None = run_directory(str(found["run"]))
+    if directory is not None and not directory.is_dir():
+        directory = None
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(render(found, directory=directory))
+    else:
+        print(as_text(found, directory=directory), end="")
+
+
+def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, security: list[str] | None, json: bool) -> None:
+    """Write the page of a run; a budget of the person's own may be as large as they like."""
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.observe.html.build import Limits, build, write
+
+    if html is None:
+        raise ConfigError("--tokens is for the page of a run: add --html PATH")
+    if html.is_dir() or not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: {'that is a folder' if html.is_dir() else 'there is no such folder'}; give the path of a file")
+    if html.exists() and not html.is_file():  # a device or a pipe would be replaced by a file
+        raise ConfigError(f"--html {html}: that is no file; give the path of one")
+    limits = Limits() if tokens is None else Limits().with_tokens(tokens)
+    with reading(run, bootstrap, security) as (log, run_id):
+        made = build(log, run_id, limits=limits, alive=Progress(say))
+    try:
+        write(made, html.resolve())
+    except OSError as error:
+        raise ConfigError(f"--html {html}: {error.strerror}") from error
+    if json:
+        emit({"path": str(html), **made.facts})
+        return
+    print(
+        f"{html}: {made.facts['bytes'] / 1e6:.1f} MB; {made.facts['samples'][0]:,} samples, {made.facts['tokens'][0]:,} tokens one by one"
+    )
+    for note in made.facts["left_out"]:
+        say(note)
+
+
+class Progress:
+    """A line every few seconds while something reads a log; it may be called as often as one likes."""
+
+    def __init__(self, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
+        self._say, self._every_s = say, every_s
+        self._began = self._said = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._said >= self._every_s:
+            self._said = now
+            self._say(f"reading the log, for {now - self._began:.0f} s")
