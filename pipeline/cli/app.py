@@ -11,8 +11,18 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli import audit, broker, doctor, fork, model, replay, report, run, sql, status, topics
-from penstock.pipeline.cli import explain as explain_command
+from penstock.pipeline.cli.audit import audit
+from penstock.pipeline.cli.broker import app as broker_app
+from penstock.pipeline.cli.doctor import doctor
+from penstock.pipeline.cli.explain import explain as explain_group
+from penstock.pipeline.cli.fork import fork
+from penstock.pipeline.cli.model import app as model_app
+from penstock.pipeline.cli.replay import app as replay_app
+from penstock.pipeline.cli.report import report
+from penstock.pipeline.cli.run import create, run, worker
+from penstock.pipeline.cli.sql import sql
+from penstock.pipeline.cli.status import graph, runs, status
+from penstock.pipeline.cli.topics import app as topics_app
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -23,22 +33,22 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(rich_help_panel="Train")(run.run)
-app.command(rich_help_panel="Train")(run.create)
-app.command(rich_help_panel="Train")(run.worker)
-app.command(rich_help_panel="Look")(status.runs)
-app.command(rich_help_panel="Look")(status.status)
-app.command(rich_help_panel="Look")(report.report)
-app.command(rich_help_panel="Look")(audit.audit)
-app.command(rich_help_panel="Look")(explain_command.explain)
-app.command(rich_help_panel="Look")(sql.sql)
-app.add_typer(topics.app, name="topics", rich_help_panel="Look")
-app.command(rich_help_panel="Look")(status.graph)
-app.command(rich_help_panel="Replay")(fork.fork)
-app.add_typer(replay.app, name="replay", rich_help_panel="Replay")
-app.add_typer(broker.app, name="broker", rich_help_panel="This machine")
-app.add_typer(model.app, name="model", rich_help_panel="This machine")
-app.command(rich_help_panel="This machine")(doctor.doctor)
+app.command(rich_help_panel="Train")(run)
+app.command(rich_help_panel="Train")(create)
+app.command(rich_help_panel="Train")(worker)
+app.command(rich_help_panel="Look")(runs)
+app.command(rich_help_panel="Look")(status)
+app.command(rich_help_panel="Look")(report)
+app.command(rich_help_panel="Look")(audit)
+app.command(rich_help_panel="Look")(explain_group)
+app.command(rich_help_panel="Look")(sql)
+app.add_typer(topics_app, name="topics", rich_help_panel="Look")
+app.command(rich_help_panel="Look")(graph)
+app.command(rich_help_panel="Replay")(fork)
+app.add_typer(replay_app, name="replay", rich_help_panel="Replay")
+app.add_typer(broker_app, name="broker", rich_help_panel="This machine")
+app.add_typer(model_app, name="model", rich_help_panel="This machine")
+app.command(rich_help_panel="This machine")(doctor)
 
 
 def _version(wanted: bool) -> None:
@@ -62,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     try:
-        status = _invoke([word for word in given if word != "--debug"])
+        exit_status = _invoke([word for word in given if word != "--debug"])
         sys.stdout.flush()
-        return status
+        return exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -74,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # the process's edge: whatever it is becomes one line
         if debug:
             traceback.print_exc()
-        message, status = explain(error)
+        message, exit_status = explain(error)
         if message:
             print(f"penstock: {message}", file=sys.stderr)
-        return status
+        return exit_status
 
 
 def _invoke(words: list[str]) -> int:

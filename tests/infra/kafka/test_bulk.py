@@ -1,0 +1,89 @@
+"""Partitions read and written in bulk against the same records read one by one."""
+
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import bulk
+from penstock.infra.kafka.bulk import BulkReader, BulkWriter
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.kafka.settings import Connection
+from penstock.topics.wire.record import Record
+from tests.support.log_helpers import make_topics, outgoing, write
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker, client_id="test")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def reader(log: KafkaLog) -> Iterator[BulkReader]:
+    opened = BulkReader(log.connection)
+    yield opened
+    opened.close()
+
+
+def test_blocks_hold_the_committed_records_between_two_offsets(
+    log: KafkaLog, reader: BulkReader, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "BLOCK_RECORDS", 7)
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"%d" % number for number in range(20)])
+    transactions = log.transactions(f"{run_id}.writer")
+    transactions.commit([outgoing(topic, b"together", partition=0)])
+    transactions.close()
+    tail = log.tail({(topic, 0): "earliest"})
+    records = tail.read_to_end(30.0)
+    tail.close()
+    end = log.end_offsets([(topic, 0)])[topic, 0]
+    assert end == records[-1].offset + 2  # the mark of the transaction
+    blocks = list(reader.read(topic, 0, first=0, end=end))
+    assert [len(block) for block in blocks] == [7, 7, 7]
+    assert [record for block in blocks for record in block] == records
+    assert [record for block in reader.read(topic, 0, first=3, end=12) for record in block] == records[3:12]
+
+
+def test_a_block_is_full_at_its_bytes_too(log: KafkaLog, reader: BulkReader, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "BLOCK_BYTES", 2500)
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"x" * 1000] * 7)
+    assert [len(block) for block in reader.read(topic, 0, first=0, end=7)] == [3, 3, 1]
+
+
+def test_offsets_that_were_deleted_are_an_error_and_not_a_gap(log: KafkaLog, reader: BulkReader, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"%d" % number for number in range(5)])
+    for future in AdminClient({"bootstrap.servers": log.bootstrap}).delete_records([TopicPartition(topic, 0, 3)]).values():
+        future.result(30)
+    with pytest.raises(LogError, match=rf"^{topic}/0 cannot be read: "):
+        list(reader.read(topic, 0, first=0, end=5))
+
+
+def test_records_are_appended_with_their_timestamps_and_a_refused_one_is_an_error(log: KafkaLog, reader: BulkReader, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    records = [
+        Record(topic=topic, partition=1, offset=n, timestamp_ms=1_600_000_000_000 + n, key=None, headers=(("a", b"\xff"),), value=b"%d" % n)
+        for n in range(50)
+    ]
+    writer = BulkWriter(log.connection)
+    for record in records:
+        writer.append(record)
+    writer.flush()
+    assert [record for block in reader.read(topic, 1, first=0, end=50) for record in block] == records
+    with pytest.raises(LogError, match=f"^{topic}"):
+        writer.append(Record(topic=topic, partition=99, offset=0, timestamp_ms=1, key=None, headers=(), value=b""))
+        writer.flush()
+
+
+def test_a_broker_that_does_not_answer_is_named_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "SILENT_S", 1.0)
+    reader = BulkReader(Connection(bootstrap="127.0.0.1:9", client_id="test"))
+    with pytest.raises(LogError, match=r"t/0: nothing came for 1 s: .*127\.0\.0\.1:9"):
+        list(reader.read("t", 0, first=0, end=5))
+    reader.close()
