@@ -49,6 +49,8 @@ class BulkReader(_Client):
             "check.crcs": True,
             "fetch.message.max.bytes": FETCH_BYTES,
             "queued.max.messages.kbytes": QUEUE_KIB,
+            "fetch.queue.backoff.ms": 5,  # the default of 1 s is a pause after every full queue
+            "fetch.wait.max.ms": 10,  # the default of 500 ms is how long the next partition waits for an answer about the last one
             "error_cb": self._note,
         }
         with _translated(f"{connection.bootstrap} cannot be read"):

@@ -29,6 +29,11 @@ def reader(log: KafkaLog) -> Iterator[BulkReader]:
     opened.close()
 
 
+def appended(writer: BulkWriter, record: Record) -> None:
+    writer.append(record)
+    writer.flush()
+
+
 def test_blocks_hold_the_committed_records_between_two_offsets(
     log: KafkaLog, reader: BulkReader, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,8 +64,9 @@ def test_a_block_is_full_at_its_bytes_too(log: KafkaLog, reader: BulkReader, run
 def test_offsets_that_were_deleted_are_an_error_and_not_a_gap(log: KafkaLog, reader: BulkReader, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a")
     write(log, topic, [b"%d" % number for number in range(5)])
-    for future in AdminClient({"bootstrap.servers": log.bootstrap}).delete_records([TopicPartition(topic, 0, 3)]).values():
-        future.result(30)
+    admin = AdminClient({"bootstrap.servers": log.bootstrap})
+    for future in admin.delete_records([TopicPartition(topic, 0, 3)]).values():
+        future.result(60)
     with pytest.raises(LogError, match=rf"^{topic}/0 cannot be read: "):
         list(reader.read(topic, 0, first=0, end=5))
 
@@ -76,9 +82,9 @@ def test_records_are_appended_with_their_timestamps_and_a_refused_one_is_an_erro
         writer.append(record)
     writer.flush()
     assert [record for block in reader.read(topic, 1, first=0, end=50) for record in block] == records
+    lost = Record(topic=topic, partition=99, offset=0, timestamp_ms=1, key=None, headers=(), value=b"")
     with pytest.raises(LogError, match=f"^{topic}"):
-        writer.append(Record(topic=topic, partition=99, offset=0, timestamp_ms=1, key=None, headers=(), value=b""))
-        writer.flush()
+        appended(writer, lost)
 
 
 def test_a_broker_that_does_not_answer_is_named_by_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
