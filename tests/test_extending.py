@@ -14,6 +14,7 @@ from penstock.infra.engines import registry as engines
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms import registry as algorithms
+from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.checks import prompts as prompt_checks
 from penstock.pipeline.audit.checks import registry as audit_checks
 from penstock.pipeline.cli import app as cli
@@ -174,9 +175,9 @@ def test_a_new_configuration_key() -> None:
 
 def test_a_new_audit_check(monkeypatch: pytest.MonkeyPatch) -> None:
     facts: Any = MappingProxyType({"prompts": 2})
-    toy = audit_checks.Check(
+    toy = Check(
         name="toy", promise="no toys", counts="toys", examined=lambda facts: facts["prompts"],
-        rule=lambda _: [audit_checks.Violation(text="a toy")],
+        rule=lambda _: [Violation(text="a toy")],
     )  # fmt: skip
     monkeypatch.setattr(prompt_checks, "CHECKS", (*prompt_checks.CHECKS, toy))
     found = next(check for check in audit_checks.all_checks() if check.name == "toy")
