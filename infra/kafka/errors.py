@@ -14,7 +14,6 @@ from kafka.net.compat import KafkaNetClient
 
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.client_repairs import faults
-from penstock.infra.kafka.client_repairs.event_loop import CallersLoop
 from penstock.infra.kafka.settings import Connection, connecting
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
@@ -92,7 +91,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     made: list[Any] = []
 
     def net_client(**configs: Any) -> Any:
-        made.append(KafkaNetClient(net=CallersLoop(**configs), **configs, **connecting()))
+        made.append(KafkaNetClient(**configs, **connecting()))
         return made[0]
 
     reasons = _Reasons()

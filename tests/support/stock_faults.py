@@ -15,6 +15,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.errors import KafkaError
 from kafka.future import Future
 from kafka.protocol.consumer import SyncGroupRequest
+from kafka.protocol.producer import ProduceRequest
 
 
 def _with_late_answers(bootstrap: str, topic: str, *, late_s: float, which: Callable[[int], bool]) -> tuple[Any, list[Any]]:
@@ -115,7 +116,55 @@ def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
     return {"committed": committed, "found": found}
 
 
-FAULTS = {fault.__name__: fault for fault in (late_second_join, short_polls, refused_record, commit_without_its_record)}
+def stalled_broker(bootstrap: str, topic: str) -> dict[str, Any]:
+    """An idempotent producer after one record that is not acknowledged in time: do later ones arrive?"""
+    producer = KafkaProducer(bootstrap_servers=bootstrap, delivery_timeout_ms=1500, request_timeout_ms=700)
+    manager = producer._sender._client._manager
+    send, requests = manager.send, []
+
+    def stalled_once(request: Any, *args: Any, **options: Any) -> Any:
+        future = send(request, *args, **options)
+        if not isinstance(request, ProduceRequest):
+            return future
+        requests.append(request)
+        return Future() if len(requests) == 2 else future
+
+    manager.send = stalled_once
+    return {"outcomes": [_sent(producer, topic, value) for value in (b"a", b"b", b"c", b"d")]}
+
+
+class _Foreign(str):
+    """A header name whose bytes are not UTF-8."""
+
+    def encode(self, *_: Any) -> bytes:
+        return b"\xff\xfe"
+
+
+def foreign_header_name(bootstrap: str, topic: str) -> dict[str, Any]:
+    """A record with a header name that is not UTF-8, then another one: what does a reader get?"""
+    producer = KafkaProducer(bootstrap_servers=bootstrap)
+    for value, name in ((b"foreign", _Foreign("name")), (b"next", "name")):
+        producer.send(topic, value, partition=0, headers=[(name, b"1")]).get(10)
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    reader.assign([TopicPartition(topic, 0)])
+    values: list[str] = []
+    names: list[str] = []
+    end = time.monotonic() + 4
+    while time.monotonic() < end and len(values) < 2:
+        try:
+            polled = reader.poll(timeout_ms=500)
+        except UnicodeDecodeError:
+            continue
+        for record in [record for records in polled.values() for record in records]:
+            values.append(bytes(record.value).decode())
+            names.append(record.headers[0][0])
+    return {"values": values, "names": names}
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (late_second_join, short_polls, refused_record, stalled_broker, commit_without_its_record, foreign_header_name)
+}
 
 if __name__ == "__main__":
     if sys.argv[2] == "repaired":
