@@ -116,16 +116,13 @@ def _unreachable(connection: Connection, reason: str) -> LogUnreachable:
 
 def probe(connection: Connection) -> None:
     """Raise LogUnreachable at once when nothing listens at any of the addresses; says why."""
-    reason = "no address given"
-    servers = connection.bootstrap.split(",")
+    reason = ""
+    servers = connection.servers()
     patience_s = min(5.0, connection.unreachable_after_s) / len(servers)
-    for server in servers:
-        host, colon, port = server.strip().rpartition(":")
-        if not colon or not port.isdigit():
-            raise LogUnreachable(f"kafka.bootstrap {connection.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+    for host, port in servers:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
-        except (OSError, OverflowError) as error:
+            socket.create_connection((host, int(port)), timeout=patience_s).close()
+        except OSError as error:
             reason = getattr(error, "strerror", None) or one_line(error)
         else:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
-from kafka.errors import KafkaError
+from kafka.errors import KafkaError, RequestTimedOutError
 from kafka.future import Future
 from kafka.protocol.consumer import SyncGroupRequest
 from kafka.protocol.producer import ProduceRequest
@@ -117,20 +117,21 @@ def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
 
 
 def stalled_broker(bootstrap: str, topic: str) -> dict[str, Any]:
-    """An idempotent producer after one record that is not acknowledged in time: do later ones arrive?"""
+    """An idempotent producer, no request of which is answered until a record has run out of time: do later ones arrive?"""
     producer = KafkaProducer(bootstrap_servers=bootstrap, delivery_timeout_ms=1500, request_timeout_ms=700)
+    outcomes = [_sent(producer, topic, b"a")]
     manager = producer._sender._client._manager
-    send, requests = manager.send, []
+    send = manager.send
 
-    def stalled_once(request: Any, *args: Any, **options: Any) -> Any:
-        future = send(request, *args, **options)
-        if not isinstance(request, ProduceRequest):
-            return future
-        requests.append(request)
-        return Future() if len(requests) == 2 else future
+    def unanswered(request: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(request, ProduceRequest):
+            return Future().failure(RequestTimedOutError())
+        return send(request, *args, **options)
 
-    manager.send = stalled_once
-    return {"outcomes": [_sent(producer, topic, value) for value in (b"a", b"b", b"c", b"d")]}
+    manager.send = unanswered
+    outcomes.append(_sent(producer, topic, b"b"))
+    manager.send = send
+    return {"outcomes": [*outcomes, _sent(producer, topic, b"c"), _sent(producer, topic, b"d")]}
 
 
 class _Foreign(str):
@@ -153,7 +154,7 @@ def foreign_header_name(bootstrap: str, topic: str) -> dict[str, Any]:
     while time.monotonic() < end and len(values) < 2:
         try:
             polled = reader.poll(timeout_ms=500)
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, KafkaError):
             continue
         for record in [record for records in polled.values() for record in records]:
             values.append(bytes(record.value).decode())
