@@ -202,9 +202,9 @@ def _lost_batch_fails_its_transaction() -> None:
 
 
 def _foreign_header_name_is_read() -> None:
-    """A record whose header name is not UTF-8 stops its reader for good: decoding raises, and the partition yields nothing any more.
+    """A record whose header name is not UTF-8 stops its reader for good: poll() raises once, and the next one never returns.
 
-    Repro: foreign_header_name. Report: "a header name that is not UTF-8 raises UnicodeDecodeError and ends the partition's iterator".
+    Repro: foreign_header_name. Report: "poll() spins for ever behind a record with a header name that is not UTF-8".
     """
     batch: Any = default_records.DefaultRecordBatch
     stock = batch._read_msg
