@@ -33,6 +33,12 @@ class MemoryLog:
             self._state.part(partition).cut(end)
             self._state.change.notify_all()
 
+    def evict(self, group: str, member_id: str) -> None:
+        """Give up a member of a group, as a broker does with one that stays silent for its session's time."""
+        with self._state.change:
+            if self._state.group(group).members.pop(member_id, None) is not None:
+                self._state.rebalance(self._state.group(group))
+
     def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
         with self._state.change:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.infra.engines.base import GroupRequest
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.memory.readers import MemoryMember
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.runtime.ledger_follower import Story
 from penstock.pipeline.runtime.session import Session
@@ -124,10 +125,8 @@ class Site:
 
     def evict(self, worker: Rollouts) -> None:
         """What the broker does to a member that says nothing."""
-        group = self.log.group(f"{RUN}.rollout")
-        if worker.member in group.members:
-            group.members.remove(worker.member)  # type: ignore[arg-type]
-            group.generation += 1
+        assert isinstance(worker.member, MemoryMember)
+        self.log.evict(f"{RUN}.rollout", worker.member.member_id)
 
     def finish(self, *, commit: bool = True) -> None:
         """Let all workers work until nothing is left to do."""
