@@ -97,6 +97,11 @@ class KafkaLog:
         """A reader of exactly these partitions; `group` only keeps offsets for it."""
         return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group)
 
+    @property
+    def connection(self) -> Connection:
+        """Where the broker is and who we are, for `penstock.infra.kafka.bulk`."""
+        return self._connection
+
     def member(
         self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
     ) -> KafkaMember:

@@ -5,7 +5,7 @@ The rule: one lock makes every step atomic; what a test sees here holds on Kafka
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import TRANSACTION_S, Partition, Start, StartAt
 from penstock.infra.memory.readers import MemoryMember, MemoryTail
 from penstock.infra.memory.state import Part, State, Transaction
@@ -81,7 +81,7 @@ class MemoryLog:
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
         """The committed records at exactly these offsets, in the order asked; waits for an open transaction that holds one up.
 
-        Raises LogError naming those that are missing, or after `timeout_s`.
+        Raises RecordMissing naming those that are not there, or LogError after `timeout_s`.
         """
         place = f"{topic}/{partition}"
         with self._state.change:
@@ -93,7 +93,7 @@ class MemoryLog:
             found = {record.offset: record for record in part.records}
         missing = [offset for offset in offsets if offset not in found]
         if missing:
-            raise LogError(f"{place} has no committed record at offset {', '.join(map(str, missing[:10]))}")
+            raise RecordMissing(f"{place} has no committed record at offset {', '.join(map(str, missing[:10]))}")
         return [found[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> MemoryTail:
