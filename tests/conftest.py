@@ -31,7 +31,7 @@ for home in sys.stdin.read().splitlines():
 
 
 @pytest.fixture(scope="session")
-def _make_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Callable[[], Path]]:
+def _make_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
     """Make state directories; a broker that still runs in one at the end of the session is stopped."""
     guard = subprocess.Popen([sys.executable, "-c", _GUARD], cwd=_ROOT, stdin=subprocess.PIPE, text=True, start_new_session=True)
     assert guard.stdin is not None
@@ -41,10 +41,6 @@ def _make_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Co
         home = tmp_path_factory.mktemp("home")
         homes.append(home)
         print(home, file=guard.stdin, flush=True)
-        if pytestconfig.cache is not None:  # Java's class archive is the same for every home: made once, not once for each
-            (home / "broker").mkdir()
-            archive = f"broker-cds-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
-            (home / "broker" / "cds").symlink_to(pytestconfig.cache.mkdir(archive), target_is_directory=True)
         return home
 
     yield make

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.broker import cds, fencing, jars, ports, probe, process, settings
+from penstock.infra.broker import fencing, jars, ports, probe, process, settings
 from penstock.infra.broker.java import find_java
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, writable
@@ -159,8 +159,7 @@ def _no_space(place: _Place) -> str:
 
 
 def _end(place: _Place, *, timeout_s: float) -> None:
-    whole = process.end(place.pid_file, timeout_s=timeout_s)
-    cds.finish(place.directory / "cds", whole=whole)
+    process.end(place.pid_file, timeout_s=timeout_s)
     shutil.rmtree(place.directory / "tmp", ignore_errors=True)
 
 
@@ -169,28 +168,21 @@ def _launch(place: _Place, chosen: ports.Ports, progress: Callable[[str], None])
     shutil.rmtree(place.directory / "tmp", ignore_errors=True)
     (place.directory / "tmp").mkdir()
     (place.directory / "log4j2.properties").write_text(settings.LOG4J)
-    jvm = (*settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()))
+    run = [str(java.program), *settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()), "-cp", class_path]
     fresh = not place.identity.exists()
     if fresh:
         progress("preparing the broker's storage")
-        _format(place, chosen, [str(java.program), *jvm, "-cp", class_path])
+        _format(place, chosen, run)
     _write_properties(place, chosen, data="data")
     progress("starting the broker")
+    killed = not fresh and not place.orderly.exists()
+    if killed and not any(fencing.strike_off(place.directory, chosen, run, log=place.log) for _ in range(2)):
+        progress("the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end")
     since = _size(place.log)
-    for _ in range(2):
-        archive = cds.flags(java, class_path=class_path, jvm=jvm, directory=place.directory / "cds")
-        if not fresh and not place.orderly.exists():
-            lone = [str(java.program), *jvm, *(flag for flag in archive if not flag.startswith(cds.WRITE)), "-cp", class_path]
-            if not any(fencing.strike_off(place.directory, chosen, lone, log=place.log) for _ in range(2)):
-                progress("the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end")
-            since = _size(place.log)
-        if _run(place, chosen, [str(java.program), *jvm, *archive, "-cp", class_path], since):
-            return
-        if _is_full(place, since):
-            raise BrokerError(_no_space(place))
-        if _errors(place, since):
-            break
-        cds.drop(place.directory / "cds")  # Java itself died: a damaged archive can do that, so once more without
+    if _run(place, chosen, run, since):
+        return
+    if _is_full(place, since):
+        raise BrokerError(_no_space(place))
     raise BrokerError(f"the broker stopped while starting: {_errors(place, since) or _last_lines(_text(place.console))}; see {place.log}")
 
 

@@ -15,6 +15,7 @@ from kafka.protocol.consumer import IsolationLevel
 from penstock.infra.errors import LogError
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
+from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection
@@ -52,6 +53,7 @@ class Admin:
                 began = time.thread_time()
                 self._client = edge.make(KafkaAdminClient, self._connection, settings.admin(self._connection))
                 self._costs.spend("io_s", time.thread_time() - began)
+                self._costs.watch(private_api.io_thread(self._client), "io_s")
 
     def _ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
         """Ask the cluster, again while it is only unavailable; raises LogError after `timeout_s`, outages apart."""
@@ -190,4 +192,5 @@ class Admin:
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
+            self._costs.unwatch(private_api.io_thread(client))
             client.close()

@@ -5,7 +5,6 @@ The rule: a broker that is away is waited for, quietly and without spinning; onl
 
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
@@ -34,11 +33,13 @@ def make_consumer(connection: Connection, costs: Costs, *, group: str | None, co
     began = time.thread_time()
     consumer = edge.make(KafkaConsumer, connection, configs | settings.membership() if member else configs)
     costs.spend("io_s", time.thread_time() - began)
+    costs.watch(private_api.io_thread(consumer), "io_s")
     return consumer
 
 
-def close_consumer(consumer: Any, timeout_s: float) -> None:
+def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
     """Leave the group and close, in `timeout_s` at most: a dead broker must not hold anybody up."""
+    costs.unwatch(private_api.io_thread(consumer))
 
     def close() -> None:
         try:
@@ -51,21 +52,24 @@ def close_consumer(consumer: Any, timeout_s: float) -> None:
     closer.join(timeout_s)
 
 
-def poll(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list[Record]]:
-    """Records by partition; nothing when none came (perhaps before `timeout_s`) or the broker is away. Raises LogError when it refuses."""
+def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
+    """Records, in offset order within each partition; perhaps none, also before `timeout_s`, or because the broker is away.
+
+    Raises LogError when the broker refuses.
+    """
     began = time.monotonic()
-    polled: Mapping[Any, list[Record]] = {}
+    records: list[Record] = []
     try:
-        polled = private_api.poll_once(consumer, timeout_s, max_records)
+        records = private_api.poll_once(consumer, timeout_s, max_records)
     except edge.REFUSED as error:
         raise edge.translate(error, "the broker refuses to be read") from error
     except errors.CorruptRecordError as error:
         raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
     except (errors.RetriableError, *edge.AWAY):
         pass
-    if not polled and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
-        private_api.nap(consumer, min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
-    return polled
+    if not records and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
+        time.sleep(min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
+    return records
 
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:

@@ -14,7 +14,6 @@ from kafka.net.compat import KafkaNetClient
 
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.client_repairs import faults
-from penstock.infra.kafka.client_repairs.event_loop import CallersLoop
 from penstock.infra.kafka.settings import Connection, connecting
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
@@ -92,7 +91,7 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     made: list[Any] = []
 
     def net_client(**configs: Any) -> Any:
-        made.append(KafkaNetClient(net=CallersLoop(**configs), **configs, **connecting()))
+        made.append(KafkaNetClient(**configs, **connecting()))
         return made[0]
 
     reasons = _Reasons()
@@ -117,16 +116,13 @@ def _unreachable(connection: Connection, reason: str) -> LogUnreachable:
 
 def probe(connection: Connection) -> None:
     """Raise LogUnreachable at once when nothing listens at any of the addresses; says why."""
-    reason = "no address given"
-    servers = connection.bootstrap.split(",")
+    reason = ""
+    servers = connection.servers()
     patience_s = min(5.0, connection.unreachable_after_s) / len(servers)
-    for server in servers:
-        host, colon, port = server.strip().rpartition(":")
-        if not colon or not port.isdigit():
-            raise LogUnreachable(f"kafka.bootstrap {connection.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+    for host, port in servers:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s).close()
-        except (OSError, OverflowError) as error:
+            socket.create_connection((host, int(port)), timeout=patience_s).close()
+        except OSError as error:
             reason = getattr(error, "strerror", None) or one_line(error)
         else:
             return

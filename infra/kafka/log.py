@@ -189,13 +189,12 @@ class KafkaLog:
         self, topic: str, partition: int, offsets: Sequence[int], found: dict[int, Record], deadline: float, patience_s: float | None = None
     ) -> None:
         with self._reader_lock:
-            began = time.thread_time()
             if self._reader is None:
                 self._reader = self._contact.reach(
                     lambda: consumer.make_consumer(self._connection, self._costs, group=None, committed=True)
                 )
                 self._reader_outage = Outage(self._contact)
-                began = time.thread_time()
+            began = time.thread_time()
             for run in _runs([offset for offset in offsets if offset >= 0 and offset not in found]):
                 self._fetch_run(TopicPartition(topic, partition), run, found, deadline, patience_s)
             self._reader_meter.seconds += time.thread_time() - began
@@ -214,10 +213,9 @@ class KafkaLog:
             if now >= deadline:
                 place = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {place} took too long; is the broker running, or a transaction open?")
-            polled = consumer.poll(self._reader, min(1.0, left), 500)
-            for records in polled.values():
-                found.update((record.offset, record) for record in records if record.offset in wanted)
-            if polled:
+            records = consumer.poll(self._reader, min(1.0, left), 500)
+            found.update((record.offset, record) for record in records if record.offset in wanted)
+            if records:
                 self._reader_outage.over()
             elif self._reader_outage.look(self._reader) > 0:
                 deadline = time.monotonic() + _AFTER_OUTAGE_S
@@ -231,7 +229,7 @@ class KafkaLog:
         with self._reader_lock:
             reader, self._reader = self._reader, None
         if reader is not None:
-            consumer.close_consumer(reader, 2.0)
+            consumer.close_consumer(reader, self._costs, 2.0)
         self._admin.close()
         self._contact.close()
 

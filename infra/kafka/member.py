@@ -123,14 +123,13 @@ class KafkaMember:
             self._buffer.end(LogError(f"member of group {self._group} failed: {edge.one_line(error)}"))
         finally:
             self._costs.unwatch(self._thread)
-            reading.close_consumer(self._consumer, 2.0)
+            reading.close_consumer(self._consumer, self._costs, 2.0)
 
     def _turn(self) -> None:
         full = self._buffer.full
         self._hold(full)
-        polled = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records)
-        if polled:
-            records = [record for part in polled.values() for record in part]
+        records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records)
+        if records:
             self._buffer.put(records)
             if len(records) < reading.GATHER_BELOW:
                 time.sleep(reading.GATHER_S)
@@ -194,11 +193,11 @@ class KafkaMember:
     def _rejoin(self) -> None:
         """Replace the consumer; raises LogUnreachable when the broker is away for the log's `give_up_s`."""
         self.on_revoked(self._consumer)
-        reading.close_consumer(self._consumer, 2.0)
+        reading.close_consumer(self._consumer, self._costs, 2.0)
         self._consumer = self._contact.reach(self._join, ended=lambda: self._closing)
         self._joined_at = time.monotonic()
 
-    # What follows runs on the owning thread, too, but inside the client's event loop: nothing here may wait for the broker.
+    # What follows runs on the client's network thread while the owning thread waits in a poll: nothing here may wait for the broker.
 
     def on_assigned(self, consumer: Any, partitions: Iterable[Any]) -> None:
         """Hold the new partitions until their start is known."""

@@ -23,6 +23,12 @@ _RECORD_OVERHEAD = 512
 """[bytes] a small record holds in memory beyond its value: futures, headers, batch bookkeeping."""
 
 
+def send(kafka: Any, outgoing: Outgoing) -> Any:
+    """Hand a record to a client; returns its future. Raises KafkaError, also KafkaTimeoutError while the topic is not known."""
+    headers = list(outgoing.headers)
+    return kafka.send(outgoing.topic, outgoing.value, key=outgoing.key, headers=headers, partition=outgoing.partition)
+
+
 class KafkaPending:
     """A record on its way; `offset` waits for the acknowledgement."""
 
@@ -115,7 +121,7 @@ class KafkaProducerOfRecords:
         deadline = time.monotonic() + self._give_up_s
         while True:
             try:
-                return private_api.append(self._kafka, outgoing)
+                return send(self._kafka, outgoing)
             except errors.KafkaTimeoutError as error:
                 if time.monotonic() > deadline:
                     raise SendFailed(f"no broker told about {outgoing.topic} for {self._give_up_s:.0f} s") from error

@@ -24,12 +24,12 @@ SECURITY_KEYS = frozenset(
     }
 )
 
-PLAIN_TYPES = {"ssl_check_hostname": bool}
+_SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where the broker is and who we are; raises ValueError for a security setting it does not know."""
+    """Broker address and credentials, for every client alike; raises ValueError for a bad address or security setting."""
 
     bootstrap: str
     client_id: str
@@ -40,6 +40,20 @@ class Connection:
         unknown = sorted(set(self.security) - SECURITY_KEYS)
         if unknown:
             raise ValueError(f"kafka security setting {unknown[0]!r} is unknown; known are {', '.join(sorted(SECURITY_KEYS))}")
+        for host, port in self.servers():
+            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+        if "ssl_check_hostname" in self.security:
+            # The command line and TOML give strings, and "false" is true to a client.
+            given = str(self.security["ssl_check_hostname"])
+            if given.strip().lower() not in _SWITCHES:
+                raise ValueError(f"kafka security setting ssl_check_hostname={given!r} is neither true nor false")
+            object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[given.strip().lower()]})
+
+    def servers(self) -> list[tuple[str, str]]:
+        """Host and port of each bootstrap server, an IPv6 address without its brackets."""
+        pairs = [server.strip().rpartition(":") for server in self.bootstrap.split(",")]
+        return [(host.strip("[]"), port) for host, _, port in pairs]
 
 
 _LIBRDKAFKA_SECURITY = {
@@ -60,8 +74,7 @@ def librdkafka(connection: Connection) -> dict[str, Any]:
     settings = {"bootstrap.servers": connection.bootstrap, "client.id": connection.client_id, "log_level": 0}
     settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in connection.security.items() if name in _LIBRDKAFKA_SECURITY}
     if "ssl_check_hostname" in connection.security:
-        checked = str(connection.security["ssl_check_hostname"]).strip().lower() not in ("false", "0", "no", "off")
-        settings["ssl.endpoint.identification.algorithm"] = "https" if checked else "none"
+        settings["ssl.endpoint.identification.algorithm"] = "https" if connection.security["ssl_check_hostname"] else "none"
     return settings
 
 

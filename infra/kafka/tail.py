@@ -1,4 +1,4 @@
-"""Reading partitions by name: no group, no rebalance, no thread of its own beyond the client's; driven by one caller."""
+"""Reading partitions by name: no group, no rebalance; driven by one caller."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -77,13 +77,12 @@ class KafkaTail:
         if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
             time.sleep(min(pause, timeout_s))
         left = timeout_s
-        while not (polled := consumer.poll(self._consumer, left, max_records)):
+        while not (records := consumer.poll(self._consumer, left, max_records)):
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
-        if polled:
+        if records:
             self._outage.over()
-        records = [record for part in polled.values() for record in part]
         self._few_until = time.monotonic() + consumer.GATHER_S if 0 < len(records) < consumer.GATHER_BELOW else 0.0
         self._meter.seconds += time.thread_time() - began
         return records
@@ -136,4 +135,4 @@ class KafkaTail:
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop reading; takes `timeout_s` at most."""
         self._costs.retire(self._meter)
-        consumer.close_consumer(self._consumer, timeout_s)
+        consumer.close_consumer(self._consumer, self._costs, timeout_s)

@@ -20,6 +20,7 @@ from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
+from penstock.infra.kafka.producer import send
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Commits, Membership
 from penstock.topics.wire.record import Outgoing
@@ -103,7 +104,7 @@ class KafkaTransactions:
         end = time.monotonic() + self._timeout_s
         try:
             kafka.begin_transaction()
-            futures = [private_api.append(kafka, record) for record in records]
+            futures = [send(kafka, record) for record in records]
             if offsets and member is not None:
                 group = ConsumerGroupMetadata(member.group, member.generation, member.member_id, None)
                 private_api.send_offsets(kafka, consumer.to_kafka(offsets), group, self._timeout_s)

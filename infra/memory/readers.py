@@ -4,34 +4,47 @@ The rule: both only hold positions; what is there and who owns what is decided b
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Assigned, Commits, Committed, Event, Membership, Partition, Records, Revoked, Start, StartAt, check_commits
+from penstock.infra.memory.state import Part, State
 from penstock.topics.wire.record import Record
-
-if TYPE_CHECKING:
-    from penstock.infra.memory.log import MemoryLog
 
 
 class _Reader:
-    """Positions in partitions, and waiting for records behind them."""
+    """Positions in partitions, and the records behind them."""
 
-    def __init__(self, log: "MemoryLog") -> None:
-        self.log = log
+    def __init__(self, state: State, *, committed: bool) -> None:
+        self._state, self._committed = state, committed
         self.positions: dict[Partition, int] = {}
+        self._cuts: dict[Partition, int] = {}
+        """How many times each partition had been cut back when it was last looked at."""
 
-    def there(self, count: int) -> list[Record]:
-        """At most `count` records that are there now; positions move past them."""
+    def move(self, partition: Partition, offset: int) -> None:
+        """Go on with `offset`."""
+        self.positions[partition] = offset
+        self._cuts[partition] = len(self._state.part(partition).cuts)
+
+    def advance(self, limit: int) -> list[Record]:
+        """At most `limit` records that are readable now; positions move past them."""
         records: list[Record] = []
         for partition, position in self.positions.items():
-            part = self.log.part(partition)
-            some = part.since(position, count - len(records))
+            part = self._state.part(partition)
+            first = self._valid(partition, part, position)
+            end = part.stable_end if self._committed else part.end
+            some = part.between(first, end, limit - len(records))
             records += some
-            self.positions[partition] = some[-1].offset + 1 if len(records) >= count and some else max(position, part.end)
-            if len(records) >= count:
+            full = len(records) >= limit
+            self.positions[partition] = some[-1].offset + 1 if full and some else first if full else max(first, end)
+            if full:
                 break
         return records
+
+    def _valid(self, partition: Partition, part: Part, position: int) -> int:
+        """Where to go on: behind what is left of a partition that was cut back, at the beginning for an offset that never was."""
+        seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
+        position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
+        return position if position <= part.end else 0
 
 
 class MemoryTail:
@@ -39,35 +52,30 @@ class MemoryTail:
 
     outage_s = 0.0
 
-    def __init__(self, log: "MemoryLog", starts: Mapping[Partition, Start], *, group: str | None) -> None:
-        self._log, self._reader, self._group = log, _Reader(log), group
+    def __init__(self, state: State, starts: Mapping[Partition, Start], *, committed: bool, group: str | None) -> None:
+        self._state, self._committed, self._group = state, committed, group
+        self._reader = _Reader(state, committed=committed)
         self.add(starts)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
         """Read these partitions as well; one that is read already is moved."""
-        with self._log.change:
+        with self._state.change:
             for partition, start in partitions.items():
-                end = self._log.part(partition).end
+                part = self._state.part(partition)
                 if not isinstance(start, int) and start not in ("earliest", "latest"):
                     raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
-                self._reader.positions[partition] = start if isinstance(start, int) else 0 if start == "earliest" else end
+                latest = part.stable_end if self._committed else part.end
+                self._reader.move(partition, start if isinstance(start, int) else 0 if start == "earliest" else latest)
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
         """Records that are there within `timeout_s`, in offset order within each partition; possibly none."""
-        found: list[Record] = []
-
-        def look() -> bool:
-            found.extend(self._reader.there(max_records))
-            return bool(found)
-
-        with self._log.change:
-            self._log.change.wait_for(look, timeout_s)
-        return found
+        with self._state.change:
+            return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
         """Everything up to the ends as they are now."""
-        with self._log.change:
-            return self._reader.there(1 << 62)
+        with self._state.change:
+            return self._reader.advance(1 << 62)
 
     def position(self, partition: Partition) -> int:
         """The offset of the next record this tail delivers."""
@@ -78,23 +86,23 @@ class MemoryTail:
     def seek(self, partition: Partition, offset: int) -> None:
         """Go on with `offset`."""
         self.position(partition)
-        self._reader.positions[partition] = offset
+        self._reader.move(partition, offset)
 
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
         """Note offsets for the group; raises LogError when there is no group."""
         check_commits(offsets)
         if self._group is None:
             raise LogError("a tail without a group cannot commit")
-        with self._log.change:
+        with self._state.change:
             noted = {partition: Committed(offset=offset, metadata=text) for partition, (offset, text) in offsets.items()}
-            self._log.group(self._group).offsets |= noted
+            self._state.group(self._group).offsets |= noted
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
         """What the group has noted for the partitions of this tail."""
         if self._group is None:
             raise LogError("a tail without a group has no committed offsets")
-        with self._log.change:
-            noted = self._log.group(self._group).offsets
+        with self._state.change:
+            noted = self._state.group(self._group).offsets
             return {partition: noted.get(partition, Committed(offset=None)) for partition in self._reader.positions}
 
     def close(self, timeout_s: float = 3.0) -> None:
@@ -106,31 +114,27 @@ class MemoryMember:
 
     outage_s = 0.0
 
-    def __init__(self, log: "MemoryLog", group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None) -> None:
-        self._log, self._name, self._topics = log, group, list(topics)
+    def __init__(self, state: State, group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None) -> None:
+        self._state, self._name, self._topics = state, group, tuple(topics)
         self._max_records, self._start_at = max_records, start_at
-        self._reader = _Reader(log)
+        self._reader = _Reader(state, committed=True)
         self._membership: Membership | None = None
         self._assigned: tuple[Partition, ...] = ()
         self.member_id = f"member-{id(self):x}"
-        with log.change:
+        with state.change:
             for topic in topics:
-                log.part((topic, 0))
-            self._group = log.group(group)
-            self._group.members.append(self)
-            self._rebalance()
-
-    def _rebalance(self) -> None:
-        self._group.generation += 1
-        self._log.change.notify_all()
+                state.part((topic, 0))
+            self._group = state.group(group)
+            self._group.members[self.member_id] = self._topics
+            state.rebalance(self._group)
 
     def _share(self) -> list[Partition]:
         """This member's partitions: of each topic a range of neighbouring numbers, as Kafka's range assignor gives them."""
         share: list[Partition] = []
         for topic in self._topics:
-            readers = [member for member in self._group.members if topic in member._topics]
-            mine = readers.index(self)
-            count, extra = divmod(self._log.partitions(topic) or 0, len(readers))
+            readers = [member for member, topics in self._group.members.items() if topic in topics]
+            mine = readers.index(self.member_id)
+            count, extra = divmod(len(self._state.topics[topic][1]), len(readers))
             first = mine * count + min(mine, extra)
             share += [(topic, number) for number in range(first, first + count + (mine < extra))]
         return share
@@ -138,8 +142,8 @@ class MemoryMember:
     def take(self, timeout_s: float) -> list[Event]:
         """What happened since the last call, in order; waits up to `timeout_s` for something."""
         events: list[Event] = []
-        with self._log.change:
-            self._log.change.wait_for(lambda: self._look(events), timeout_s)
+        with self._state.change:
+            self._state.change.wait_for(lambda: self._look(events), timeout_s)
         return events
 
     def _look(self, events: list[Event]) -> bool:
@@ -151,9 +155,11 @@ class MemoryMember:
             committed = {partition: self._group.offsets.get(partition, Committed(offset=None)) for partition in self._assigned}
             starts = {partition: noted.offset or 0 for partition, noted in committed.items()}
             starts |= dict(self._start_at(committed)) if self._start_at is not None else {}
-            self._reader.positions = starts
+            self._reader.positions = {}
+            for partition, start in starts.items():
+                self._reader.move(partition, start)
             events.append(Assigned(partitions=committed, membership=self._membership))
-        records = self._reader.there(self._max_records)
+        records = self._reader.advance(self._max_records)
         if records:
             events.append(Records(records=records))
         return bool(events)
@@ -161,7 +167,7 @@ class MemoryMember:
     def commit(self, offsets: Commits) -> bool:
         """Note offsets for the group; False, and none are noted, when a partition is not owned (any more)."""
         check_commits(offsets)
-        with self._log.change:
+        with self._state.change:
             current = self._membership is not None and self._membership.generation == self._group.generation
             if not current or not set(self._assigned).issuperset(offsets):
                 return False
@@ -174,7 +180,6 @@ class MemoryMember:
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Leave the group."""
-        with self._log.change:
-            if self in self._group.members:
-                self._group.members.remove(self)
-                self._rebalance()
+        with self._state.change:
+            if self._group.members.pop(self.member_id, None) is not None:
+                self._state.rebalance(self._group)

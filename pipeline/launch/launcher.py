@@ -14,7 +14,7 @@ from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
-from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
 from penstock.pipeline.launch.create import create
@@ -43,13 +43,21 @@ Say = Callable[[str], None]
 
 
 def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
-    """The configured broker; the embedded one is started if it does not run. Raises `PenstockError`."""
+    """The configured broker; the embedded one is started if it does not run.
+
+    Raises:
+        ConfigError: the address or a security setting is malformed.
+        PenstockError: no broker can be reached or started.
+    """
     bootstrap = kafka.bootstrap
     if bootstrap == "embedded":
         from penstock.infra.broker.embedded import start
 
         bootstrap = start(progress=say).bootstrap
-    return KafkaLog(bootstrap, security=kafka.security, client_id="penstock")
+    try:
+        return KafkaLog(bootstrap, security=kafka.security, client_id="penstock")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:

@@ -10,8 +10,8 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Committed, Log, Revoked
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
-from penstock.topics.wire.record import Outgoing
-from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, settle, values_in, write
+from penstock.topics.wire.record import Outgoing, Record
+from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, open_transaction, outgoing, settle, values_in, write
 
 
 @pytest.fixture(params=["memory", "kafka"])
@@ -124,6 +124,73 @@ def test_records_of_a_transaction_can_be_read_by_offset_as_soon_as_it_returned(l
         first, second = writer.commit([outgoing(a, b"%d" % number), outgoing(b, b"%d" % number, partition=3)])
         assert [log.read(a, 0, [first])[0].value, log.read(b, 3, [second])[0].value] == [b"%d" % number] * 2
     writer.close()
+
+
+@pytest.mark.parametrize("ending", ["commit", "abort"])
+def test_an_open_transaction_holds_back_what_is_written_behind_it(log: Log, run_id: str, ending: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    places = [(topic, 0)]
+    write(log, topic, [b"before"])
+    opened = open_transaction(log, [outgoing(topic, b"inside")])
+    (behind,) = write(log, topic, [b"behind"])
+    committed, everything = log.tail({(topic, 0): "earliest"}), log.tail({(topic, 0): "earliest"}, committed=False)
+    assert [record.value for record in committed.read_to_end(WAIT_S)] == [b"before"]
+    assert [record.value for record in everything.read_to_end(WAIT_S)] == [b"before", b"inside", b"behind"]
+    assert (log.end_offsets(places), log.end_offsets(places, committed=False)) == ({(topic, 0): 1}, {(topic, 0): behind + 1})
+    with pytest.raises(LogError, match="took too long"):
+        log.read(topic, 0, [behind], timeout_s=1.0)
+    getattr(opened, ending)()
+    rest: list[bytes] = []
+    while not rest or rest[-1] != b"behind":
+        rest += [record.value for record in committed.poll(WAIT_S)]
+    assert rest == ([b"inside", b"behind"] if ending == "commit" else [b"behind"])
+    settle(log, topic)
+    assert log.read(topic, 0, [behind])[0].value == b"behind"
+    committed.close()
+    everything.close()
+
+
+def test_a_tail_that_starts_behind_the_end_reads_from_the_beginning(log: Log, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"0", b"1"])
+    tail = log.tail({(topic, 0): 7})
+    records: list[Record] = []
+    while len(records) < 2:
+        records += tail.poll(WAIT_S)
+    assert [record.value for record in records] == [b"0", b"1"]
+    tail.close()
+
+
+def test_the_markers_of_a_transaction_may_come_late(run_id: str) -> None:
+    log = MemoryLog(markers_late_s=0.2)
+    (topic,) = make_topics(log, run_id, "a")
+    tail, writer = log.tail({(topic, 0): "earliest"}), log.transactions("writer")
+    (offset,) = writer.commit([outgoing(topic, b"1")])
+    assert tail.read_to_end() == []
+    assert log.read(topic, 0, [offset])[0].value == b"1"  # waits for the marker
+    assert [record.value for record in tail.poll(0.0)] == [b"1"]
+    writer.commit([outgoing(topic, b"2")])
+    log.transactions("writer")  # whoever takes the id next sees all of it
+    assert [record.value for record in tail.poll(0.0)] == [b"2"]
+
+
+def test_a_partition_that_lost_its_tail_is_read_on_from_what_is_left(run_id: str) -> None:
+    log = MemoryLog()
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"0", b"1", b"2"])
+    tail, member = log.tail({(topic, 0): "earliest"}), Heard(log.member("g", [topic]))
+    tail.read_to_end()
+    listen(member, until=lambda: len(member.records) == 3)
+    opened = log.open_transaction([outgoing(topic, b"lost")])
+    log.truncate((topic, 0), 1)
+    opened.commit()
+    assert log.end_offsets([(topic, 0)]) == {(topic, 0): 1}
+    with pytest.raises(LogError, match="no committed record at offset 2"):
+        log.read(topic, 0, [2])
+    assert write(log, topic, [b"other"]) == [1]
+    assert [(record.offset, record.value) for record in tail.poll(0.0)] == [(1, b"other")]
+    listen(member, until=lambda: len(member.records) == 4)
+    assert member.records[-1].value == b"other"
 
 
 def test_topics_are_created_once_and_compared_afterwards(log: Log, run_id: str) -> None:

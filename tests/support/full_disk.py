@@ -1,6 +1,6 @@
-"""What a broker does when the disk under it is full: `unshare -rm python -m tests.support.full_disk HOME CDS`, in a mount namespace.
+"""What a broker does when the disk under it is full: `unshare -rm python -m tests.support.full_disk HOME`, in a mount namespace.
 
-Prints one JSON object. CDS is where Java's class archive is or comes to be: it belongs to no disk that is to be filled.
+Prints one JSON object.
 """
 
 import json
@@ -19,11 +19,9 @@ from penstock.topics.wire.record import Outgoing
 _LIMIT_S = 60.0
 
 
-def main(home: Path, cds: Path) -> None:
+def main(home: Path) -> None:
     """Fill the disk, look, make room, look again."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(home)], check=True)
-    (home / "broker").mkdir()
-    (home / "broker" / "cds").symlink_to(cds, target_is_directory=True)
     found: dict[str, object] = {"home": str(home)}
     bootstrap = embedded.start(home=home).bootstrap
     log = KafkaLog(bootstrap, give_up_s=2)
@@ -59,4 +57,4 @@ def main(home: Path, cds: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

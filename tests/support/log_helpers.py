@@ -1,10 +1,16 @@
 """Short words for the tests of the log: topics, records, and waiting for what a member hears."""
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from confluent_kafka import Producer
+
+from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Assigned, Event, Log, Member, Partition, Records, Revoked
+from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -39,6 +45,37 @@ def settle(log: Log, *topics: str) -> None:
     while log.end_offsets(places) != log.end_offsets(places, committed=False):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class OpenTransaction(Protocol):
+    """A transaction of another process that has neither committed nor aborted."""
+
+    def commit(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class _OpenOnKafka:
+    def __init__(self, log: KafkaLog, records: Sequence[Outgoing]) -> None:
+        self._producer = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": uuid.uuid4().hex})
+        self._producer.init_transactions()
+        self._producer.begin_transaction()
+        for record in records:
+            self._producer.produce(record.topic, value=bytes(record.value), partition=record.partition)
+        self._producer.flush()
+
+    def commit(self) -> None:
+        self._producer.commit_transaction()
+
+    def abort(self) -> None:
+        self._producer.abort_transaction()
+
+
+def open_transaction(log: Log, records: Sequence[Outgoing]) -> OpenTransaction:
+    """Write records in a transaction that stays open until the caller ends it."""
+    if isinstance(log, MemoryLog):
+        return log.open_transaction(records)
+    assert isinstance(log, KafkaLog)
+    return _OpenOnKafka(log, records)
 
 
 def values_in(log: Log, topic: str) -> list[bytes]:

@@ -6,15 +6,17 @@ Prints one JSON object; with `repaired` the same steps are taken after `faults.a
 import json
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
-from kafka.errors import KafkaError
+from kafka.errors import KafkaError, RequestTimedOutError
 from kafka.future import Future
 from kafka.protocol.consumer import SyncGroupRequest
+from kafka.protocol.producer import ProduceRequest
 
 
 def _with_late_answers(bootstrap: str, topic: str, *, late_s: float, which: Callable[[int], bool]) -> tuple[Any, list[Any]]:
@@ -115,7 +117,61 @@ def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
     return {"committed": committed, "found": found}
 
 
-FAULTS = {fault.__name__: fault for fault in (late_second_join, short_polls, refused_record, commit_without_its_record)}
+def stalled_broker(bootstrap: str, topic: str) -> dict[str, Any]:
+    """An idempotent producer, no request of which is answered until a record has run out of time: do later ones arrive?"""
+    producer = KafkaProducer(bootstrap_servers=bootstrap, delivery_timeout_ms=1500, request_timeout_ms=700)
+    outcomes = [_sent(producer, topic, b"a")]
+    manager = producer._sender._client._manager
+    send = manager.send
+
+    def unanswered(request: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(request, ProduceRequest):
+            return Future().failure(RequestTimedOutError())
+        return send(request, *args, **options)
+
+    manager.send = unanswered
+    outcomes.append(_sent(producer, topic, b"b"))
+    manager.send = send
+    return {"outcomes": [*outcomes, _sent(producer, topic, b"c"), _sent(producer, topic, b"d")]}
+
+
+class _Foreign(str):
+    """A header name whose bytes are not UTF-8."""
+
+    def encode(self, *_: Any) -> bytes:
+        return b"\xff\xfe"
+
+
+def foreign_header_name(bootstrap: str, topic: str) -> dict[str, Any]:
+    """A record with a header name that is not UTF-8, then another one: what does a reader get?"""
+    producer = KafkaProducer(bootstrap_servers=bootstrap)
+    for value, name in ((b"foreign", _Foreign("name")), (b"next", "name")):
+        producer.send(topic, value, partition=0, headers=[(name, b"1")]).get(10)
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    reader.assign([TopicPartition(topic, 0)])
+    values: list[str] = []
+    names: list[str] = []
+
+    def read() -> None:
+        while len(values) < 2:
+            try:
+                polled = reader.poll(timeout_ms=500)
+            except KafkaError:
+                continue
+            for record in [record for records in polled.values() for record in records]:
+                values.append(bytes(record.value).decode())
+                names.append(record.headers[0][0])
+
+    reading = threading.Thread(target=read, daemon=True)  # the second poll of a stock reader does not return
+    reading.start()
+    reading.join(6)
+    return {"values": values, "names": names}
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (late_second_join, short_polls, refused_record, stalled_broker, commit_without_its_record, foreign_header_name)
+}
 
 if __name__ == "__main__":
     if sys.argv[2] == "repaired":

@@ -1,1 +1,1 @@
-"""Faults of the pinned Kafka client, repaired in place."""
+"""Faults of the client library, repaired in place, and the private parts of it that are used; nothing here is for speed alone."""

@@ -1,54 +1,85 @@
-"""Repairs of faults in kafka-python 3.0.12, each with its reason.
+"""Repairs of faults in kafka-python, each with what goes wrong, a repro and the upstream report it waits for.
 
-The rule: they apply at exactly the version they were read in; at any other `apply` refuses, so that each reason is looked at again.
+The rule: a repair replaces only source it was written for. Where a version of the client has another source, `apply` refuses to start
+and names the function, until somebody has run the repro (`python -m tests.support.stock_faults FAULT stock BOOTSTRAP TOPIC`) and
+entered the new digest: in `SOURCES` when the repair still fits, in `FIXED` when the fault is gone. No report of any of these faults in
+kafka-python 3 was open when they were repaired; each docstring ends with the title to report it under.
 """
 
+import hashlib
+import importlib
+import inspect
+import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kafka
 import kafka.coordinator.base as coordinator_base
 import kafka.coordinator.consumer as coordinator_consumer
-from kafka import errors
-from kafka.net import transport
 from kafka.producer import transaction_manager
+from kafka.record import default_records
 from kafka.record import util as record_util
 
-from penstock.infra.kafka.client_repairs import event_loop, record_format
+from penstock.infra.errors import Unrecoverable
 
-VERSION = "3.0.12"
+SWITCH = "PENSTOCK_KAFKA_CLIENT"
+"""Environment variable: `repaired`, the default, or `stock` to compare with the client library as it is."""
+
 
 _lock = threading.Lock()
 _applied: list[str] = []
 
 
+def source_digest(name: str) -> str | None:
+    """SHA-256 of the source of `module:Class.function`; None when there is no such function."""
+    module, _, path = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+        for part in path.split("."):
+            target = getattr(target, part)
+        return hashlib.sha256(inspect.getsource(target).encode()).hexdigest()
+    except (ImportError, AttributeError, OSError):
+        return None
+
+
+def is_needed(repair: Callable[[], None], replaced: Sequence[str]) -> bool:
+    """Whether the installed client has the fault; raises Unrecoverable when `repair` was written for another source."""
+    for name in replaced:
+        digest = source_digest(name)
+        if digest in FIXED.get(repair.__name__, ()):
+            return False
+        if digest not in SOURCES[name]:
+            raise Unrecoverable(
+                f"kafka-python {kafka.__version__} has another {name.partition(':')[2]} (source {str(digest)[:12]}) than the one that "
+                f"{repair.__name__} mends: install kafka-python==3.0.12, or set {SWITCH}=stock to run without repairs"
+            )
+    return True
+
+
 def apply() -> None:
-    """Apply every repair once; raises RuntimeError at another version of the client or without the C `crc32c`."""
+    """Apply every repair that is needed, once; raises Unrecoverable for an unknown source or without the C `crc32c`."""
     with _lock:
         if _applied:
             return
-        if kafka.__version__ != VERSION:
-            raise RuntimeError(f"kafka-python is {kafka.__version__}, its repairs are for {VERSION}: install kafka-python=={VERSION}")
         if record_util.crc32c_c is None:
             # The pure Python checksum takes 0.12 s per MiB, at each end.
-            raise RuntimeError("the package crc32c is missing: install crc32c")
-        for repair in (
-            _idempotent_producer_gets_a_new_id,
-            _one_bad_record_is_not_the_end,
-            _read_in_large_pieces,
-            _running_join_is_remembered,
-            _finished_join_is_used,
-            _lost_batch_fails_its_transaction,
-            record_format.install,
-            event_loop.install,
-        ):
+            raise Unrecoverable("the package crc32c is missing: install crc32c")
+        chosen = os.environ.get(SWITCH, "repaired")
+        if chosen not in ("repaired", "stock"):
+            raise ValueError(f"{SWITCH}={chosen!r}: choose repaired or stock")
+        needed = [repair for repair, replaced in REPAIRS.items() if is_needed(repair, replaced)] if chosen == "repaired" else []
+        for repair in needed:
             repair()
-            _applied.append(repair.__qualname__)
+        _applied.extend([chosen, *(repair.__name__ for repair in needed)])
 
 
 def _idempotent_producer_gets_a_new_id() -> None:
-    """After a batch timed out the idempotent producer drops its id but never asks for another: every later send times out."""
+    """After a batch timed out the idempotent producer drops its id but never asks for another: every later send times out.
+
+    Repro: stalled_broker. Report: "reset_producer_id() leaves an idempotent producer without a producer id for good".
+    """
     manager: Any = transaction_manager.TransactionManager
     states = transaction_manager.TransactionState
     stock = manager.reset_producer_id
@@ -64,7 +95,10 @@ def _idempotent_producer_gets_a_new_id() -> None:
 
 
 def _one_bad_record_is_not_the_end() -> None:
-    """One record the broker refuses (too large, no key on a compacted topic) makes an idempotent producer fail for ever."""
+    """One record the broker refuses (too large, no key on a compacted topic) makes an idempotent producer fail for ever.
+
+    Repro: refused_record. Report: "classify_batch_error() makes MESSAGE_TOO_LARGE fatal to an idempotent producer".
+    """
     manager: Any = transaction_manager.TransactionManager
     stock = manager.classify_batch_error
 
@@ -78,33 +112,11 @@ def _one_bad_record_is_not_the_end() -> None:
     manager.classify_batch_error = classify_batch_error
 
 
-def _read_in_large_pieces() -> None:
-    """Stock reads 4 KiB a call; 1 MiB a call takes a quarter of a reader's CPU time away."""
-
-    def _sock_recv(self: Any) -> tuple[bytes, Exception | None]:
-        pieces: list[bytes] = []
-        failure: Exception | None = None
-        while True:
-            try:
-                piece = self._sock.recv(1 << 20)
-            except (BlockingIOError, InterruptedError):
-                break
-            except BaseException as error:
-                failure = errors.KafkaConnectionError(error)
-                break
-            if not piece:
-                failure = errors.KafkaConnectionError("socket disconnected")
-                break
-            pieces.append(piece)
-            if len(piece) < 1 << 16:
-                break
-        return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), failure
-
-    transport.KafkaTCPTransport._sock_recv = _sock_recv
-
-
 def _running_join_is_remembered() -> None:
-    """A join caused by changed metadata clears its own cause; when poll() times out inside it it is forgotten: the member hangs."""
+    """A join caused by changed metadata clears its own cause; a poll() that times out inside it forgets the join, and the member hangs.
+
+    Repro: late_second_join. Report: "need_rejoin() ignores a join in flight" (kafka-python 1.4 checked for one since pull request 1695).
+    """
     consumer: Any = coordinator_consumer.ConsumerCoordinator
     stock = consumer.need_rejoin
 
@@ -118,7 +130,10 @@ def _running_join_is_remembered() -> None:
 
 
 def _finished_join_is_used() -> None:
-    """A join that ends between two polls is thrown away and begun again, so short polls never join and keep the whole group rebalancing."""
+    """A join that ends between two polls is thrown away and begun again, so short polls never join and keep the whole group rebalancing.
+
+    Repro: short_polls. Report: "join_group_async() discards a join that succeeded between two polls".
+    """
     base: Any = coordinator_base.BaseCoordinator
     stock_join, stock_sync = base.join_group_async, base._do_join_and_sync_async
 
@@ -153,6 +168,8 @@ def _lost_batch_fails_its_transaction() -> None:
 
     Every lost batch makes the transaction abortable, so that the commit raises; the abort takes a new epoch as well,
     because the old sequence numbers are unusable after a loss.
+
+    Repro: commit_without_its_record. Report: "commit_transaction() succeeds although a batch expired or was refused".
     """
     manager: Any = transaction_manager.TransactionManager
     states = transaction_manager.TransactionState
@@ -182,3 +199,69 @@ def _lost_batch_fails_its_transaction() -> None:
 
     manager.classify_batch_error = classify_batch_error
     transaction_manager.EndTxnHandler.handle_response = handle_response
+
+
+def _foreign_header_name_is_read() -> None:
+    """A record whose header name is not UTF-8 stops its reader for good: poll() raises once, and the next one never returns.
+
+    Repro: foreign_header_name. Report: "poll() spins for ever behind a record with a header name that is not UTF-8".
+    """
+    batch: Any = default_records.DefaultRecordBatch
+    stock = batch._read_msg
+
+    def _read_msg(self: Any, *arguments: Any) -> Any:
+        try:
+            return stock(self, *arguments)
+        except UnicodeDecodeError:
+            _mask_header_names(self._buffer, self._pos)
+            return stock(self, *arguments)
+
+    batch._read_msg = _read_msg
+
+
+def _mask_header_names(buffer: bytearray, position: int) -> None:
+    """Overwrite the bytes above 0x7F in the header names of the record at `position` with question marks."""
+    varint = record_util.decode_varint
+    for _ in range(4):  # length, attributes, time, offset
+        _, position = varint(buffer, position)
+    for _ in range(2):  # key, value
+        size, position = varint(buffer, position)
+        position += max(size, 0)
+    headers, position = varint(buffer, position)
+    for _ in range(headers):
+        size, position = varint(buffer, position)
+        name = buffer[position : position + size]
+        buffer[position : position + size] = bytes(byte if byte < 0x80 else ord("?") for byte in name)
+        size, position = varint(buffer, position + size)
+        position += max(size, 0)
+
+
+_MANAGER = "kafka.producer.transaction_manager:TransactionManager"
+_END = "kafka.producer.transaction_manager:EndTxnHandler.handle_response"
+_COORDINATOR = "kafka.coordinator.base:BaseCoordinator"
+_REJOIN = "kafka.coordinator.consumer:ConsumerCoordinator.need_rejoin"
+_READ = "kafka.record.default_records:DefaultRecordBatch._read_msg"
+
+SOURCES = {
+    f"{_MANAGER}.reset_producer_id": ("2fb0d988b47cf8f12f4eb3ee4570aa138693e5951469074395c7cc95d7b87587",),
+    f"{_MANAGER}.classify_batch_error": ("b1983067f0741c9df71a184ef830ad3197e5bd93d37a405a47b1954f5aa6a341",),
+    _END: ("bd0e415cb1e10a7d083de901ddbb3aa200edb70bc28d8557096a4a2162416638",),
+    _REJOIN: ("7f90bc6c6f09cb6e21b84a53b0733ecd3d793a9d9dfe90d2129d78fb5a3493a4",),
+    f"{_COORDINATOR}.join_group_async": ("f9b7d8038dabf04d5e43becb43a0c5e24627431d2395c06e12c6c2a805fdf8b5",),
+    f"{_COORDINATOR}._do_join_and_sync_async": ("3e4f55d945a361a115f4bd3b08ddbd14dba985f711a9c4302fdc1b7ebbee699b",),
+    _READ: ("b203a6ee5e4f423b6e746cbb4310b123b980a27b6e84d0e1314289a400e2d89b",),
+}
+"""SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
+
+FIXED: dict[str, tuple[str, ...]] = {}
+"""Digests of the sources that no longer have a fault, by the repair that is left out with them."""
+
+REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
+    _idempotent_producer_gets_a_new_id: (f"{_MANAGER}.reset_producer_id",),
+    _one_bad_record_is_not_the_end: (f"{_MANAGER}.classify_batch_error",),
+    _running_join_is_remembered: (_REJOIN,),
+    _finished_join_is_used: (f"{_COORDINATOR}.join_group_async", f"{_COORDINATOR}._do_join_and_sync_async"),
+    _lost_batch_fails_its_transaction: (f"{_MANAGER}.classify_batch_error", _END),
+    _foreign_header_name_is_read: (_READ,),
+}
+"""What each repair replaces. Two wrap `classify_batch_error`, the later one around the earlier."""

@@ -1,29 +1,23 @@
-"""The private parts of kafka-python 3.0.12 that are used rather than repaired: time limits and facts its public calls do not offer.
+"""The private parts of kafka-python that are used rather than repaired: time limits and facts its public calls do not offer.
 
-The rule: whatever is not public is reached through `patches.py` or this file, both checked against that one version.
+The rule: whatever is not public is reached through `faults.py` or this file.
 """
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kafka import TopicPartition, errors
+from kafka import KafkaProducer, errors
 from kafka.producer import transaction_manager
 from kafka.util import Timer
 
-from penstock.infra.kafka.client_repairs.record_format import PackedHeaders
-from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.record import Record
 
 
-def io_thread(producer: Any) -> threading.Thread:
-    """The thread on which a producer does its network work; consumers and the admin client work on their callers' threads."""
-    thread: threading.Thread = producer._sender
+def io_thread(client: Any) -> threading.Thread:
+    """The thread on which a producer, a consumer or an admin client does its network work."""
+    thread: threading.Thread = client._sender if isinstance(client, KafkaProducer) else client._net._io_thread
     return thread
-
-
-def nap(consumer: Any, seconds: float) -> None:
-    """Sleep while the consumer's connections, heartbeats and metadata are looked after."""
-    consumer._net.nap(seconds)
 
 
 def connected(consumer: Any) -> bool:
@@ -37,10 +31,23 @@ def last_heard(consumer: Any) -> float:
     return max((transport.last_read for transport in transports if transport is not None), default=0.0)
 
 
-def poll_once(consumer: Any, timeout_s: float, max_records: int) -> Mapping[Any, list[Record]]:
-    """One round of `KafkaConsumer.poll`: unlike it, this returns as soon as an assignment is there although no record is."""
-    polled: Mapping[Any, list[Record]] = consumer._poll_once(Timer(timeout_s * 1000), max_records)
-    return polled
+def poll_once(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
+    """One round of `KafkaConsumer.poll`, as records; unlike it, this returns once there is an assignment, with or without a record."""
+    polled = consumer._poll_once(Timer(timeout_s * 1000), max_records)
+    return [_record(record) for records in polled.values() for record in records]
+
+
+def _record(record: Any) -> Record:
+    """A record of the client library as ours; what is null there is empty here, but for the key."""
+    return Record(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        timestamp_ms=record.timestamp,
+        key=record.key,
+        headers=tuple((name, value or b"") for name, value in record.headers),
+        value=record.value or b"",
+    )
 
 
 def position(consumer: Any, topic_partition: Any) -> int | None:
@@ -67,38 +74,14 @@ def has_joined(consumer: Any) -> bool:
 
 def fetch_committed(consumer: Any, partitions: Iterable[Any], timeout_s: float) -> Mapping[Any, Any]:
     """Committed offsets with their metadata, of all partitions in one request."""
-    found: Mapping[Any, Any] = consumer._coordinator.fetch_committed_offsets(set(partitions), timeout_ms=timeout_s * 1000)
-    return found
+    committed: Mapping[Any, Any] = consumer._coordinator.fetch_committed_offsets(set(partitions), timeout_ms=timeout_s * 1000)
+    return committed
 
 
 def commit_soon(consumer: Any, offsets: Mapping[Any, Any]) -> Any:
     """Send a commit from any thread without waiting; the returned future fails when the member's generation is over."""
     coordinator = consumer._coordinator
     return coordinator._manager.call_soon(coordinator._send_offset_commit_request, offsets)
-
-
-def append(producer: Any, outgoing: Outgoing) -> Any:
-    """`KafkaProducer.send` without what is known here: checked types, a chosen partition, headers to be measured three times.
-
-    Returns the record's future; raises KafkaTimeoutError while the topic is not known, MessageSizeTooLargeError, ValueError.
-    """
-    topic, partition, value = outgoing.topic, outgoing.partition, outgoing.value
-    known = producer._metadata.partitions_for_topic(topic)
-    if known is None:
-        known = producer._wait_on_metadata(topic, producer.config["max_block_ms"])
-    if partition not in known:
-        raise ValueError(f"topic {topic} has no partition {partition}")
-    headers = PackedHeaders(outgoing.headers)
-    size = len(value) + len(headers.raw) + len(outgoing.key or b"") + 128
-    if size > producer.config["max_request_size"]:
-        raise errors.MessageSizeTooLargeError(f"a record of {size} bytes, at most {producer.config['max_request_size']} fit")
-    place = TopicPartition(topic, partition)
-    if producer._transaction_manager.is_transactional():
-        producer._transaction_manager.maybe_add_partition_to_transaction(place)
-    future, full, new_batch, _ = producer._accumulator.append(place, None, outgoing.key, value, headers)
-    if full or new_batch:
-        producer._sender.wakeup()
-    return future
 
 
 def producer_identity(producer: Any) -> Any:

@@ -170,20 +170,6 @@ def test_a_remembered_port_that_was_taken_gives_one_line_with_a_way_out(started_
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_class_archive_does_not_keep_the_broker_from_starting(started_twice: tuple[Path, set[int]]) -> None:
-    home, _ = started_twice
-    embedded.stop(home)
-    shared, own = (home / "broker" / "cds").resolve(), home / "broker" / "own"
-    own.mkdir()
-    for archive in shared.glob("*.jsa"):
-        (own / archive.name.replace(f".{archive.stat().st_size}.", ".100000.")).write_bytes(archive.read_bytes()[:100_000])
-    (home / "broker" / "cds").unlink(missing_ok=True)
-    own.rename(home / "broker" / "cds")
-    again = embedded.start(home=home)
-    assert again.pid is not None
-    os.kill(again.pid, signal.SIGKILL)  # stopped, it would spend seconds on a new archive
-
-
 def test_records_of_16_mib_pass_through_the_session_broker(broker: str, run_id: str) -> None:
     value = uuid.uuid4().bytes * (1 << 20)
     write(broker, f"{run_id}.large", value)

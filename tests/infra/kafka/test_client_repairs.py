@@ -1,18 +1,15 @@
 """Each repair of the client library against the fault it repairs, on a real broker; the faults are shown on the library as it is."""
 
 import json
-import socket
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import kafka
 import pytest
-from kafka.net.transport import KafkaTCPTransport
 
-from penstock.infra.errors import SendFailed
+from penstock.infra.errors import SendFailed, Unrecoverable
 from penstock.infra.kafka.client_repairs import faults, private_api
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.member import KafkaMember
@@ -44,19 +41,62 @@ def shown(fault: str, broker: str, topics: Sequence[str]) -> list[dict[str, Any]
     return [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
 
 
-def test_the_repairs_are_for_the_installed_version_and_refuse_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kafka.__version__ == faults.VERSION, "kafka-python has moved: read each repair's reason again before changing VERSION"
-    faults.apply()
-    monkeypatch.setattr(faults, "_applied", [])
-    monkeypatch.setattr(kafka, "__version__", "3.0.13")
-    with pytest.raises(RuntimeError, match=r"kafka-python==3\.0\.12"):
-        faults.apply()
+def in_a_process(program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A fresh process, in which nothing is repaired yet."""
+    return subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_every_replaced_function_of_the_installed_client_has_a_known_source() -> None:
+    told = in_a_process(
+        "from penstock.infra.kafka.client_repairs import faults\n"
+        "assert set(faults.SOURCES) == {name for names in faults.REPAIRS.values() for name in names}\n"
+        "faults.apply(); print(*faults._applied, len(faults.REPAIRS))"
+    )
+    assert told.returncode == 0, f"kafka-python has moved; faults.py says what to do:\n{told.stderr}"
+    chosen, *repairs, known = told.stdout.split()
+    assert (chosen, len(repairs)) == ("repaired", int(known))
+
+
+MOVED = (
+    "from kafka.coordinator.consumer import ConsumerCoordinator\n"
+    "from penstock.infra.kafka.client_repairs import faults\n"
+    "def other(self): return False\n"
+    "ConsumerCoordinator.need_rejoin = other\n"
+    "faults.source_digest = lambda name, stock=faults.source_digest: 'abc' if 'need_rejoin' in name else stock(name)\n"
+)
+
+
+def test_a_moved_function_is_named_and_nothing_starts() -> None:
+    told = in_a_process(MOVED + "faults.apply()")
+    last = told.stderr.splitlines()[-1]
+    assert "Unrecoverable: kafka-python" in last
+    assert "another ConsumerCoordinator.need_rejoin (source abc)" in last
+    assert "install kafka-python==3.0.12, or set PENSTOCK_KAFKA_CLIENT=stock" in last
+
+
+def test_a_function_without_its_fault_is_left_as_it_is() -> None:
+    told = in_a_process(
+        MOVED
+        + "faults.FIXED['_running_join_is_remembered'] = ('abc',)\n"
+        + "faults.apply(); print(ConsumerCoordinator.need_rejoin is other, *faults._applied)"
+    )
+    assert told.stdout.startswith("True repaired "), told.stderr
+    assert "_running_join_is_remembered" not in told.stdout
+    assert "_finished_join_is_used" in told.stdout
+
+
+def test_the_client_runs_without_repairs_when_that_is_chosen() -> None:
+    program = MOVED + "faults.apply(); print(*faults._applied)"
+    assert in_a_process(program, PENSTOCK_KAFKA_CLIENT="stock").stdout == "stock\n"
+    assert "choose repaired or stock" in in_a_process(program, PENSTOCK_KAFKA_CLIENT="other").stderr
 
 
 def test_without_the_fast_checksum_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_applied", [])
     monkeypatch.setattr(faults.record_util, "crc32c_c", None)
-    with pytest.raises(RuntimeError, match="install crc32c"):
+    with pytest.raises(Unrecoverable, match="install crc32c"):
         faults.apply()
 
 
@@ -78,6 +118,19 @@ def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, s
     refused = "MessageSizeTooLargeError"
     assert stock["outcomes"] == ["written", refused, refused, refused]
     assert repaired["outcomes"] == ["written", refused, "written", "written"]
+
+
+def test_a_record_that_is_not_acknowledged_does_not_silence_its_producer(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("stalled_broker", broker, small_topics)
+    assert stock["outcomes"][0] == repaired["outcomes"][0] == "written"
+    assert "written" not in stock["outcomes"][1:]
+    assert repaired["outcomes"][2:] == ["written", "written"]
+
+
+def test_a_header_name_that_is_no_text_does_not_stop_its_reader(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("foreign_header_name", broker, small_topics)
+    assert stock["values"] == []
+    assert repaired == {"values": ["foreign", "next"], "names": ["??", "name"]}
 
 
 def test_our_producer_goes_on_after_a_refused_record_and_the_flush_tells_of_it(log: KafkaLog, small_topics: list[str]) -> None:
@@ -107,29 +160,6 @@ def test_our_transactions_go_on_after_a_refused_record(log: KafkaLog, small_topi
         writer.commit([outgoing(topic, b"%d" % number)])
     writer.close()
     assert values_in(log, topic) == [b"0", b"1"]
-
-
-def test_a_large_answer_is_read_in_few_calls() -> None:
-    faults.apply()
-    ours, theirs = socket.socketpair()
-    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    sent = theirs.send(bytes(200_000))
-    calls = []
-
-    class Counting:
-        def recv(self, size: int) -> bytes:
-            calls.append(size)
-            return ours.recv(size)
-
-    data, failure = KafkaTCPTransport._sock_recv(SimpleNamespace(_sock=Counting()))
-    assert (len(data), failure) == (sent, None)
-    assert len(calls) <= 3
-    theirs.close()
-    _, failure = KafkaTCPTransport._sock_recv(SimpleNamespace(_sock=ours))
-    assert "disconnected" in str(failure)
-    ours.close()
 
 
 def test_a_lone_member_needs_one_join(log: KafkaLog, run_id: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from penstock.infra.broker import embedded
 from penstock.infra.errors import LogError, LogUnreachable, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Committed
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in
 from tests.support.own_broker import OwnBroker
@@ -64,9 +65,23 @@ def test_where_nothing_listens_one_line_says_so_at_once() -> None:
     assert seconds < 3
 
 
-def test_an_unknown_host_and_a_missing_port_are_named() -> None:
+def test_an_unknown_host_is_named() -> None:
     assert "no-such-host.invalid:9092" in refused_at("no-such-host.invalid:9092")[0]
-    assert "is not HOST:PORT" in refused_at("127.0.0.1")[0]
+
+
+@pytest.mark.parametrize("bootstrap", ["127.0.0.1", "", ":9092", "host:kafka", "host:0", "host:70000", "one:9092,two"])
+def test_a_malformed_address_is_refused_before_anything_is_tried(bootstrap: str) -> None:
+    with pytest.raises(ValueError, match=f"^kafka.bootstrap {bootstrap!r} is not HOST:PORT"):
+        KafkaLog(bootstrap)
+
+
+def test_security_settings_are_parsed_once_for_every_client() -> None:
+    for given, checked in (("false", False), ("No", False), (False, False), ("True", True), (True, True)):
+        security = {"ssl_check_hostname": given, "sasl_mechanism": "PLAIN"}
+        parsed = Connection(bootstrap="[::1]:9092,b:1", client_id="c", security=security).security
+        assert parsed == {"ssl_check_hostname": checked, "sasl_mechanism": "PLAIN"}
+    with pytest.raises(ValueError, match="ssl_check_hostname='maybe' is neither true nor false"):
+        KafkaLog("127.0.0.1:9092", security={"ssl_check_hostname": "maybe"})
     with pytest.raises(ValueError, match="'sasl_password' is unknown"):
         KafkaLog("127.0.0.1:9092", security={"sasl_password": "x"})
 

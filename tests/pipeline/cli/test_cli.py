@@ -134,6 +134,12 @@ def test_a_missing_model_directory_is_one_line_and_status_1(tmp_path: Path, brok
     assert "nowhere" in last_line(capsys)
 
 
+def test_a_malformed_address_is_a_usage_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["runs", "--bootstrap", "nowhere"], ["create", config(tmp_path, kafka='bootstrap = "nowhere"')]):
+        assert cli.main(command) == USAGE
+        assert last_line(capsys).endswith("kafka.bootstrap 'nowhere' is not HOST:PORT[,HOST:PORT...]")
+
+
 def test_an_unreachable_broker_is_one_line_and_status_1_within_15_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
     assert cli.main(["runs", "--bootstrap", "127.0.0.1:1"]) == FAILED

@@ -186,5 +186,5 @@ def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, ru
     report = json.loads(asked("report", run_id, "--json"))
     assert report["groups"]["trained"] == 6
     assert run_id in asked("report", "latest")
-    assert cli.main(["topics", "show", run_id, "ledger", "0", "999", *at]) == 1
+    assert cli.main(["topics", "show", run_id, "ledger", "0", "999", *at]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.infra.engines.base import GroupRequest
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.memory.readers import MemoryMember
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
@@ -106,10 +107,8 @@ class Site:
 
     def evict(self, worker: RolloutWorker) -> None:
         """What the broker does to a member that says nothing."""
-        group = self.log.group(f"{RUN}.rollout")
-        if worker.member in group.members:
-            group.members.remove(worker.member)  # type: ignore[arg-type]
-            group.generation += 1
+        assert isinstance(worker.member, MemoryMember)
+        self.log.evict(f"{RUN}.rollout", worker.member.member_id)
 
     def wake(self, worker: RolloutWorker) -> None:
         """A stopped process goes on: it may publish before its client learns that it was evicted, and joins again."""
