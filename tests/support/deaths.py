@@ -45,13 +45,13 @@ def dying_of(payloads: Mapping[str, tuple[str, bytes]], *, times: int) -> Iterat
     deaths: list[str] = []
     decode = Codec.decode
 
-    def deadly(codec: Codec, value: Any, build: Any) -> Any:
+    def deadly(codec: Codec, value: Any) -> Any:
         worker = threading.current_thread().name
         schema, mark = payloads.get(worker, ("", b""))
         if codec.name == schema and mark in bytes(value) and deaths.count(worker) < times:
             deaths.append(worker)
             _never_go_on()
-        return decode(codec, value, build)
+        return decode(codec, value)
 
     with patch.object(Codec, "decode", deadly):
         yield deaths
