@@ -168,11 +168,10 @@ class RunView:
     def _fold_rollouts(self, record: Record) -> Headers | None:
         headers = rollouts.check(record, run=self.run)
         assert headers.group is not None
-        assert headers.sample is not None
-        drawn = self.samples.setdefault(headers.group, {})
-        if headers.sample in drawn:
+        drawn, tokens = self.samples.setdefault(headers.group, {}), rollouts.tokens_of(headers)
+        if tokens.keys() <= drawn.keys():
             return None
-        drawn[headers.sample] = headers.tokens or 0
+        drawn.update(tokens | drawn)
         return headers
 
     def _fold_dead_letters(self, record: Record) -> DeadLetter | None:

@@ -98,9 +98,27 @@ class RunReader:
         decode: bool = True,
         repeats: bool = False,
     ) -> Iterator[Read[Rollout]]:
-        """Each sample, or each of the wanted groups' samples; with `repeats` also those that do not count."""
-        decoder = rollouts.read if decode else None
-        return self._firsts("rollouts", rollouts.check, decoder, wanted=wanted, partitions=partitions, repeats=repeats)
+        """Each sample, or each of the wanted groups' samples; with `repeats` also those that do not count.
+
+        A record may hold several: each is given with the record, and with its own number and tokens in the headers.
+        """
+        seen = set[tuple[int | None, int]]()
+        for checked in self._checked("rollouts", rollouts.check, wanted, partitions):
+            if (headers := checked.headers) is None:
+                yield checked
+                continue
+            tokens = rollouts.tokens_of(headers)
+            if not repeats and all((headers.group, number) in seen for number in tokens):
+                continue
+            whole: Read[tuple[Rollout, ...]] = self._decoded(checked, rollouts.read_all if decode else None)
+            drawn = {rollout.sample: rollout for rollout in whole.payload or ()}
+            for number, count in tokens.items():
+                if (repeated := (headers.group, number) in seen) and not repeats:
+                    continue
+                own = replace(headers, sample=number, tokens=count, samples=None, sample_tokens=None)
+                yield Read(records=whole.records, headers=own, payload=drawn.get(number), problem=whole.problem, repeats=repeated)
+                if whole.problem is None:
+                    seen.add((headers.group, number))
 
     def groups(
         self,

@@ -65,7 +65,7 @@ class RunHistory:
                 self.measured.append(replace(folded, values=values, labels={"doing": folded.labels.get("doing", "")}))
                 if folded.kind in ("status", "final"):
                     self._status(folded)
-            case Headers(group=int(group), sample=int()):
+            case Headers(group=int(group)) if record.topic.endswith(".rollouts"):
                 self.written_ns[group] = max(self.written_ns.get(group, 0), record.timestamp_ms * 1_000_000)
 
     def finish(self) -> None:

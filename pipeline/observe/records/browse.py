@@ -26,7 +26,7 @@ SHOWN_BYTES = 32
 
 _READERS: Mapping[str, Callable[..., object]] = {
     "prompts": prompts.read,
-    "rollouts": rollouts.read,
+    "rollouts": rollouts.read_all,
     "ledger": ledger.read,
     "metrics": metrics.read,
     "dead-letters": dead_letters.read,

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Self
 
 from penstock.infra.errors import LogError
@@ -16,9 +17,9 @@ from penstock.pipeline.observe.recorded_run import RecordedRun
 from penstock.pipeline.replay.rescore.cases import Left
 from penstock.pipeline.replay.rescore.judge import Rescored
 from penstock.pipeline.runtime.run_registry import find, write
-from penstock.pipeline.runtime.topic_reader import Read
+from penstock.pipeline.runtime.topic_reader import Read, place_of
 from penstock.pipeline.runtime.weight_sync import fetch, manifest_record, send_chunks
-from penstock.topics import groups, ledger
+from penstock.topics import groups, ledger, prompts, rollouts
 from penstock.topics.catalogue import check_run_id, topics_of
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
@@ -102,14 +103,16 @@ class NewRun:
         """Copy prompts, samples and version 0, close the story, and register the run."""
         self._commit()
         say(f"copying prompts and samples to {self.run}")
-        copied: tuple[tuple[str, Iterator[Read[Any]]], ...] = (
-            ("prompts", self.source.reader.prompts()),
-            ("rollouts", self.source.reader.samples()),
+        reader = self.source.reader
+        copied: tuple[tuple[str, Callable[..., Headers], Iterator[Read[Any]]], ...] = (
+            ("prompts", prompts.check, reader.prompts()),
+            ("rollouts", rollouts.check, reader.samples()),
         )
-        for topic, reads in copied:
-            for read in reads:
-                if read.payload is not None and read.headers is not None:
-                    self._copy(read.record, read.headers, to=f"{self.run}.{topic}")
+        for topic, check, reads in copied:
+            # A record may hold several samples; it is copied once.
+            for _, records in groupby((read.record for read in reads if read.payload is not None), key=place_of):
+                record = next(records)
+                self._copy(record, check(record, run=reader.run), to=f"{self.run}.{topic}")
         self._producer.flush(WAIT_S)
         self._producer.check()
         created_ns = time.time_ns()

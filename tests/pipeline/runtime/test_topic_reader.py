@@ -8,6 +8,7 @@ import pytest
 
 from penstock.infra.errors import LogError
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.run_view import read_view
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import POLL_S, RunReader, drain, scan
 from penstock.topics import dead_letters, groups, rollouts
@@ -59,6 +60,20 @@ def test_of_records_that_say_the_same_the_first_counts() -> None:
     assert outcomes(log, repeats=True) == [(0, [0], False), (0, [1], True)]
 
 
+def test_each_sample_of_a_record_of_several_counts_on_its_own() -> None:
+    told = [outgoing for outgoing in Teller().group([0.0, 0.5, 1.0], version=0) if outgoing.topic.endswith(".rollouts")]
+    drawn = [rollouts.decode(bytes(outgoing.value)) for outgoing in told]
+    value = rollouts.encode(*drawn[:2])
+    both = replace(told[0], headers=rollouts.headers(*drawn[:2], run=RUN).encode(value), value=value)
+    log = written([told[1], both, told[2], told[0]])
+    reads = list(RunReader(log, RUN).samples())
+    assert [(read.record.offset, read.payload and read.payload.sample) for read in reads] == [(0, 1), (1, 0), (2, 2)]
+    assert [read.headers and (read.headers.sample, read.headers.tokens) for read in reads] == [(1, 3), (0, 3), (2, 3)]
+    assert [read.repeats for read in RunReader(log, RUN).samples(repeats=True)] == [False, False, True, False, True]
+    view = read_view(RunReader(log, RUN))
+    assert view.samples == {0: {0: 3, 1: 3, 2: 3}}
+
+
 def test_a_record_that_cannot_be_decoded_does_not_count_and_says_why() -> None:
     told = Teller().group([0.0], version=0)
     (sample,) = [outgoing for outgoing in told if outgoing.topic.endswith(".rollouts")]
@@ -96,8 +111,8 @@ def test_only_wanted_groups_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None
     teller = Teller()
     log = written([*teller.group([0.0], version=0), *teller.group([1.0], version=0)])
     decoded: list[int] = []
-    original = rollouts.decode
-    monkeypatch.setattr(rollouts, "decode", lambda value: decoded.append(1) or original(value))
+    original = rollouts.decode_all
+    monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(1) or original(value))
     assert [read.payload.group for read in RunReader(log, RUN).samples(wanted={1}) if read.payload] == [1]
     assert len(decoded) == 1
     assert [read.headers.sample for read in RunReader(log, RUN).samples(decode=False) if read.headers] == [0, 0]
