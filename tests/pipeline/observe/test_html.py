@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from penstock.pipeline.observe.html.timeline import NEVER, Clock
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.run_view import RunView
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller
