@@ -32,6 +32,7 @@ CODEC = Codec(
     ),
 )
 _REQUIRED = ("outcome",)
+_ABOUT_GROUPS = ("prompts", "rollouts", "groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,27 @@ def from_record(record: Record, *, kind: str, reason: str, worker: str, time_ns:
         value=record.value,
         time_ns=time_ns,
     )
+
+
+def to_record(letter: DeadLetter) -> Record:
+    """The refused record as it was."""
+    return Record(
+        topic=letter.topic,
+        partition=letter.partition,
+        offset=letter.offset,
+        timestamp_ms=letter.timestamp_ms,
+        key=letter.key,
+        headers=letter.headers,
+        value=letter.value,
+    )
+
+
+def claimed_group(letter: DeadLetter) -> int | None:
+    """The group that the refused record says it is about, in its header or else its key; None where it names none."""
+    if letter.topic.rpartition(".")[2] not in _ABOUT_GROUPS:
+        return None  # the key of other topics is something else
+    claim = (dict(letter.headers).get("group") or letter.key or b"").decode("ascii", "replace")
+    return int(claim) if claim.isascii() and claim.isdigit() and len(claim) < 19 else None
 
 
 def encode(letter: DeadLetter) -> bytes:

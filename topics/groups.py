@@ -231,21 +231,20 @@ def read(records: Record | Sequence[Record], *, run: str) -> tuple[Headers, Grou
     return checked[0], group
 
 
-class Parts:
-    """Assembles groups from the records of their parts; parts of one outcome share its digest."""
+class GroupAssembler:
+    """Holds the parts of an outcome until the last is here; they share its digest and follow each other, as one transaction wrote them."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int | None, str | None], dict[int | None, Record]] = {}
+        self._held: dict[tuple[int | None, str | None], list[Record]] = {}
 
     def add(self, record: Record, headers: Headers) -> list[Record] | None:
-        """All parts in order once `record` completes them, else `None`; `headers` are those of `check`. Repeated parts are ignored."""
+        """All parts in their order once the last is added; `headers` is what `check` gives. Raises `Unusable` for a part out of order."""
         outcome = headers.group, headers.sha256
-        parts = self._held.setdefault(outcome, {})
-        parts.setdefault(headers.part, record)
-        if len(parts) != headers.parts:
-            return None
-        del self._held[outcome]
-        return [parts[part] for part in range(headers.parts)]
+        held = self._held.get(outcome, [])
+        if headers.part != len(held):
+            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(held)} was expected", kind="mismatch")
+        self._held[outcome] = [*held, record]
+        return self._held.pop(outcome) if len(held) + 1 == headers.parts else None
 
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:

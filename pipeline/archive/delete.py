@@ -11,7 +11,8 @@ from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
-from penstock.pipeline.observe.report.summary import load
+from penstock.pipeline.observe.run_status import has_ended
+from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.run_registry import find
 from penstock.topics.catalogue import RUNS_TOPIC
 
@@ -40,7 +41,7 @@ def plan_deletion(log: Log, run: str) -> Deletion:
     if record is not None and f"{run}.metrics" in topics and f"{run}.ledger" in topics:
         view, now_s = load(log, run, topics=("ledger", "metrics")), time.time()
         at_work = sorted(w.worker for w in view.workers.values() if not w.ended and now_s - w.time_ns / 1e9 < SILENT_S)
-        if at_work and not view.ended:
+        if at_work and not has_ended(view):
             raise ValueError(f"run {run} is running, {', '.join(at_work[:6])} at work: stop it first")
     offsets = {}
     for topic in topics:

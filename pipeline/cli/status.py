@@ -30,7 +30,7 @@ def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
     from dataclasses import asdict
 
     from penstock.pipeline.launch.stall_watchdog import describe, examine
-    from penstock.pipeline.observe.report.summary import load
+    from penstock.pipeline.observe.run_view import load
     from penstock.pipeline.observe.stall import Scene
     from penstock.pipeline.observe.status import WATCHED, silences, standing, standstill_s
     from penstock.pipeline.runtime.run_registry import resolve

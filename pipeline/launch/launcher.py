@@ -24,6 +24,7 @@ from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_lefto
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
+from penstock.pipeline.observe.run_status import closing
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.run_registry import find, mark
 from penstock.topics.runs import RunRecord, Status
@@ -201,9 +202,9 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
     now, closed = find(log, record.run), view.view.closed
     known: Status = record.status if now is None else now.status
     if closed is not None and known not in ("finished", "failed"):
-        known = mark(log, record, status="failed" if view.view.details.get("status") == "failed" else "finished").status
+        known = mark(log, record, status="failed" if closing(view.view).get("status") == "failed" else "finished").status
     if known == "failed":
-        raise PenstockError(f"run {record.run} failed: {view.view.details.get('reason', 'its trainer closed it')}")
+        raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'its trainer closed it')}")
     if known != "finished":
         raise PenstockError(f"run {record.run} is not over, but all its workers have ended; `penstock run --resume {record.run}` goes on")
     return 0

@@ -14,6 +14,7 @@ from penstock.pipeline.observe import stall
 from penstock.pipeline.observe.live.frame import waiting_for
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.stall import Drawn, Scene, Stuck
+from penstock.pipeline.runtime.topic_reader import drain
 
 LOOK_EVERY_S = 15.0
 """While a run stands still; each look reads the samples of one group."""
@@ -75,7 +76,8 @@ def _drawn(log: Log, run: str, group: int, partition: int) -> Drawn:
         if committed is not None:
             tail.seek(partition_read, committed)
         key = str(group).encode()
-        records = [record for record in tail.read_to_end(READ_LIMIT_S) if record.key == key]
+        ends = log.end_offsets([partition_read])
+        records = [record for record in drain(tail, ends, silence_s=READ_LIMIT_S) if record.key == key]
     finally:
         tail.close()
     numbers = {dict(record.headers).get("sample") for record in records}

@@ -11,11 +11,13 @@ from penstock.infra.checkpoints import Recorded
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Log
 from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import groups
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
 
 READ_LIMIT_S = 120.0
 
@@ -77,16 +79,13 @@ class Past:
 
 def read_past(log: Log, run: str) -> Past:
     """The ledger and the published versions so far. Raises `LogError`."""
-    tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
-    story, entries = LedgerState(run), []
-    for record in tail.read_to_end(READ_LIMIT_S):
-        try:
-            found = story.apply(record)
-        except Unusable:
-            continue  # a dead letter: the tracker's and, among the manifests, the trainer's own later
-        if isinstance(found, Entry):
-            entries.append(found)
-    tail.close()
+    return past_of(RunReader(log, run))
+
+
+def past_of(reader: RunReader) -> Past:
+    """The same from a reader that reads more of the run. Raises `LogError`."""
+    story = LedgerState(reader.run)
+    entries = [said for said in reader.history(story) if isinstance(said, Entry)]
     return Past(entries=entries, story=story)
 
 
@@ -97,19 +96,25 @@ def read_planned(log: Log, run: str, plan: Sequence[Planned]) -> list[Group]:
     for partition in {planned.partition for planned in plan}:
         offsets = [planned.offset for planned in plan if planned.partition == partition]
         firsts.update({(partition, record.offset): record for record in log.read(topic, partition, offsets, timeout_s=READ_LIMIT_S)})
-    found = []
+    members = []
     for planned in plan:
         place = f"{topic}/{planned.partition}/{planned.offset}"
         try:
-            first = firsts[planned.partition, planned.offset]
-            headers = groups.check(first, run=run)
-            following = list(range(planned.offset + 1, planned.offset + (headers.parts or 1)))
-            rest = log.read(topic, planned.partition, following, timeout_s=READ_LIMIT_S) if following else []
-            headers, group = groups.read([first, *rest], run=run)
+            headers, group = groups.read(with_later_parts(log, run, firsts[planned.partition, planned.offset]), run=run)
         except Unusable as error:
             raise Unrecoverable(f"group {planned.group}, which a step was trained on, cannot be read at {place}: {error}") from error
         if (group.group, headers.sha256) != (planned.group, planned.sha256):
             what = f"group {group.group} ({(headers.sha256 or '')[:16]}…)"
             raise Unrecoverable(f"{what} stands at {place}, the ledger says group {planned.group} ({planned.sha256[:16]}…)")
-        found.append(group)
-    return found
+        members.append(group)
+    return members
+
+
+def with_later_parts(log: Log, run: str, first: Record) -> list[Record]:
+    """The records of all parts of the group whose first part this is: one transaction wrote them, so they follow each other.
+
+    Raises `Unusable`, `LogError`.
+    """
+    parts = groups.check(first, run=run).parts or 1
+    later = range(first.offset + 1, first.offset + parts)
+    return [first, *(log.read(first.topic, first.partition, later, timeout_s=READ_LIMIT_S) if later else ())]

@@ -3,20 +3,23 @@
 The rule: `RunView.fold` is a pure function of the records, in any interleaving of topics; it looks at no clock and at nothing but the log.
 """
 
-import json
+import contextlib
+import itertools
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
-from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView, together
+from penstock.infra.log import Log
+from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView
+from penstock.pipeline.runtime.topic_reader import Place, RunReader, place_of, scan
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
-from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
@@ -24,13 +27,14 @@ SCORED = frozenset({"scored", "filtered"})
 """Outcomes with a reward for every sample."""
 DECODED = frozenset({"ledger", "metrics"})
 """Topics whose payloads are looked at here; of the others the headers say enough."""
-RECENT_STEPS = 4
-"""Steps' worth of groups behind the moving mean of the reward, of at most `RECENT_GROUPS`."""
+TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("weights", "dead-letters")))
 RECENT_GROUPS = 1024
+"""Groups at most whose rewards are kept for a moving mean."""
 WORK = ("samples", "groups", "admitted", "step")
 """Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
+Also = Callable[[Folded | None, Record], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +67,9 @@ class RunView:
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     moved_ms: int = 0
     """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
-    _recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
-    _killers: set[tuple[str, int, int]] = field(default_factory=set)
+    recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
+    """The newest scored groups."""
+    _killers: set[Place] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
     _last_seq: int = -1
     _measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
@@ -74,7 +79,7 @@ class RunView:
 
         Raises `Unusable`, and is unchanged then.
         """
-        if self._killers and (record.topic, record.partition, record.offset) in self._killers:
+        if self._killers and place_of(record) in self._killers:
             return None
         if record.topic == RUNS_TOPIC:
             return self._fold_run(record)
@@ -92,12 +97,12 @@ class RunView:
         if not record.value:  # a run that had this id was deleted
             self.record = None
             return None
-        _, found = runs.read(record, run=self.run)
-        if self.record is not None and found.updated_ns < self.record.updated_ns:
+        _, state = runs.read(record, run=self.run)
+        if self.record is not None and state.updated_ns < self.record.updated_ns:
             return None  # an old state once more: compaction keeps the last record, which need not be the newest
-        self.record = found
-        self.moved_ms = max(self.moved_ms, found.updated_ns // 1_000_000)
-        return found
+        self.record = state
+        self.moved_ms = max(self.moved_ms, state.updated_ns // 1_000_000)
+        return state
 
     def _fold_ledger(self, record: Record) -> Entry | None:
         _, entry = ledger.read(record, run=self.run)
@@ -119,60 +124,59 @@ class RunView:
         return entry
 
     def _fold_metrics(self, record: Record) -> Measurement | None:
-        _, found = metrics.read(record, run=self.run)
-        measured = self._measured.setdefault((found.worker, found.incarnation), IdSet())
-        if found.seq in measured:
+        _, measurement = metrics.read(record, run=self.run)
+        numbers = self._measured.setdefault((measurement.worker, measurement.incarnation), IdSet())
+        if measurement.seq in numbers:
             return None
-        measured.add(found.seq)
-        worker = self.workers.setdefault(found.worker, WorkerView(worker=found.worker, role=found.role))
+        numbers.add(measurement.seq)
+        worker = self.workers.setdefault(measurement.worker, WorkerView(worker=measurement.worker, role=measurement.role))
         before = [worker.total(name) for name in WORK]
-        worker.add(found)
-        if found.kind == "eval" or [worker.total(name) for name in WORK] != before:
+        worker.add(measurement)
+        if measurement.kind == "eval" or [worker.total(name) for name in WORK] != before:
             self.moved_ms = max(self.moved_ms, record.timestamp_ms)
-        if found.kind == "eval" and found.version is not None:
-            self.evals.setdefault(found.version, found)
-        self.mlflow.update({key.removeprefix("mlflow_"): text for key, text in found.labels.items() if key.startswith("mlflow_")})
-        return found
+        if measurement.kind == "eval" and measurement.version is not None:
+            self.evals.setdefault(measurement.version, measurement)
+        self.mlflow.update({key.removeprefix("mlflow_"): text for key, text in measurement.labels.items() if key.startswith("mlflow_")})
+        return measurement
 
     def _fold_groups(self, record: Record) -> Headers | None:
-        found = groups.check(record, run=self.run)
-        if found.part:  # a later part of a group that is there already
-            return found
-        assert found.group is not None
-        assert found.outcome is not None
-        if found.group in self.groups:
+        headers = groups.check(record, run=self.run)
+        if headers.part:  # a later part of a group that is there already
+            return headers
+        assert headers.group is not None
+        assert headers.outcome is not None
+        if headers.group in self.groups:
             return None
-        facts = GroupFacts(found.outcome, found.samples or 0, found.tokens or 0, found.reward_mean, found.policy_version_min)
-        self.groups[found.group] = facts
-        self.open.pop(found.group, None)
-        if facts.outcome in SCORED and facts.reward_mean is not None and facts.version_min is not None:
-            tally = Tally(facts.samples, facts.samples * facts.reward_mean)
-            self.rewards[facts.version_min] = self.rewards.get(facts.version_min, Tally()).plus(tally)
-            self._recent.append(tally)
-        return found
+        outcome = GroupFacts(headers.outcome, headers.samples or 0, headers.tokens or 0, headers.reward_mean, headers.policy_version_min)
+        self.groups[headers.group] = outcome
+        self.open.pop(headers.group, None)
+        if outcome.outcome in SCORED and outcome.reward_mean is not None and outcome.version_min is not None:
+            tally = Tally(outcome.samples, outcome.samples * outcome.reward_mean)
+            self.rewards[outcome.version_min] = self.rewards.get(outcome.version_min, Tally()).plus(tally)
+            self.recent.append(tally)
+        return headers
 
     def _fold_prompts(self, record: Record) -> Headers | None:
-        found = prompts.check(record, run=self.run)
-        if found.group is None or found.group in self.admitted:
+        headers = prompts.check(record, run=self.run)
+        if headers.group is None or headers.group in self.admitted:
             return None
-        self.admitted.add(found.group)
-        if found.group not in self.groups:
-            self.open[found.group] = Opened(record.partition, record.timestamp_ms / 1000)
-        return found
+        self.admitted.add(headers.group)
+        if headers.group not in self.groups:
+            self.open[headers.group] = Opened(record.partition, record.timestamp_ms / 1000)
+        return headers
 
     def _fold_rollouts(self, record: Record) -> Headers | None:
-        found = rollouts.check(record, run=self.run)
-        assert found.group is not None
-        assert found.sample is not None
-        drawn = self.samples.setdefault(found.group, {})
-        if found.sample in drawn:
+        headers = rollouts.check(record, run=self.run)
+        assert headers.group is not None
+        drawn, tokens = self.samples.setdefault(headers.group, {}), rollouts.tokens_of(headers)
+        if tokens.keys() <= drawn.keys():
             return None
-        drawn[found.sample] = found.tokens or 0
-        return found
+        drawn.update(tokens | drawn)
+        return headers
 
     def _fold_dead_letters(self, record: Record) -> DeadLetter | None:
         _, letter = dead_letters.read(record, run=self.run)
-        place = (letter.topic, letter.partition, letter.offset)
+        place = place_of(letter)
         if place in self.dead_letters:
             return None
         self.dead_letters[place] = letter.kind
@@ -181,61 +185,14 @@ class RunView:
         return letter
 
     @property
-    def details(self) -> dict[str, Any]:
-        """What the ledger says about the run's end: status and reason."""
-        return _object(self.closed.details if self.closed else None)
-
-    @property
-    def status(self) -> str:
-        """finished, stopped or failed once the ledger or the run's record says so, else created or running."""
-        if self.closed is not None:
-            return str(self.details.get("status", "finished"))
-        said = self.record.status if self.record else "created"
-        since = self.record.updated_ns if self.record and said == "stopped" else 0
-        # A stopped run that is resumed is known by the workers that report again.
-        resumed = said == "stopped" and any(worker.time_ns > since and not worker.ended for worker in self.workers.values())
-        return "running" if resumed or (said == "created" and self.opened is not None) else said
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more is to come."""
-        return self.status in ("finished", "stopped", "failed")
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The run's configuration as a plain table, {} before it is known."""
-        return _object(self.record.config) if self.record else dict(_object(self.opened.details if self.opened else None).get("config", {}))
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What was found out when the run was created."""
-        return _object(self.record.info) if self.record else dict(_object(self.opened.details if self.opened else None).get("info", {}))
-
-    @property
     def progress(self) -> int:
         """Counts what moves a run on: steps, versions, outcomes of groups; a recovery repeats them and adds none."""
         return len(self.steps) + len(self.versions) + len(self.groups)
 
     @property
-    def steps_planned(self) -> int | None:
-        """Optimizer steps of the whole run."""
-        return self.info.get("steps")
-
-    @property
-    def steps_per_version(self) -> int:
-        """S"""
-        return int(self.config.get("schedule", {}).get("steps_per_version") or 1)
-
-    @property
     def version(self) -> int | None:
         """The newest published policy version."""
         return max(self.versions, default=None)
-
-    @property
-    def reward(self) -> float | None:
-        """Moving mean over all scored samples of the last few steps' groups, before any filter."""
-        groups = RECENT_STEPS * int(self.config.get("schedule", {}).get("prompts_per_step") or 8)
-        return together(list(self._recent)[-groups:]).mean
 
 
 _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
@@ -251,6 +208,22 @@ _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
 _PROGRESS = frozenset({"ledger", "groups", "prompts", "rollouts"})
 
 
-def _object(text: str | None) -> dict[str, Any]:
-    found = json.loads(text) if text else {}
-    return found if isinstance(found, dict) else {}
+def load(log: Log, run: str, *, topics: Collection[str] = TOPICS_READ) -> RunView:
+    """The view of a run as these topics have it now. Raises `LogError`."""
+    return read_view(RunReader(log, run), topics=topics)
+
+
+def read_view(reader: RunReader, *, topics: Collection[str] = TOPICS_READ, also: Also | None = None) -> RunView:
+    """Fold these topics of a run up to their ends; records nobody can use are passed over.
+
+    `also` is called with everything that was folded and its record.
+    """
+    view = RunView(run=reader.run)
+    # The register first: once it says that the run has ended, the other topics are complete. Then what has killed its readers.
+    sources = [scan(reader.log, RUNS_TOPIC), *(reader.records(topic) for topic in TOPICS_READ if topic in topics)]
+    for record in itertools.chain.from_iterable(sources):
+        with contextlib.suppress(Unusable):
+            folded = view.fold(record)
+            if also is not None:
+                also(folded, record)
+    return view

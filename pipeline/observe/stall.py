@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.observe.report.summary import fates
+from penstock.pipeline.observe.run_status import fates, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import WorkerView
 from penstock.pipeline.runtime.roles import HELPERS
+from penstock.pipeline.scheduling.fates import SETTLED
 from penstock.pipeline.scheduling.rules import version_after, versions_of
 from penstock.pipeline.scheduling.schedule import Schedule
 
@@ -31,7 +32,7 @@ class Stuck:
     reason: str
 
     def same_as(self, other: "Stuck | None") -> bool:
-        """Whether nothing but time has passed between the two."""
+        """True if both diagnoses are equal apart from elapsed seconds."""
         return other is not None and (self.stage, self.group, _timeless(self.reason)) == (other.stage, other.group, _timeless(other.reason))
 
 
@@ -54,7 +55,7 @@ class Scene:
     """Worker -> seconds since anything was heard of it."""
     outage_s: float = 0.0
     drawn: Drawn | None = None
-    """Of the group that `waiting_for` names, if somebody looked."""
+    """Samples of the group that `waiting_for` names; None if they were not read."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What the launcher knows of its processes beyond their reports."""
 
@@ -64,7 +65,7 @@ def waiting_for(view: RunView) -> int | None:
     rules = _rules(view)
     if rules is None or _missing_version(view, rules) is not None:
         return None
-    unsettled = [group for group, fate in fates(view).items() if fate not in _SETTLED]
+    unsettled = [group for group, fate in fates(view).items() if fate not in SETTLED]
     needed = _needed(view, rules)
     if rules.order == "submission":
         unsettled = unsettled[:needed]
@@ -80,8 +81,8 @@ def find(scene: Scene) -> Stuck | None:
         return Stuck(stage="broker", group=None, reason=f"the broker does not answer for {scene.outage_s:.0f} s")
     if view.closed is not None:
         last = [worker for role in HELPERS for worker in _of(view, role)]
-        told = "; ".join(_state(scene, worker) for worker in last)
-        return Stuck(stage=last[0].role, group=None, reason=f"the run is closed; {told}") if last else None
+        states = "; ".join(_state(scene, worker) for worker in last)
+        return Stuck(stage=last[0].role, group=None, reason=f"the run is closed; {states}") if last else None
     rules = _rules(view)
     if rules is None or view.opened is None:
         return Stuck(stage="trainer", group=None, reason=f"the run is not opened yet; {_role(scene, 'trainer')}")
@@ -90,9 +91,9 @@ def find(scene: Scene) -> Stuck | None:
     group = waiting_for(view)
     if group is not None:
         return _group(scene, rules, group)
-    if len(view.steps) == view.steps_planned:
+    if len(view.steps) == steps_planned(view):
         return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(scene, 'trainer')}")
-    step, unsettled = len(view.steps), sum(fate not in _SETTLED for fate in fates(view).values())
+    step, unsettled = len(view.steps), sum(fate not in SETTLED for fate in fates(view).values())
     if unsettled >= _needed(view, rules):
         return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(scene, 'trainer')}")
     if not _of(view, "rollout"):
@@ -124,10 +125,12 @@ def _role(scene: Scene, role: str, partition: int | None = None) -> str:
     there = _of(scene.view, role)
     if not there:
         gone = [worker for worker in scene.view.workers.values() if worker.role == role and "error" in worker.labels]
-        return f"no {role}{' worker' * (role == 'rollout')}" + "".join(f"; {one.worker} failed: {one.labels['error']}" for one in gone)
+        return f"no {role}{' worker' * (role == 'rollout')}" + "".join(
+            f"; {worker.worker} failed: {worker.labels['error']}" for worker in gone
+        )
     if partition is not None:
         owners = [worker for worker in there if str(partition) in worker.labels.get("partitions", "").split(",")]
-        if owners:  # of two that claim it the one heard last: the other has not learnt yet that it lost it
+        if owners:  # of two that claim it the worker heard last: the other has not learnt yet that it lost it
             there = [min(owners, key=lambda worker: scene.silent.get(worker.worker, 0.0))]
         elif any(worker.labels.get("partitions") for worker in there):
             return f"no {role} worker owns the partition yet; " + "; ".join(_state(scene, worker) for worker in there)
@@ -150,7 +153,7 @@ def _of(view: RunView, role: str) -> list[WorkerView]:
 
 def _needed(view: RunView, rules: Schedule) -> int:
     """Groups that the next step waits for: its own, or under `starts_on = "round"` those of the round that it begins."""
-    left = max(0, (view.steps_planned or 0) - len(view.steps)) * rules.prompts_per_step
+    left = max(0, (steps_planned(view) or 0) - len(view.steps)) * rules.prompts_per_step
     begins = rules.starts_on == "round" and len(view.steps) % rules.steps_per_version == 0
     return min(rules.round_groups if begins else rules.prompts_per_step, left)
 
@@ -158,7 +161,7 @@ def _needed(view: RunView, rules: Schedule) -> int:
 def _missing_version(view: RunView, rules: Schedule) -> int | None:
     """The version that should have been published by now and is not."""
     steps, every = len(view.steps), rules.steps_per_version
-    due = versions_of(steps, steps_per_version=every) if steps == view.steps_planned else version_after(steps, steps_per_version=every)
+    due = versions_of(steps, steps_per_version=every) if steps == steps_planned(view) else version_after(steps, steps_per_version=every)
     newest = view.version
     return due if newest is None or newest < due else None
 
@@ -169,6 +172,3 @@ def _rules(view: RunView) -> Schedule | None:
 
 def _timeless(reason: str) -> str:
     return re.sub(r"\d+ s\b", "_ s", reason)
-
-
-_SETTLED = frozenset({"trained", "stale", "filtered", "failed", "abandoned"})

@@ -16,7 +16,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.launch.create import create, new_id
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
-from penstock.pipeline.observe.report.summary import load
+from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import arithmetic, bring_to, opened
 from penstock.pipeline.replay.train.verify import tell_arithmetic
@@ -39,7 +39,7 @@ class Forked:
     origin: dict[str, Any]
     """run, step, version (if one was published there), digest, and the parent's MLflow run."""
     directory: Path
-    """Where its model and its optimizer's state lie."""
+    """Directory of the fork's model and optimizer state."""
 
 
 def fork(recording: Recording, step: int, overrides: Sequence[str], *, run_id: str | None, say: Say) -> Forked:

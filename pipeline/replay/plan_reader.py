@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, LogUnreachable, PenstockError, Unrecoverable
 from penstock.infra.log import Log
-from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, read_planned
+from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, read_planned, with_later_parts
 from penstock.pipeline.replay.recording import Recording, ranges
-from penstock.pipeline.runtime.topic_reader import scan
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import groups
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry, Planned
@@ -37,7 +37,7 @@ class PlannedGroups:
     log: Log
     run: str
     _index: dict[int, list[tuple[int, int]]] | None = field(default=None, repr=False)
-    """Where first parts stand, by group; read only when something is not where it should be."""
+    """Group -> (partition, offset) of first parts; read once a record is not where its plan says."""
 
     def read(self, plan: Sequence[Planned]) -> list[Found]:
         """A plan's groups in its order. Raises `LogError` when the log does not answer."""
@@ -58,43 +58,38 @@ class PlannedGroups:
             if not records:
                 continue
             at = f"{self.run}.groups/{partition}/{offset}"
-            found: Group | None
+            stored: Group | None
             try:
-                headers, found = groups.read(records, run=self.run)
+                headers, stored = groups.read(records, run=self.run)
             except Unusable as error:
-                found, sha256, said = _decoded(records), "", f"the record at {at} is damaged: {error}"
+                stored, sha256, difference = _decoded(records), "", f"the record at {at} is damaged: {error}"
             else:
                 sha256 = headers.sha256 or ""
-                said = f"the record at {at} has SHA-256 {sha256[:16]}…, the plan says {planned.sha256[:16]}…"
-            if found is not None and found.group == planned.group and sha256 == planned.sha256:
-                return Found(planned=planned, group=found)
-            if group is None and (found is None or found.group == planned.group):
-                group, problem = found, said
+                difference = f"the record at {at} has SHA-256 {sha256[:16]}…, the plan says {planned.sha256[:16]}…"
+            if stored is not None and stored.group == planned.group and sha256 == planned.sha256:
+                return Found(planned=planned, group=stored)
+            if group is None and (stored is None or stored.group == planned.group):
+                group, problem = stored, difference
         return Found(planned=planned, group=group, problem=problem)
 
     def _elsewhere(self, group: int) -> Iterator[tuple[int, int]]:
         if self._index is None:
             self._index = {}
-            for record in scan(self.log, f"{self.run}.groups"):
-                try:
-                    headers = groups.check(record, run=self.run)
-                except Unusable:
-                    continue
-                if headers.part == 0 and headers.group is not None:
-                    self._index.setdefault(headers.group, []).append((record.partition, record.offset))
+            for outcome in RunReader(self.log, self.run).groups(decode=False, repeats=True):
+                if outcome.headers is not None and outcome.headers.group is not None:
+                    self._index.setdefault(outcome.headers.group, []).append((outcome.record.partition, outcome.record.offset))
         yield from self._index.get(group, [])
 
     def _parts(self, partition: int, offset: int) -> list[Record]:
         """All parts of the group whose first part is there; nothing where none is."""
         topic = f"{self.run}.groups"
         try:
-            first = self.log.read(topic, partition, [offset], timeout_s=READ_LIMIT_S)
-            parts = groups.check(first[0], run=self.run).parts or 1
-            return [*first, *self.log.read(topic, partition, list(range(offset + 1, offset + parts)), timeout_s=READ_LIMIT_S)]
+            first = self.log.read(topic, partition, [offset], timeout_s=READ_LIMIT_S)[0]
+            return with_later_parts(self.log, self.run, first)
         except LogUnreachable:
             raise
         except Unusable:
-            return first
+            return [first]
         except LogError:
             return []
 

@@ -14,9 +14,10 @@ from typing import Any, Self
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.config.load import Config, from_json
-from penstock.pipeline.learner.ledger_history import READ_LIMIT_S, Past
+from penstock.pipeline.learner.ledger_history import Past
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics.ledger import Entry
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import Unusable
@@ -27,7 +28,7 @@ POLL_S = 0.5
 
 @dataclass(slots=True)
 class Recording:
-    """A run's story, read so far."""
+    """A run's configuration, ledger and versions, as far as they were read."""
 
     log: Log
     run: str
@@ -42,21 +43,21 @@ class Recording:
 
     @classmethod
     def open(cls, log: Log, run: str) -> Self:
-        """Read what is there. Raises `PenstockError` for a run that is not registered or whose story has lost its beginning."""
+        """Read what is there. Raises `PenstockError` for a run that is not registered or whose ledger has lost its beginning."""
         record = find(log, run)
         if record is None:
             raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
-        found = cls(log, run, record, from_json(record.config), json.loads(record.info), LedgerState(run))
+        recording = cls(log, run, record, from_json(record.config), json.loads(record.info), LedgerState(run))
         places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), begin in log.begin_offsets(places).items():
             if begin:
                 raise PenstockError(
                     f"{topic}/{partition} has lost its offsets 0 to {begin - 1}: without them nothing of {run} can be replayed"
                 )
-        found._tail = log.tail(dict.fromkeys(places, "earliest"))
-        for told in found._tail.read_to_end(READ_LIMIT_S):
-            found._fold(told)
-        return found
+        recording._tail = log.tail(dict.fromkeys(places, "earliest"))
+        for said in drain(recording._tail, log.end_offsets(places)):
+            recording._apply(said)
+        return recording
 
     @property
     def past(self) -> Past:
@@ -65,7 +66,7 @@ class Recording:
 
     @property
     def over(self) -> bool:
-        """Whether nothing follows any more."""
+        """True once the run is closed: no more entries follow."""
         return self.story.closed is not None
 
     @property
@@ -74,25 +75,25 @@ class Recording:
         return int(self.info.get("steps") or len(self.steps))
 
     def wait(self, timeout_s: float = POLL_S) -> None:
-        """Wait so long for news, and take note of them."""
+        """Wait up to `timeout_s` for new records, and apply them."""
         assert self._tail is not None
         for record in self._tail.poll(timeout_s):
-            self._fold(record)
+            self._apply(record)
 
     def close(self) -> None:
         """Stop reading."""
         if self._tail is not None:
             self._tail.close()
 
-    def _fold(self, record: Record) -> None:
+    def _apply(self, record: Record) -> None:
         try:
-            found = self.story.apply(record)
+            said = self.story.apply(record)
         except Unusable:
             return  # a dead letter of those who own the topics
-        if isinstance(found, Entry):
-            self.entries.append(found)
-            if found.kind == "step" and found.step == len(self.steps):
-                self.steps.append(found)
+        if isinstance(said, Entry):
+            self.entries.append(said)
+            if said.kind == "step" and said.step == len(self.steps):
+                self.steps.append(said)
 
 
 def prepare(config: Config) -> None:

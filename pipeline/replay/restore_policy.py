@@ -60,7 +60,7 @@ def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say
     if step and store is not None:
         state = course.load_newest(store, recording.past.recorded(), say=say, doing=lambda _: None, at_most=step)
         loaded = state.steps if state else None
-    begin, told = course.steps_done, time.monotonic()
+    begin, shown = course.steps_done, time.monotonic()
     check_kept(recording, recording.steps[begin:step])
     if step:
         origin = (
@@ -74,8 +74,8 @@ def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
             raise Unrecoverable(f"on the way to step {step}, step {entry.step} gave {numbers}; see `penstock replay train {recording.run}`")
-        if time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
+        if time.monotonic() - shown > PROGRESS_S:
+            shown = time.monotonic()
             say(f"on the way to step {step}: {course.steps_done} done")
     return Start(step=step, checkpoint=loaded, repeated=step - begin)
 

@@ -12,17 +12,17 @@ from penstock.pipeline.replay.train.what_if import OFF_POLICY, Alternative
 SHOWN = 8
 
 
-def as_text(found: Replayed) -> str:
+def as_text(result: Replayed) -> str:
     """An exact replay in a few lines."""
-    times = found.as_json()["times"]
+    times = result.as_json()["times"]
     took = f"{times['replay_s']:.1f} s, start-up {times['start_s']:.1f} s"
     if times["ratio"] is not None:
         took += f"; the recorded trainer was busy for {times['recorded_busy_s']:.1f} s, ratio {times['ratio']:.2f}"
-    if found.first is None:
-        digest = f"; weights {found.digest[:16]}…" if found.digest else ""
-        return f"{found.run}: all {found.steps} steps are the same bit for bit, {found.digests} weights digests compared{digest}\n{took}"
+    if result.first is None:
+        digest = f"; weights {result.digest[:16]}…" if result.digest else ""
+        return f"{result.run}: all {result.steps} steps are the same bit for bit, {result.digests} weights digests compared{digest}\n{took}"
     return "\n".join(
-        [*difference(found.first, run=found.run), *_drift(found), f"{found.matching} of {found.steps} steps are the same", took]
+        [*difference(result.first, run=result.run), *_drift(result), f"{result.matching} of {result.steps} steps are the same", took]
     )
 
 
@@ -48,29 +48,29 @@ def difference(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
         yield f"  {first['note']}"
 
 
-def table(found: Alternative) -> str:
+def table(result: Alternative) -> str:
     """A what-if as a few rows of its curves beside the recorded ones."""
-    changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in found.changed.items()) or "nothing changed"
-    lines = [f"{found.run} with {changed}: {len(found.steps)} steps, plans {found.plans}", f"off-policy: {OFF_POLICY}"]
+    changed = ", ".join(f"{key} {before} -> {after}" for key, (before, after) in result.changed.items()) or "nothing changed"
+    lines = [f"{result.run} with {changed}: {len(result.steps)} steps, plans {result.plans}", f"off-policy: {OFF_POLICY}"]
     lines.append(f"{'step':>6}{'loss':>12}{'recorded':>12}{'grad norm':>12}{'recorded':>12}{'ess':>8}{'kl k3':>10}")
-    stride = max(1, -(-len(found.steps) // 10))
-    rows = found.steps[::stride] + (found.steps[-1:] if found.steps and (len(found.steps) - 1) % stride else [])
+    stride = max(1, -(-len(result.steps) // 10))
+    rows = result.steps[::stride] + (result.steps[-1:] if result.steps and (len(result.steps) - 1) % stride else [])
     for row in rows:
         here, then = row["what_if"], row["recorded"] or {}
         cells = [f"{row['step']:>6}"]
         for name in ("loss", "grad_norm"):
             cells += [_cell(here.get(name), 12), _cell(then.get(name), 12)]
         lines.append("".join([*cells, _cell(here.get("ess"), 8, ".3f"), _cell(here.get("kl_behaviour_k3"), 10)]))
-    lines.append(f"weights {_digest(found.digest)}, recorded {_digest(found.recorded_digest)}")
-    if found.exported:
-        lines.append(f"model in {found.exported}")
+    lines.append(f"weights {_digest(result.digest)}, recorded {_digest(result.recorded_digest)}")
+    if result.exported:
+        lines.append(f"model in {result.exported}")
     return "\n".join(lines)
 
 
-def _drift(found: Replayed) -> Iterator[str]:
+def _drift(result: Replayed) -> Iterator[str]:
     """How the weights went away from the recorded ones: the first, the last and some between."""
-    stride = max(1, -(-len(found.drift) // SHOWN))
-    for row in found.drift[::stride]:
+    stride = max(1, -(-len(result.drift) // SHOWN))
+    for row in result.drift[::stride]:
         yield f"  after step {row['step']:.0f} the weights are {row['relative']:.3g} of their norm away, {row['max_abs']:.3g} at most"
 
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing
 
-READ_LIMIT_S = 60.0
+WRITE_LIMIT_S = 60.0
 
 
 def write(log: Log, record: RunRecord) -> None:
@@ -24,7 +25,7 @@ def write(log: Log, record: RunRecord) -> None:
     try:
         value = topic.encode(record)
         headers = topic.headers(record).encode(value)
-        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(READ_LIMIT_S)
+        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(WRITE_LIMIT_S)
     finally:
         producer.close()
 
@@ -38,25 +39,19 @@ def mark(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
 
 def all_runs(log: Log) -> list[RunRecord]:
     """Every registered run, oldest first; records nobody can use are passed over."""
-    if log.partitions(RUNS_TOPIC) is None:
-        return []
-    tail = log.tail({(RUNS_TOPIC, 0): "earliest"})
-    newest: dict[str, RunRecord] = {}
-    try:
-        for record in tail.read_to_end(READ_LIMIT_S):
-            key = (record.key or b"").decode("ascii", "replace")
-            if not record.value:  # the run was deleted
-                newest.pop(key, None)
-                continue
-            try:
-                state = topic.read(record, run=key)[1]
-            except Unusable:
-                continue
-            if key not in newest or state.updated_ns >= newest[key].updated_ns:
-                newest[key] = state
-    finally:
-        tail.close()
-    return sorted(newest.values(), key=lambda run: run.created_ns)
+    states: dict[str, RunRecord] = {}
+    for record in scan(log, RUNS_TOPIC):
+        key = (record.key or b"").decode("ascii", "replace")
+        if not record.value:  # the run was deleted
+            states.pop(key, None)
+            continue
+        try:
+            state = topic.read(record, run=key)[1]
+        except Unusable:
+            continue
+        if key not in states or state.updated_ns >= states[key].updated_ns:
+            states[key] = state
+    return sorted(states.values(), key=lambda run: run.created_ns)
 
 
 def find(log: Log, run: str) -> RunRecord | None:

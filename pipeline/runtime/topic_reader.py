@@ -1,19 +1,232 @@
-"""A topic from its beginning to the end it has now, record by record.
+"""The one reader of a run's topics: iterators over Kafka, an archive or memory.
 
-The rule: never more than a batch in memory, however long the topic is; what comes after the beginning of the call is left out.
+The rule: of records that say the same the first counts, a group counts when all its parts are here, the ledger has no gaps, and a poison
+record is not decoded. Never more than a batch is held, however long a topic is, and only silence is limited, not how long a reading takes.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Generic, TypeVar
 
 from penstock.infra.errors import LogError
-from penstock.infra.log import Log, Partition, Start
+from penstock.infra.log import Log, Partition, Start, Tail
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.topics import dead_letters, groups, prompts, rollouts
+from penstock.topics.dead_letters import DeadLetter
+from penstock.topics.groups import Group, GroupAssembler
+from penstock.topics.ledger import Entry
+from penstock.topics.prompts import Prompt
+from penstock.topics.rollouts import Rollout
+from penstock.topics.weights import Manifest
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
 BATCH = 500
 POLL_S = 0.2
-"""Marks of transactions at the end of a partition are passed without a record: what waits for one looks at its place so often."""
-READ_LIMIT_S = 600.0
-"""A broker that sends nothing for so long, although there is more to read, is given up."""
+"""A transaction's marker at the end of a partition is passed without a record: the position is checked this often."""
+SILENCE_S = 600.0
+"""A broker that answers, but sends no record for this long although there are more, is given up."""
+EFFECTS_FIRST = ("metrics", "ledger", "weights", "groups", "rollouts", "prompts", "dead-letters")
+"""Order in which the ends of the topics are read: whatever a record refers to is then before the end of its own topic."""
+
+KILLER: Final = "killer"
+"""Kind of the dead letter about a record that has ended the processes which decoded it."""
+
+Payload = TypeVar("Payload")
+Check = Callable[..., Headers]
+Decoder = Callable[..., tuple[Headers, Payload]]
+Place = tuple[str, int, int]
+"""Topic, partition and offset of a record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read(Generic[Payload]):
+    """What one record says, or the records of all parts of one group."""
+
+    records: tuple[Record, ...]
+    headers: Headers | None = None
+    """None where they cannot be used."""
+    payload: Payload | None = None
+    """None where it cannot be decoded, or was not to be."""
+    problem: Unusable | None = None
+    repeats: bool = False
+    """True where an earlier record says the same: this one does not count."""
+
+    @property
+    def record(self) -> Record:
+        """The only record, or that of the first part."""
+        return self.records[0]
+
+
+class RunReader:
+    """Reads one run up to the ends that its topics have at the first call, so that everything read by it fits together."""
+
+    def __init__(self, log: Log, run: str, *, alive: Callable[[], None] = lambda: None) -> None:
+        """`alive` is called before every batch; whatever it raises ends the reading."""
+        self.log, self.run = log, run
+        self._alive = alive
+
+    def entries(self) -> Iterator[Entry]:
+        """The ledger without repetitions and without what lies beyond a gap."""
+        return (said for said in self.history(LedgerState(self.run), topics=("ledger",)) if isinstance(said, Entry))
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Every published version, in order."""
+        return (said for said in self.history(LedgerState(self.run), topics=("weights",)) if isinstance(said, Manifest))
+
+    def history(self, story: LedgerState, *, topics: Sequence[str] = ("ledger", "weights")) -> Iterator[Entry | Manifest]:
+        """Every entry of the ledger and every manifest, each applied to `story`."""
+        for record in itertools.chain.from_iterable(self.records(topic, partitions=[0]) for topic in topics):
+            with contextlib.suppress(Unusable):
+                if place_of(record) not in self.poison and (said := story.apply(record)) is not None:
+                    yield said
+
+    def prompts(self, *, wanted: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
+        """The prompt of each group, or of each wanted one; with `repeats` also the records that do not count."""
+        return self._firsts("prompts", prompts.check, prompts.read if decode else None, wanted=wanted, repeats=repeats)
+
+    def samples(
+        self,
+        *,
+        wanted: AbstractSet[int] | None = None,
+        partitions: Sequence[int] | None = None,
+        decode: bool = True,
+        repeats: bool = False,
+    ) -> Iterator[Read[Rollout]]:
+        """Each sample, or each of the wanted groups' samples; with `repeats` also those that do not count.
+
+        A record may hold several: each is given with the record, and with its own number and tokens in the headers.
+        """
+        seen = set[tuple[int | None, int]]()
+        for checked in self._checked("rollouts", rollouts.check, wanted, partitions):
+            if (headers := checked.headers) is None:
+                yield checked
+                continue
+            tokens = rollouts.tokens_of(headers)
+            if not repeats and all((headers.group, number) in seen for number in tokens):
+                continue
+            whole: Read[tuple[Rollout, ...]] = self._decoded(checked, rollouts.read_all if decode else None)
+            drawn = {rollout.sample: rollout for rollout in whole.payload or ()}
+            for number, count in tokens.items():
+                if (repeated := (headers.group, number) in seen) and not repeats:
+                    continue
+                own = replace(headers, sample=number, tokens=count, samples=None, sample_tokens=None)
+                yield Read(records=whole.records, headers=own, payload=drawn.get(number), problem=whole.problem, repeats=repeated)
+                if whole.problem is None:
+                    seen.add((headers.group, number))
+
+    def groups(
+        self,
+        *,
+        wanted: AbstractSet[int] | None = None,
+        partitions: Sequence[int] | None = None,
+        decode: bool = True,
+        repeats: bool = False,
+    ) -> Iterator[Read[Group]]:
+        """The outcome of each group, or of each wanted one, once all its parts are here; with `repeats` also those that do not count."""
+        assembler, ended = GroupAssembler(), set[int | None]()
+        for part in self._checked("groups", groups.check, wanted, partitions):
+            if part.headers is None:
+                yield part
+                continue
+            if (repeated := part.headers.group in ended) and not repeats:
+                continue
+            try:
+                records = assembler.add(part.record, part.headers)
+            except Unusable as error:
+                yield replace(part, headers=None, problem=error)
+                continue
+            if records is None:
+                continue
+            whole = replace(part, records=tuple(records), repeats=repeated)
+            yield (read := self._decoded(whole, groups.read if decode else None))
+            if read.problem is None or read.problem.kind == KILLER:  # a killer's headers are beyond doubt, and the trainer goes by them
+                ended.add(part.headers.group)
+
+    def dead_letters(self) -> Iterator[Read[DeadLetter]]:
+        """Every dead letter; of those about the same record the first counts."""
+        places = set[Place]()
+        for record in self.records("dead-letters"):
+            try:
+                headers, letter = dead_letters.read(record, run=self.run)
+            except Unusable as error:
+                yield Read(records=(record,), problem=error)
+                continue
+            yield Read(records=(record,), headers=headers, payload=letter, repeats=place_of(letter) in places)
+            places.add(place_of(letter))
+
+    def records(self, topic: str, *, partitions: Sequence[int] | None = None) -> Iterator[Record]:
+        """The kept records of one of the run's topics as they are, in order within a partition; none of a topic that does not exist."""
+        ends = self._ends.get(topic, {})
+        if partitions is not None:
+            ends = {at: end for at, end in ends.items() if at[1] in partitions}
+        return _up_to(self.log, ends, alive=self._alive)
+
+    @cached_property
+    def poison(self) -> frozenset[Place]:
+        """Places of the records that have ended the processes which decoded them."""
+        letters = (read.payload for read in self.dead_letters() if read.payload is not None)
+        return frozenset((letter.topic, letter.partition, letter.offset) for letter in letters if letter.kind == KILLER)
+
+    @cached_property
+    def _ends(self) -> dict[str, dict[Partition, int]]:
+        return {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
+
+    def _firsts(
+        self,
+        topic: str,
+        check: Check,
+        decoder: Decoder[Payload] | None,
+        *,
+        wanted: AbstractSet[int] | None,
+        partitions: Sequence[int] | None = None,
+        repeats: bool,
+    ) -> Iterator[Read[Payload]]:
+        seen = set[tuple[int | None, int | None]]()
+        for checked in self._checked(topic, check, wanted, partitions):
+            if checked.headers is None:
+                yield checked
+                continue
+            says = checked.headers.group, checked.headers.sample
+            if (repeated := says in seen) and not repeats:
+                continue
+            yield (read := self._decoded(replace(checked, repeats=repeated), decoder))
+            if read.problem is None:
+                seen.add(says)
+
+    def _checked(self, topic: str, check: Check, wanted: AbstractSet[int] | None, partitions: Sequence[int] | None) -> Iterator[Read[Any]]:
+        """Records with their headers, or with why those cannot be used; of groups that nobody wants none."""
+        claims = None if wanted is None else {b"%d" % group for group in wanted}
+        for record in self.records(topic, partitions=partitions):
+            if claims is not None and not _claims(record, claims):
+                continue
+            try:
+                headers = check(record, run=self.run)
+            except Unusable as error:
+                yield Read(records=(record,), problem=error)
+                continue
+            if wanted is None or headers.group in wanted:
+                yield Read(records=(record,), headers=headers)
+
+    def _decoded(self, read: Read[Any], decoder: Decoder[Payload] | None) -> Read[Payload]:
+        if decoder is None:
+            return read
+        if not self.poison.isdisjoint(map(place_of, read.records)):
+            return replace(read, problem=Unusable("it has ended the processes that decoded it", kind=KILLER))
+        try:
+            return replace(read, payload=decoder(read.records if len(read.records) > 1 else read.record, run=self.run)[1])
+        except Unusable as error:
+            return replace(read, problem=error)
+
+
+def place_of(record: Record | DeadLetter) -> Place:
+    """Topic, partition and offset of a record, of a dead letter those of the refused record."""
+    return record.topic, record.partition, record.offset
 
 
 def deleted(log: Log, name: str) -> list[str]:
@@ -22,26 +235,47 @@ def deleted(log: Log, name: str) -> list[str]:
     Example:
         deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
     """
-    begins = log.begin_offsets([(name, number) for number in range(log.partitions(name) or 0)])
+    begins = log.begin_offsets(_partitions(log, name))
     return [f"{topic}/{number}: the records at offsets 0 to {begin - 1} were deleted" for (topic, number), begin in begins.items() if begin]
 
 
-def scan(log: Log, name: str, *, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-    """Every kept record of the Kafka topic `name`, in order within a partition; none of a topic that does not exist. Raises `LogError`."""
-    places: list[Partition] = [(name, number) for number in (range(log.partitions(name) or 0) if partitions is None else partitions)]
-    begins, ends = log.begin_offsets(places), log.end_offsets(places)
-    left = {at for at in places if ends[at] > begins[at]}
-    if not left:
+def scan(log: Log, *names: str) -> Iterator[Record]:
+    """Every kept record of these Kafka topics, up to the ends they have now; none of a topic that does not exist."""
+    return _up_to(log, log.end_offsets([at for name in names for at in _partitions(log, name)]))
+
+
+def drain(
+    tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
+) -> Iterator[Record]:
+    """What an open tail gives until it has passed these ends. Raises `LogError` after `silence_s` in which nothing came."""
+    behind, silent_s = [at for at, end in ends.items() if tail.position(at) < end], 0.0
+    while behind:
+        alive()
+        records = tail.poll(POLL_S, max_records=BATCH)
+        silent_s = 0.0 if records else silent_s + POLL_S
+        if silent_s >= silence_s:
+            unread = ", ".join(f"{topic}/{partition}" for topic, partition in behind)
+            raise LogError(f"nothing came for {silence_s:g} s, and these are not read to their ends: {unread}")
+        yield from records
+        behind = [at for at in behind if tail.position(at) < ends[at]]
+
+
+def _up_to(log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None) -> Iterator[Record]:
+    begins = log.begin_offsets(ends)
+    starts: dict[Partition, Start] = {at: begin for at, begin in begins.items() if begin < ends[at]}
+    if not starts:
         return
-    starts: dict[Partition, Start] = {at: begins[at] for at in left}
-    tail, waited = log.tail(starts), 0.0
+    tail = log.tail(starts)
     try:
-        while left:
-            records = tail.poll(POLL_S, max_records=BATCH)
-            waited = 0.0 if records else waited + POLL_S
-            if waited >= READ_LIMIT_S:
-                raise LogError(f"{name}: nothing came for {READ_LIMIT_S:g} s, {len(left)} partitions are not read to their ends")
-            yield from (record for record in records if record.offset < ends[record.topic, record.partition])
-            left = {at for at in left if tail.position(at) < ends[at]}
+        records = drain(tail, {at: ends[at] for at in starts}, alive=alive)
+        yield from (record for record in records if record.offset < ends[record.topic, record.partition])
     finally:
         tail.close()
+
+
+def _partitions(log: Log, name: str) -> list[Partition]:
+    return [(name, number) for number in range(log.partitions(name) or 0)]
+
+
+def _claims(record: Record, claims: AbstractSet[bytes]) -> bool:
+    return record.key in claims or any(name == "group" and value in claims for name, value in record.headers)

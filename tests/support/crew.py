@@ -18,7 +18,8 @@ from penstock.pipeline.audit.source import Listed
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import collect, load
+from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import join
 from penstock.topics.wire.record import Record

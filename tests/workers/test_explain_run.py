@@ -16,7 +16,9 @@ from penstock.pipeline import cli
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import pack
-from penstock.pipeline.observe.explain import as_json, group_records, text
+from penstock.pipeline.observe.explain import as_json, text
+from penstock.pipeline.observe.explain.group_history import read_group
+from penstock.pipeline.observe.recorded_run import read_run
 from penstock.pipeline.observe.tables import samples_groups_steps
 from tests.support.in_flight import config_in_flight, run_of
 from tests.support.recorded_run import RecordedRun
@@ -41,12 +43,12 @@ def fates(recorded: RecordedRun, log: KafkaLog) -> dict[int, str]:
 @pytest.fixture(scope="module")
 def ask(recorded: RecordedRun, log: KafkaLog) -> Ask:
     """The life of a group, as `penstock explain --json` prints it; read once."""
-    run = group_records.read_run(log, recorded.run)
+    run = read_run(log, recorded.run)
 
     @cache
     def life_of(group: int) -> dict[str, Any]:
-        told = as_json.tell(log, run, group_records.read_group(log, run, group, say=lambda _: None), say=lambda _: None)
-        return dict(json.loads(json.dumps(told)))
+        life = as_json.life(read_group(run, group, say=lambda _: None), say=lambda _: None)
+        return dict(json.loads(json.dumps(life)))
 
     return life_of
 
@@ -211,12 +213,14 @@ def test_a_failed_group_says_why_and_where_its_dead_letter_is(
     assert letter["of"] == found["prompt"]["place"]
     assert f"dead-letters/0/{letter['offset']}" in text.as_page(found)
 
-    told = json.loads(printed(recorded, capsys, "--dead-letter", str(letter["offset"]), "--json"))
-    assert told["letter"] == letter
-    assert told["record"]["place"] == found["prompt"]["place"]
-    assert told["counted"]["same"] is True
-    assert told["group"] == found
-    assert "the group that it claims" in printed(recorded, capsys, "--dead-letter", letter["of"])
+    at_letter = ["topics", "show", recorded.run, "dead-letters", "0", str(letter["offset"]), "--bootstrap", recorded.bootstrap]
+    capsys.readouterr()
+    assert cli.main([*at_letter, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["claims_group"] == found["group"]
+    assert shown["refused"]["unusable"] is None
+    assert cli.main(at_letter) == 0
+    assert f"`penstock explain RUN {found['group']}`" in capsys.readouterr().out
 
 
 def test_a_group_of_each_fate_has_the_fate_of_the_report(fates: dict[int, str], ask: Ask) -> None:
@@ -237,17 +241,6 @@ def test_a_group_that_was_never_admitted_is_one_line(
     )
 
 
-@pytest.mark.parametrize("words", [[], ["3", "--dead-letter", "0"], ["--dead-letter", "rollouts/x/1"]])
-def test_a_question_that_makes_no_sense_is_status_2(recorded: RecordedRun, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", recorded.run, *words, "--bootstrap", recorded.bootstrap]) == 2
-    assert "dead-letter" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_dead_letter_that_is_not_there_names_those_that_are(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", recorded.run, "--dead-letter", "99999", "--bootstrap", recorded.bootstrap]) == 2
-    assert "there are: 0 (prompts/" in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "fate"), [({"mode": "bounded"}, "abandoned"), ({"mode": "in_flight", "max_lag": 1}, "stale")])
 def test_groups_that_came_too_late_say_how_late(run_id: str, tiny_model: Path, tmp_path: Path, schedule: dict[str, Any], fate: str) -> None:
@@ -255,10 +248,10 @@ def test_groups_that_came_too_late_say_how_late(run_id: str, tiny_model: Path, t
     report, samples, ended = run_of(log, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
     assert report["groups"][fate]
     fate_of = {row["group"]: row["fate"] for row in samples_groups_steps.groups(log, run_id).to_pylist()}
-    run = group_records.read_run(log, run_id)
+    run = read_run(log, run_id)
     found = {}
     for number in (one_of(fate_of, fate), one_of(fate_of, "trained")):
-        found[fate_of[number]] = as_json.tell(log, run, group_records.read_group(log, run, number, say=lambda _: None), say=lambda _: None)
+        found[fate_of[number]] = as_json.life(read_group(run, number, say=lambda _: None), say=lambda _: None)
     late, trained = found[fate], found["trained"]
     versions = [sample["versions"] for sample in late["samples"]]
     drawn = {sample.sample: sample for sample in samples if sample.group == late["group"]}

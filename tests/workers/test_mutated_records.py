@@ -15,7 +15,7 @@ from confluent_kafka import Producer
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.observe.report.summary import load
+from penstock.pipeline.observe.run_view import load
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record
 from tests.support.crew import Crew, complete, config_of

@@ -101,7 +101,8 @@ def _with_another_token(record: Record, run: str) -> Outgoing:
 
 
 def replayed(log: Any, run: str, **wanted: Any) -> dict[str, Any]:
-    from penstock.pipeline.replay.train.verify import Asked, Replayed, replay
+    from penstock.pipeline.replay.train.steps import Asked
+    from penstock.pipeline.replay.train.verify import Replayed, replay
 
     recording, result = Recording.open(log, run), Replayed(run)
     replay(recording, Asked(**wanted), result=result, say=lambda _: None)
@@ -165,7 +166,8 @@ def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: Kafka
 
 
 def test_another_arithmetic_is_said_before_anything_is_computed(recorded: RecordedRun, log: KafkaLog) -> None:
-    from penstock.pipeline.replay.train.verify import Asked, Replayed, replay
+    from penstock.pipeline.replay.train.steps import Asked
+    from penstock.pipeline.replay.train.verify import Replayed, replay
 
     recording, said = Recording.open(log, recorded.run), list[str]()
     opened = recording.entries[0]
@@ -265,7 +267,7 @@ def test_a_second_trainer_with_another_loss_follows_a_live_run_and_leaves_the_fi
     run_id: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     from penstock.pipeline.replay.train.overrides import what_if
-    from penstock.pipeline.replay.train.verify import Asked
+    from penstock.pipeline.replay.train.steps import Asked
     from penstock.pipeline.replay.train.what_if import Alternative, train
 
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 0})

@@ -20,6 +20,7 @@ from penstock.pipeline.observe.html.build import Limits, build, write
 from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
 from penstock.pipeline.observe.metrics.points import Line, Points, without_secrets
 from penstock.pipeline.observe.report.summary import as_text, collect
+from penstock.pipeline.observe.run_status import status_of
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -217,7 +218,7 @@ class Tracker:
 
     def _ended(self) -> bool:
         """Whether the run came to its end; a stopped one may be resumed."""
-        return self.view.closed is not None or self.view.status in ("finished", "failed")
+        return self.view.closed is not None or status_of(self.view) in ("finished", "failed")
 
     def _mlflow_status(self) -> str:
         """How MLflow shows a run that ends here; one that was cut off can be resumed, and is then RUNNING again."""
@@ -225,7 +226,7 @@ class Tracker:
             return "KILLED"
         if self.view.closed is None and any(worker.labels.get("status") == "failed" for worker in self.view.workers.values()):
             return "FAILED"
-        return MLFLOW_STATUS.get(self.view.status, "KILLED")
+        return MLFLOW_STATUS.get(status_of(self.view), "KILLED")
 
     def _mlflow_run_id(self) -> str | None:
         """The MLflow run's id, worth waiting for while MLflow is only slow."""

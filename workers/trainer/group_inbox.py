@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups
-from penstock.topics.groups import Group
+from penstock.topics.groups import Group, GroupAssembler
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
@@ -31,7 +31,7 @@ class GroupInbox:
     drop_causes: Counter[str] = field(default_factory=Counter)
     """Since the last step: how many groups were dropped for which cause, for the error that stops a run which drops too many."""
     _groups: dict[int, Group] = field(default_factory=dict)
-    _parts: dict[tuple[int, str], list[Record]] = field(default_factory=dict)
+    _assembler: GroupAssembler = field(default_factory=GroupAssembler)
 
     def __post_init__(self) -> None:
         self.selector = Selector(self.schedule)
@@ -44,7 +44,7 @@ class GroupInbox:
             if headers.group in self.selector.outcomes:
                 self.duplicate(f"group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
                 return
-            records = self._whole(record, headers)
+            records = self._assembler.add(record, headers)
             if records is None:
                 return
             group = self._decode(records, headers)
@@ -66,19 +66,6 @@ class GroupInbox:
         for stale in self.selector.newly_stale:
             self._groups.pop(stale.group, None)
         return None if candidate is None else (candidate, self._groups.pop(candidate.group))
-
-    def _whole(self, record: Record, headers: Headers) -> list[Record] | None:
-        """All parts of the record's group, or None while some are missing."""
-        parts = headers.parts or 1
-        if parts == 1:
-            return [record]
-        assert headers.group is not None
-        key = headers.group, headers.sha256 or ""
-        records = self._parts.setdefault(key, [])
-        if (headers.part or 0) != len(records):
-            raise Unusable(f"part {headers.part} of group {headers.group} where part {len(records)} was expected", kind="mismatch")
-        records.append(record)
-        return self._parts.pop(key) if len(records) == parts else None
 
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:
         if headers.outcome != "scored" or headers.group in self.selector.settled:

@@ -11,7 +11,7 @@ from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security
 if TYPE_CHECKING:
     from penstock.pipeline.replay.recording import Recording
     from penstock.pipeline.replay.train.overrides import WhatIf
-    from penstock.pipeline.replay.train.verify import Asked
+    from penstock.pipeline.replay.train.steps import Asked
 
 MODEL = "A directory with the model's config.json, if not where the configuration says; the weights are in the log."
 
@@ -58,7 +58,7 @@ def train(
             if keep_going and is_what_if:
                 raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
             prepare(chosen.config)
-            from penstock.pipeline.replay.train.verify import Asked  # imports torch, which reads the environment then
+            from penstock.pipeline.replay.train.steps import Asked  # imports torch, which reads the environment then
 
             asked = Asked(from_step=from_step, to_step=to_step, follow=follow, keep_going=keep_going)
             if is_what_if:

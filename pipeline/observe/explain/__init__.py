@@ -1,1 +1,1 @@
-"""The life of one prompt, or of one refused record, told from a run's topics alone"""
+"""The life of one prompt, from a run's topics alone."""

@@ -11,9 +11,10 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
 from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.observe.explain.gradient_share import SampleShare, StepShares, clipped, left_out, shares
-from penstock.pipeline.observe.explain.group_history import Told, sort_out, stale_facts, why
-from penstock.pipeline.observe.explain.group_records import GroupRecords, Letter, Run, place_of, read_group, read_run
+from penstock.pipeline.observe.explain.group_history import GroupHistory, read_group, shown_place, stale_facts, why
 from penstock.pipeline.observe.explain.stage_times import stages
+from penstock.pipeline.observe.recorded_run import Letter, read_run
+from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
@@ -28,88 +29,85 @@ def explain(log: Log, run: str, group: int, *, say: Callable[[str], None]) -> di
 
     Raises `ValueError` for a run or group that does not exist, `LogError` for a group whose prompt the broker has deleted.
     """
-    found = read_run(log, run)
-    return tell(log, found, read_group(log, found, group, say=say), say=say)
+    return life(read_group(read_run(log, run), group, say=say), say=say)
 
 
-def tell(log: Log, found: Run, records: GroupRecords, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """The life of a group whose records were read. Raises `LogError`."""
-    told = sort_out(found, records)
-    step, of_mine = _step(log, told, say=say) if told.step is not None else (None, {})
+def life(history: GroupHistory, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """The same of a group whose records were read. Raises `LogError`."""
+    step, shares_of = _step(history, say=say) if history.step is not None else (None, {})
     return {
-        "run": found.run,
-        "group": records.group,
-        "fate": told.fate,
-        "why": why(told),
-        "prompt": _prompt(told),
-        "samples": _samples(told, of_mine),
-        "rewards": _rewards(told.group),
-        "outcome": _outcome(told),
-        "stale": stale_facts(told),
+        "run": history.run.run,
+        "group": history.number,
+        "fate": history.fate,
+        "why": why(history),
+        "prompt": _prompt(history.asked),
+        "samples": _samples(history, shares_of),
+        "rewards": _rewards(history.group),
+        "outcome": _outcome(history.outcome),
+        "stale": stale_facts(history),
         "step": step,
-        "version": _version(told.version),
-        "times": [asdict(stage) for stage in stages(told.moments)],
-        "moments": asdict(told.moments),
-        "records": _records(told),
-        "dead_letters": [letter_facts(one) for one in told.letters],
+        "version": _version(history.version),
+        "times": [asdict(stage) for stage in stages(history.moments)],
+        "moments": asdict(history.moments),
+        "records": _records(history),
+        "dead_letters": [_letter(letter) for letter in history.letters],
     }
 
 
-def _prompt(told: Told) -> dict[str, Any] | None:
-    prompt, record = told.prompt, told.prompt_record
-    if prompt is None or record is None:
+def _fields(holder: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(holder, name) for name in names}
+
+
+def _prompt(read: Read[Any] | None) -> dict[str, Any] | None:
+    if read is None or (prompt := read.payload) is None:
         return None
     return {
-        "place": place_of(record),
+        "place": shown_place(read.record),
         "admitted_s": prompt.created_ns / NS,
-        "slot": prompt.slot,
-        "min_version": prompt.min_version,
-        "samples_per_prompt": prompt.samples_per_prompt,
-        "epoch": prompt.epoch,
-        "row": prompt.row,
+        **_fields(prompt, "slot", "min_version", "samples_per_prompt", "epoch", "row"),
         "tokens": len(prompt.token_ids),
-        "prompt": prompt.prompt,
-        "messages": prompt.messages,
-        "columns": prompt.columns,
+        **_fields(prompt, "prompt", "messages", "columns"),
     }
 
 
-def _samples(told: Told, mine: Mapping[int, SampleShare]) -> list[dict[str, Any]]:
+def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> list[dict[str, Any]]:
     """Every sample that was drawn, by number; `counts` says whether it is one of the group's K."""
-    counted, scored = told.counted, told.scored
-    places = {number: record for number, (record, _) in told.records.drawn.items()}
-    drawn = {number: rollout for number, (_, rollout) in told.records.drawn.items()} | counted
-    names = told.group.reward_names if told.group else ()
+    drawn, counted, scored = history.drawn, history.counted, history.scored
+    rollouts = {number: rollout for number, (_, rollout) in drawn.items()} | counted
+    names, trained = history.group.reward_names if history.group else (), history.step is not None
     rows = []
-    for number, rollout in sorted(drawn.items()):
-        ends = [*rollout.span_starts.tolist()[1:], len(rollout.token_ids)]
-        spans = zip(rollout.span_versions.tolist(), rollout.span_starts.tolist(), ends, strict=True)
-        judged, share = scored.get(number), mine.get(number)
+    for number, rollout in sorted(rollouts.items()):
+        record, judged, share = drawn.get(number, (None,))[0], scored.get(number), shares_of.get(number)
         rows.append(
             {
                 "sample": number,
-                "place": place_of(places[number]) if number in places else None,
+                "place": record and shown_place(record),
                 "worker": rollout.worker,
                 "counts": number in counted,
-                "versions": [{"version": version, "from": low, "to": high} for version, low, high in spans],
+                "versions": _spans(rollout),
                 "started_s": rollout.started_ns / NS,
                 "ended_s": rollout.ended_ns / NS,
-                "written_s": places[number].timestamp_ms / 1000 if number in places else None,
+                "written_s": record and record.timestamp_ms / 1000,
                 "tokens": len(rollout.token_ids),
-                "finish": rollout.finish,
-                "temperature": rollout.temperature,
-                "completion": judged.completion if judged else None,
-                "reward": judged.reward if judged else None,
-                "components": dict(zip(names, judged.components, strict=False)) if judged else None,
-                "trained": _trained(rollout, share) if told.step else None,
-                "advantage": share.advantage if share else None,
-                "trained_tokens": share.tokens if share else None,
-                "micro_batch": share.micro_batch if share else None,
-                "token_weight": share.token_weight if share else None,
-                "weight": share.weight if share else None,
+                **_fields(rollout, "finish", "temperature"),
+                "completion": judged and judged.completion,
+                "reward": judged and judged.reward,
+                "components": judged and dict(zip(names, judged.components, strict=False)),
+                "trained": _trained(rollout, share) if trained else None,
+                "advantage": share and share.advantage,
+                "trained_tokens": share and share.tokens,
+                "micro_batch": share and share.micro_batch,
+                "token_weight": share and share.token_weight,
+                "weight": share and share.weight,
             }
         )
     return rows
+
+
+def _spans(rollout: Rollout) -> list[dict[str, int]]:
+    starts = rollout.span_starts.tolist()
+    spans = zip(rollout.span_versions.tolist(), starts, [*starts[1:], len(rollout.token_ids)], strict=True)
+    return [{"version": version, "from": low, "to": high} for version, low, high in spans]
 
 
 def _trained(rollout: Rollout, share: SampleShare | None) -> str:
@@ -133,61 +131,52 @@ def _rewards(group: Group | None) -> dict[str, Any] | None:
     }
 
 
-def _outcome(told: Told) -> dict[str, Any] | None:
-    if told.outcome is None:
+def _outcome(read: Read[Group] | None) -> dict[str, Any] | None:
+    if read is None or read.headers is None:
         return None
-    headers, group = told.outcome.headers, told.group
     return {
-        "outcome": headers.outcome,
-        "reason": group.reason if group else None,
-        "place": place_of(told.outcome.records[0]),
-        "parts": headers.parts,
-        "worker": headers.worker,
-        "scored_s": group.scored_ns / NS if group else None,
-        "policy_version_min": headers.policy_version_min,
-        "policy_version_max": headers.policy_version_max,
-        "samples": headers.samples,
-        "tokens": headers.tokens,
-        "reward_mean": headers.reward_mean,
-        "sha256": headers.sha256,
+        "reason": read.payload and read.payload.reason,
+        "place": shown_place(read.record),
+        "scored_s": read.payload and read.payload.scored_ns / NS,
+        **_fields(read.headers, "outcome", "parts", "worker", "policy_version_min", "policy_version_max"),
+        **_fields(read.headers, "samples", "tokens", "reward_mean", "sha256"),
     }
 
 
-def _step(log: Log, told: Told, *, say: Callable[[str], None]) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
-    entry, config = told.step, told.run.config
+def _step(history: GroupHistory, *, say: Callable[[str], None]) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
+    entry, config, oldest = history.step, history.run.config, history.policy_version_min
     assert entry is not None
     say(f"reading the {len(entry.plan)} groups of step {entry.step}")
-    found, problem = _shares(log, told, entry)
-    mine = found.of(told.records.group) if found else {}
-    place = [planned.group for planned in entry.plan].index(told.records.group)
-    oldest = told.outcome.headers.policy_version_min if told.outcome else None
+    step_shares, problem = _shares(history, entry)
+    mine = step_shares.of(history.number) if step_shares else {}
+    plan = [planned.group for planned in entry.plan]
     return {
         "step": entry.step,
         "entry": entry.seq,
         "learner_version": entry.version,
         "lag": None if oldest is None else rules.lag(learner_version=entry.version or 0, policy_version_min=oldest),
         "committed_s": entry.time_ns / NS,
-        "place": place,
-        "plan": [planned.group for planned in entry.plan],
+        "place": plan.index(history.number),
+        "plan": plan,
         "boundaries": list(entry.boundaries),
         "micro_batches": sorted({share.micro_batch for share in mine.values() if share.micro_batch is not None}),
-        "aggregate": config.aggregate,
-        "advantage": config.advantage,
+        **_fields(config, "aggregate", "advantage"),
         "loss_name": config.algorithm.loss,
-        "denominator": found.denominator if found else None,
-        "tokens": found.tokens if found else None,
-        "group_weight": sum(abs(share.weight) for share in mine.values()) if found else None,
-        "step_weight": sum(abs(share.weight) for share in found.samples) if found else None,
+        "denominator": step_shares and step_shares.denominator,
+        "tokens": step_shares and step_shares.tokens,
+        "group_weight": step_shares and sum(abs(share.weight) for share in mine.values()),
+        "step_weight": step_shares and sum(abs(share.weight) for share in step_shares.samples),
         "clipped": clipped(entry, config),
         "left_out": [problem] if problem else left_out(config),
         "metrics": dict(entry.metrics),
     }, mine
 
 
-def _shares(log: Log, told: Told, entry: Entry) -> tuple[StepShares | None, str | None]:
+def _shares(history: GroupHistory, entry: Entry) -> tuple[StepShares | None, str | None]:
+    run = history.run
     try:
-        plan = read_planned(log, told.run.run, entry.plan)
-        return shares(plan, config=told.run.config, boundaries=entry.boundaries), None
+        plan = read_planned(run.reader.log, run.run, entry.plan)
+        return shares(plan, config=run.config, boundaries=entry.boundaries), None
     except (PenstockError, ValueError) as error:  # gone, or an own advantage that is not here: the rest of the story stands
         return None, f"advantages and gradient weights cannot be computed: {error}"
 
@@ -205,37 +194,33 @@ def _version(entry: Entry | None) -> dict[str, Any] | None:
     }
 
 
-def _records(told: Told) -> list[dict[str, Any]]:
+def _records(history: GroupHistory) -> list[dict[str, Any]]:
     """Every record about the group, and whether it counts, says the same again, or cannot be used."""
-    records, rows, seen = told.records, [], set[tuple[str, int]]()
 
-    def row(record: Record, kind: str, number: int, says: str) -> dict[str, Any]:
-        repeats = (kind, number) in seen
-        seen.add((kind, number))
-        return {"place": place_of(record), "time_s": record.timestamp_ms / 1000, "is": says, "counts": not repeats and says != "surplus"}
+    def row(record: Record, text: str, *, counts: bool) -> dict[str, Any]:
+        return {"place": shown_place(record), "time_s": record.timestamp_ms / 1000, "is": text, "counts": counts}
 
-    for record, _ in records.prompts:
-        rows.append(row(record, "prompt", 0, "prompt"))
-    for record, rollout in records.samples:
-        says = f"sample {rollout.sample}" if rollout.sample in told.counted else "surplus"
-        rows.append(row(record, "sample", rollout.sample, says))
-    for number, outcome in enumerate(records.outcomes):
-        repeats = number > 0
-        for record in outcome.records:
-            rows.append({**row(record, f"outcome {number}", record.offset, f"outcome {outcome.headers.outcome}"), "counts": not repeats})
-    for record, error in records.unusable:
-        rows.append({"place": place_of(record), "time_s": record.timestamp_ms / 1000, "is": f"unusable: {error}", "counts": False})
-    return rows
+    rows = [row(read.record, "prompt", counts=not read.repeats) for read in history.prompts if read.payload is not None]
+    counted = history.counted
+    for sample in history.samples:
+        if (rollout := sample.payload) is not None:
+            is_counted = rollout.sample in counted
+            rows.append(
+                row(sample.record, f"sample {rollout.sample}" if is_counted else "surplus", counts=is_counted and not sample.repeats)
+            )
+    for outcome in history.outcomes:
+        if outcome.headers is not None:
+            text, counts = f"outcome {outcome.headers.outcome}", outcome is history.outcome
+            rows += [row(record, text, counts=counts) for record in outcome.records]
+    return rows + [row(read.records[-1], f"unusable: {read.problem}", counts=False) for read in history.unusable]
 
 
-def letter_facts(found: Letter) -> dict[str, Any]:
+def _letter(kept: Letter) -> dict[str, Any]:
     """A dead letter without the record in it."""
-    letter = found.letter
+    letter = kept.letter
     return {
-        "offset": found.offset,
-        "of": place_of(letter),
-        "kind": letter.kind,
-        "reason": letter.reason,
-        "worker": letter.worker,
+        "offset": kept.offset,
+        "of": shown_place(letter),
+        **_fields(letter, "kind", "reason", "worker"),
         "time_s": letter.time_ns / NS,
     }

@@ -78,8 +78,8 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
             token_weight=row.advantage * counts / total if total else 0.0,
         )
 
-    found = tuple(share(number, row) for number, row in enumerate(rows))
-    return StepShares(samples=found, aggregate=config.aggregate, denominator=total, tokens=sum(one.tokens for one in found))
+    parts = tuple(share(number, row) for number, row in enumerate(rows))
+    return StepShares(samples=parts, aggregate=config.aggregate, denominator=total, tokens=sum(part.tokens for part in parts))
 
 
 def left_out(config: Config) -> list[str]:

@@ -1,16 +1,19 @@
-"""A group's records sorted out: which of them count, how it ended, and why.
+"""All that a run's topics say of one group: the records that count, how the group ended, and why.
 
 The rule: fates are those of the report; the reason is what the scorer, the ledger or the schedule's integers say.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.observe.explain.group_records import GroupRecords, Letter, Outcome, Run, claims
 from penstock.pipeline.observe.explain.stage_times import Moments, Standing, moments_of, waits_for
+from penstock.pipeline.observe.recorded_run import Letter, RecordedRun, no_prompt
+from penstock.pipeline.runtime.topic_reader import KILLER, Read, place_of
 from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.fates import fate_of
+from penstock.topics.dead_letters import DeadLetter, claimed_group
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
@@ -18,64 +21,98 @@ from penstock.topics.rollouts import Rollout
 from penstock.topics.wire.record import Record
 
 NS = 1e9
-OF_GROUPS = ("prompts", "rollouts", "groups")
-"""Topics whose records are about a group; the key of others is something else."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
-    """A group's records, sorted out: which of them count."""
+class GroupHistory:
+    """One group's records as they stand in the log, those that do not count among them, and the entries of the ledger about it."""
 
-    run: Run
-    records: GroupRecords
-    prompt: Prompt | None
-    prompt_record: Record | None
-    outcome: Outcome | None
+    run: RecordedRun
+    number: int
+    prompts: Sequence[Read[Prompt]]
+    samples: Sequence[Read[Rollout]]
+    outcomes: Sequence[Read[Group]]
     step: Entry | None
     stale: Entry | None
     version: Entry | None
     """The entry of the version that its step led to."""
 
     @property
+    def reads(self) -> list[Read[Any]]:
+        """Every record about it."""
+        return [*self.prompts, *self.samples, *self.outcomes]
+
+    @property
+    def unusable(self) -> list[Read[Any]]:
+        """Records that cannot be used."""
+        return [read for read in self.reads if read.problem is not None]
+
+    @property
+    def asked(self) -> Read[Prompt] | None:
+        """The prompt that counts."""
+        return next((read for read in self.prompts if read.payload is not None), None)
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """Its payload."""
+        return self.asked.payload if self.asked else None
+
+    @property
+    def outcome(self) -> Read[Group] | None:
+        """The outcome that counts: the first that can be read, or one that ended its readers, or else the last."""
+        usable = [read for read in self.outcomes if read.headers is not None and not read.repeats]
+        return usable[-1] if usable else None
+
+    @property
     def group(self) -> Group | None:
         """The outcome's payload, where there is one that can be read."""
-        return self.outcome.group if self.outcome else None
+        return self.outcome.payload if self.outcome else None
+
+    @property
+    def policy_version_min(self) -> int | None:
+        """The oldest version that one of its trained tokens was drawn from."""
+        return self.outcome.headers.policy_version_min if self.outcome and self.outcome.headers else None
 
     @property
     def scored(self) -> Mapping[int, ScoredSample]:
         """Sample -> what the reward functions gave it."""
-        return {one.rollout.sample: one for one in self.group.samples} if self.group else {}
+        return {sample.rollout.sample: sample for sample in self.group.samples} if self.group else {}
+
+    @property
+    def drawn(self) -> dict[int, tuple[Record, Rollout]]:
+        """Sample -> its first record, by number."""
+        firsts = {read.payload.sample: (read.record, read.payload) for read in self.samples if read.payload and not read.repeats}
+        return dict(sorted(firsts.items()))
+
+    @property
+    def wanted(self) -> int:
+        """Samples that the prompt asks for."""
+        return self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt
 
     @property
     def counted(self) -> dict[int, Rollout]:
         """Sample -> the draw that counts: those of the outcome, else the first ones in the log."""
-        if self.scored:
-            return {number: one.rollout for number, one in sorted(self.scored.items())}
-        wanted = self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt
-        first = sorted(self.records.drawn.values(), key=lambda drawn: drawn[0].offset)[:wanted]
-        return {rollout.sample: rollout for _, rollout in sorted(first, key=lambda drawn: drawn[1].sample)}
+        if scored := self.scored:
+            return {number: sample.rollout for number, sample in sorted(scored.items())}
+        firsts = sorted(self.drawn.values(), key=lambda drawn: drawn[0].offset)[: self.wanted]
+        return {rollout.sample: rollout for _, rollout in sorted(firsts, key=lambda drawn: drawn[1].sample)}
 
     @property
     def complete(self) -> bool:
-        """Whether as many samples are there as the prompt asks for."""
-        return self.prompt is not None and len(self.counted) >= self.prompt.samples_per_prompt
+        """True if as many samples are there as the prompt asks for."""
+        return self.prompt is not None and len(self.counted) >= self.wanted
 
     @property
     def fate(self) -> str:
-        """As in the report: trained, stale, filtered, failed, abandoned; unused or, while the run goes on, open."""
-        if self.step is not None:
-            return "trained"
-        if self.stale is not None:
-            return "stale"
-        if self.outcome is not None and self.outcome.headers.outcome in rules.DROPPED:
-            return str(self.outcome.headers.outcome)
-        return "unused" if self.run.ended else "open"
+        """The group's fate, as the report counts it."""
+        outcome = self.outcome.headers.outcome if self.outcome and self.outcome.headers else None
+        return fate_of(outcome, trained=self.step is not None, stale=self.stale is not None, ended=self.run.ended)
 
     @property
     def letters(self) -> list[Letter]:
-        """Dead letters about this group's records, or about records that say they are."""
-        mine = {(record.topic, record.partition, record.offset) for record in everything(self.records)}
-        return [one for one in self.run.letters if one.place in mine or self._claimed(one)]
+        """Dead letters about this group's records, or about records that claim to be."""
+        places = {place_of(record) for read in self.reads for record in read.records}
+        return [kept for kept in self.run.letters if place_of(kept.letter) in places or claimed_group(kept.letter) == self.number]
 
     @property
     def moments(self) -> Moments:
@@ -93,114 +130,101 @@ class Told:
             published=self.version.time_ns / NS if self.version else None,
         )
 
-    def _claimed(self, one: Letter) -> bool:
-        return one.letter.topic.rpartition(".")[2] in OF_GROUPS and claims(as_record(one), self.records.group)
 
-
-def sort_out(found: Run, records: GroupRecords) -> Told:
-    """Which records of a group count, and which entries of the ledger speak of it."""
-    entries = found.past.entries
-    step = next((one for one in entries if one.kind == "step" and any(p.group == records.group for p in one.plan)), None)
+def read_group(run: RecordedRun, number: int, *, say: Callable[[str], None]) -> GroupHistory:
+    """Everything about one group. Raises `ConfigError` for one that was never admitted, `LogError` for one whose prompt is gone."""
+    wanted, reader = {number}, run.reader
+    say(f"reading the prompts of {run.run}")
+    prompts = list(reader.prompts(wanted=wanted, repeats=True))
+    if not prompts:
+        raise no_prompt(run, number)
+    partition = next((read for read in prompts if read.payload), prompts[0]).record.partition
+    say(f"reading partition {partition} of rollouts and groups")
+    entries = run.past.entries
+    step = next((entry for entry in entries if entry.kind == "step" and any(planned.group == number for planned in entry.plan)), None)
     done = None if step is None else (step.step or 0) + 1
-    first, prompt = records.prompts[0] if records.prompts else (None, None)
-    return Told(
-        run=found,
-        records=records,
-        prompt=prompt,
-        prompt_record=first,
-        outcome=records.outcomes[0] if records.outcomes else None,
+    return GroupHistory(
+        run=run,
+        number=number,
+        prompts=prompts,
+        samples=list(reader.samples(wanted=wanted, partitions=[partition], repeats=True)),
+        outcomes=list(reader.groups(wanted=wanted, partitions=[partition], repeats=True)),
         step=step,
-        stale=next((one for one in entries if one.kind == "stale" and records.group in one.groups), None),
-        version=next((one for one in entries if done is not None and one.kind == "version" and (one.step or 0) >= done), None),
+        stale=next((entry for entry in entries if entry.kind == "stale" and number in entry.groups), None),
+        version=next((entry for entry in entries if done is not None and entry.kind == "version" and (entry.step or 0) >= done), None),
     )
 
 
-def why(told: Told) -> str:
+def why(history: GroupHistory) -> str:
     """The fate's reason, in one clause."""
-    reason = told.group.reason if told.group else None
-    match told.fate:
-        case "trained":
-            assert told.step is not None
-            place = 1 + [planned.group for planned in told.step.plan].index(told.records.group)
-            return f"step {told.step.step}, place {place} of {len(told.step.plan)} in its plan, under learner version {told.step.version}"
+    run, step = history.run, history.step
+    match history.fate:
+        case "trained" if step is not None:
+            place = 1 + [planned.group for planned in step.plan].index(history.number)
+            return f"step {step.step}, place {place} of {len(step.plan)} in its plan, under learner version {step.version}"
         case "stale":
-            return _why_stale(told)
+            return _why_stale(history)
         case "open":
-            return f"waits for {waits_for(_standing(told), told.run.config.rules)}"
-        case "unused" if (origin := told.run.rescored_from) is not None:
-            return f"this is a re-scoring of {origin}, without a trainer: `penstock replay train {told.run.run}` trains from it"
+            return f"waits for {waits_for(_standing(history), run.config.rules)}"
+        case "unused" if run.rescored_from is not None:
+            return f"this is a re-scoring of {run.rescored_from}, without a trainer: `penstock replay train {run.run}` trains from it"
         case "unused":
-            closed = told.run.past.story.closed
+            closed = run.past.story.closed
             reason = json.loads((closed and closed.details) or "{}").get("reason")
             ended = f"the run ended first ({reason})" if reason else "the run ended first"
-            return f"{ended}; it waited for {waits_for(_standing(told), told.run.config.rules)}"
+            return f"{ended}; it waited for {waits_for(_standing(history), run.config.rules)}"
         case fate:
-            return reason or f"its record says {fate} and no more"
+            return (history.group.reason if history.group else None) or f"its record says {fate} and no more"
 
 
-def _why_stale(told: Told) -> str:
-    assert told.stale is not None
-    found = stale_facts(told)
-    assert found is not None
-    if unread := next((one for one in told.letters if one.letter.kind == "killer" and one.letter.topic.endswith(".groups")), None):
-        return f"its record could not be read ({unread.letter.reason}): it was set aside like one that is too old"
-    if found["lag"] is None:
-        return f"the ledger says so (entry {told.stale.seq}); the record it judged is not here"
-    return (
-        f"its oldest trained token is of version {found['policy_version_min']}, the learner was at version {found['learner_version']}: "
-        f"{found['lag']} behind, max_lag is {found['max_lag']} (ledger entry {found['entry']})"
-    )
-
-
-def _standing(told: Told) -> Standing:
-    prompt = told.prompt
-    return Standing(
-        samples=len(told.counted),
-        wanted=prompt.samples_per_prompt if prompt else told.run.config.rules.samples_per_prompt,
-        scored=told.outcome is not None,
-        readable=prompt is not None,
-        min_version=prompt.min_version if prompt else 0,
-        policy_version_min=told.outcome.headers.policy_version_min if told.outcome else None,
-        newest_version=max((one.version or 0 for one in told.run.past.entries if one.kind == "version"), default=-1),
-        steps=len(told.run.past.steps),
-    )
-
-
-def stale_facts(told: Told) -> dict[str, Any] | None:
+def stale_facts(history: GroupHistory) -> dict[str, Any] | None:
     """What the ledger and the schedule say of a group that was too old; None for any other."""
-    if told.stale is None:
+    entry, schedule, oldest = history.stale, history.run.config.rules, history.policy_version_min
+    if entry is None:
         return None
-    schedule = told.run.config.rules
-    learner = rules.version_after(told.stale.step or 0, steps_per_version=schedule.steps_per_version)
-    oldest = told.outcome.headers.policy_version_min if told.outcome else None
-    behind = None if oldest is None else rules.lag(learner_version=learner, policy_version_min=oldest)
+    learner = rules.version_after(entry.step or 0, steps_per_version=schedule.steps_per_version)
     return {
-        "entry": told.stale.seq,
-        "at_s": told.stale.time_ns / NS,
-        "before_step": told.stale.step,
+        "entry": entry.seq,
+        "at_s": entry.time_ns / NS,
+        "before_step": entry.step,
         "learner_version": learner,
         "policy_version_min": oldest,
-        "lag": behind,
+        "lag": None if oldest is None else rules.lag(learner_version=learner, policy_version_min=oldest),
         "max_lag": schedule.max_lag,
     }
 
 
-def everything(records: GroupRecords) -> list[Record]:
-    """Every record about a group, usable or not."""
-    found = [record for record, _ in records.prompts] + [record for record, _ in records.samples]
-    found += [record for outcome in records.outcomes for record in outcome.records]
-    return found + [record for record, _ in records.unusable]
-
-
-def as_record(found: Letter) -> Record:
-    """The refused record as it was."""
-    letter = found.letter
-    return Record(
-        topic=letter.topic,
-        partition=letter.partition,
-        offset=letter.offset,
-        timestamp_ms=letter.timestamp_ms,
-        key=letter.key,
-        headers=letter.headers,
-        value=letter.value,
+def _why_stale(history: GroupHistory) -> str:
+    facts = stale_facts(history) or {}
+    for letter in (kept.letter for kept in history.letters):
+        if letter.kind == KILLER and letter.topic.endswith(".groups"):
+            return f"its record could not be read ({letter.reason}): it was set aside like one that is too old"
+    if facts["lag"] is None:
+        return f"the ledger says so (entry {facts['entry']}); the record it judged is not here"
+    return (
+        f"its oldest trained token is of version {facts['policy_version_min']}, the learner was at version {facts['learner_version']}: "
+        f"{facts['lag']} behind, max_lag is {facts['max_lag']} (ledger entry {facts['entry']})"
     )
+
+
+def _standing(history: GroupHistory) -> Standing:
+    prompt, past = history.prompt, history.run.past
+    return Standing(
+        samples=len(history.counted),
+        wanted=history.wanted,
+        scored=history.outcome is not None,
+        readable=prompt is not None,
+        min_version=prompt.min_version if prompt else 0,
+        policy_version_min=history.policy_version_min,
+        newest_version=max((entry.version or 0 for entry in past.entries if entry.kind == "version"), default=-1),
+        steps=len(past.steps),
+    )
+
+
+def shown_place(record: Record | DeadLetter) -> str:
+    """Topic, partition and offset of a record as text.
+
+    Example:
+        shown_place(record)  # -> "rollouts/3/17"
+    """
+    return f"{record.topic.rpartition('.')[2]}/{record.partition}/{record.offset}"

@@ -23,7 +23,7 @@ class Moments:
     """The first sample's beginning."""
     first_ended: float | None = None
     last_ended: float | None = None
-    """Of the samples of a complete group."""
+    """Known once the group is complete."""
     scored: float | None = None
     taken: float | None = None
     """When the step it was trained in began its first backward pass, or the group was scored, whichever came later."""
@@ -67,12 +67,12 @@ def moments_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | Non
 
 def stages(moments: Moments) -> list[Stage]:
     """The stages whose ends are both known, in order; a negative one is a difference between two machines' clocks."""
-    zero, found = moments.admitted, []
+    zero, rows = moments.admitted, []
     for name, first, last in STAGES:
         begins, ends = getattr(moments, first), getattr(moments, last)
         if zero is not None and begins is not None and ends is not None:
-            found.append(Stage(name=name, begins_s=begins - zero, seconds=ends - begins))
-    return found
+            rows.append(Stage(name=name, begins_s=begins - zero, seconds=ends - begins))
+    return rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Standing:
     wanted: int
     scored: bool
     readable: bool
-    """Whether its prompt can be read at all."""
+    """True if its prompt can be decoded."""
     min_version: int
     policy_version_min: int | None
     newest_version: int
@@ -91,23 +91,23 @@ class Standing:
     """Committed ones."""
 
 
-def waits_for(found: Standing, schedule: Schedule) -> str:
+def waits_for(standing: Standing, schedule: Schedule) -> str:
     """What a group without a fate waits for, in one clause."""
-    if not found.readable:
+    if not standing.readable:
         return "its prompt cannot be read: the scorer ends the group, or its deadline does"
-    if found.scored:
-        old = rules.lag(learner_version=found.newest_version, policy_version_min=found.policy_version_min or 0)
+    if standing.scored:
+        old = rules.lag(learner_version=standing.newest_version, policy_version_min=standing.policy_version_min or 0)
         behind = f"{old} version{'' if old == 1 else 's'}"
         first = "takes the lowest numbers first" if schedule.order == "submission" else "takes what was scored first"
         return (
-            f"the trainer, which {first} and has {found.steps} steps done; the group is {behind} behind the newest, "
+            f"the trainer, which {first} and has {standing.steps} steps done; the group is {behind} behind the newest, "
             f"{schedule.max_lag} are allowed"
         )
-    if found.samples >= found.wanted:
+    if standing.samples >= standing.wanted:
         return "the scorer that owns its partition: all its samples are there"
-    if found.samples:
-        return f"samples: {found.samples} of {found.wanted} are there"
-    if found.min_version > found.newest_version:
-        newest = f"the newest is {found.newest_version}" if found.newest_version >= 0 else "none is published"
-        return f"weights: it may be drawn under version {found.min_version} or newer, {newest}"
+    if standing.samples:
+        return f"samples: {standing.samples} of {standing.wanted} are there"
+    if standing.min_version > standing.newest_version:
+        newest = f"the newest is {standing.newest_version}" if standing.newest_version >= 0 else "none is published"
+        return f"weights: it may be drawn under version {standing.min_version} or newer, {newest}"
     return "a rollout worker: none of its samples is there"

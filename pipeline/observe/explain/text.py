@@ -15,46 +15,20 @@ SHOWN_RECORDS = 40
 Plain = Mapping[str, Any]
 
 
-def as_page(found: Plain) -> str:
+def as_page(life: Plain) -> str:
     """A group's life over many lines."""
-    zero = found["moments"]["admitted"]
-    lines = [f"group {found['group']} of run {found['run']}: {found['fate']}", f"  {found['why']}", ""]
-    lines += _prompt(found["prompt"], found["group"])
-    lines += _section("samples", _samples(found, zero))
-    lines += _section("rewards", _rewards(found))
-    lines += _section("outcome", _outcome(found, zero))
-    lines += _section("training", _step(found["step"]))
-    lines += _section("weights", _version(found["version"], zero))
-    lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in found["times"]])
-    lines += _section("records", _records(found["records"], zero))
-    lines += _section("dead letters", [letter_line(letter) for letter in found["dead_letters"]])
+    zero = life["moments"]["admitted"]
+    lines = [f"group {life['group']} of run {life['run']}: {life['fate']}", f"  {life['why']}", ""]
+    lines += _prompt(life["prompt"], life["group"])
+    lines += _section("samples", _samples(life, zero))
+    lines += _section("rewards", _rewards(life))
+    lines += _section("outcome", _outcome(life, zero))
+    lines += _section("training", _step(life["step"]))
+    lines += _section("weights", _version(life["version"], zero))
+    lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in life["times"]])
+    lines += _section("records", _records(life["records"], zero))
+    lines += _section("dead letters", [letter_line(letter) for letter in life["dead_letters"]])
     return "\n".join(lines)
-
-
-def as_letter(found: Plain) -> str:
-    """A dead letter over many lines, then the life of the group that it claims."""
-    letter, record = found["letter"], found["record"]
-    lines = [f"dead letter {letter['offset']} of run {found['run']}: {letter['kind']}", f"  {letter['reason']}", ""]
-    lines.append(f"refused   by {letter['worker']} at {_clock(letter['time_s'])}")
-    lines += [f"          also by {other['worker']} (letter {other['offset']}): {other['reason']}" for other in found["also"]]
-    lines.append(f"record    {record['place']}, {record['bytes']} bytes, key {record['key']}, written at {_clock(record['time_s'])}")
-    lines += [f"          {name} = {value}" for name, value in record["headers"].items()]
-    if record["payload"] is not None:
-        lines.append(f"          its payload can be read: {_short(json.dumps(record['payload']))}")
-    counted = found["counted"]
-    if counted is not None:
-        same = {True: "the same bytes", False: "other bytes", None: ""}[counted["same"]]
-        where = f" at {counted['place']}" if counted["place"] else ""
-        lines.append(f"counted   {counted['what']}{where}{', ' + same if same else ''}")
-    else:
-        lines.append("counted   no other record says what this one says")
-    if found["no_group"] is not None:
-        lines.append(f"group     it claims group {found['claims_group']}: {found['no_group']}")
-    elif found["group"] is None:
-        lines.append("group     it is about no group")
-    if found["group"] is None:
-        return "\n".join(lines)
-    return "\n".join([*lines, "", "the group that it claims", "", as_page(found["group"])])
 
 
 def letter_line(letter: Plain) -> str:
@@ -63,8 +37,8 @@ def letter_line(letter: Plain) -> str:
 
 
 def _section(name: str, lines: Iterable[str]) -> list[str]:
-    found = [f"  {line}".rstrip() for line in lines]
-    return ["", name, *found] if found else []
+    indented = [f"  {line}".rstrip() for line in lines]
+    return ["", name, *indented] if indented else []
 
 
 def _prompt(prompt: Plain | None, group: int) -> list[str]:
@@ -78,23 +52,23 @@ def _prompt(prompt: Plain | None, group: int) -> list[str]:
     ]
 
 
-def _samples(found: Plain, zero: float | None) -> list[str]:
-    samples = found["samples"]
+def _samples(life: Plain, zero: float | None) -> list[str]:
+    samples = life["samples"]
     if not samples:
-        return ["none was drawn" if found["fate"] not in ("open",) else "none yet"]
+        return ["none was drawn" if life["fate"] not in ("open",) else "none yet"]
     head = ["sample", "by", "versions", "begun", "ended", "tokens", "finish", "place"]
     rows = [
         [
-            str(one["sample"]) + ("" if one["counts"] else " (surplus)"),
-            one["worker"],
-            _versions(one["versions"]),
-            _after(one["started_s"], zero),
-            _after(one["ended_s"], zero),
-            str(one["tokens"]),
-            one["finish"],
-            one["place"] or "-",
+            str(sample["sample"]) + ("" if sample["counts"] else " (surplus)"),
+            sample["worker"],
+            _versions(sample["versions"]),
+            _after(sample["started_s"], zero),
+            _after(sample["ended_s"], zero),
+            str(sample["tokens"]),
+            sample["finish"],
+            sample["place"] or "-",
         ]
-        for one in samples
+        for sample in samples
     ]
     return _table(head, rows)
 
@@ -105,33 +79,33 @@ def _versions(spans: Sequence[Plain]) -> str:
     return " ".join(f"{span['version']}[{span['from']}:{span['to']}]" for span in spans)
 
 
-def _rewards(found: Plain) -> list[str]:
-    rewards = found["rewards"]
+def _rewards(life: Plain) -> list[str]:
+    rewards = life["rewards"]
     if rewards is None:
         return []
     named = list(zip(rewards["names"], rewards["weights"], strict=False))
     short = {name: name.rpartition("/")[2] for name, _ in named}
-    trained = found["step"] is not None
+    trained = life["step"] is not None
     head = ["sample", "reward", *(f"{short[name]} x {weight:g}" for name, weight in named)]
     head += ["advantage", "tokens trained", "micro-batch", "weight of a token", "of the sample"] if trained else []
     head.append("completion")
     rows = []
-    for one in found["samples"]:
-        if one["reward"] is None:
+    for sample in life["samples"]:
+        if sample["reward"] is None:
             continue
-        row = [str(one["sample"]), _number(one["reward"]), *(_number(one["components"][name]) for name, _ in named)]
-        if trained and one["trained"] == "yes":
-            row += [_number(one["advantage"]), str(one["trained_tokens"]), _number(one["micro_batch"])]
-            row += [_number(one["token_weight"]), _number(one["weight"])]
+        row = [str(sample["sample"]), _number(sample["reward"]), *(_number(sample["components"][name]) for name, _ in named)]
+        if trained and sample["trained"] == "yes":
+            row += [_number(sample["advantage"]), str(sample["trained_tokens"]), _number(sample["micro_batch"])]
+            row += [_number(sample["token_weight"]), _number(sample["weight"])]
         elif trained:
-            row += ["-", f"0: {one['trained']}" if found["step"]["denominator"] is not None else "-", "-", "-", "-"]
-        rows.append([*row, _short(json.dumps(one["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
+            row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
+        rows.append([*row, _short(json.dumps(sample["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
     return [*_table(head, rows), mean]
 
 
-def _outcome(found: Plain, zero: float | None) -> list[str]:
-    outcome, stale = found["outcome"], found["stale"]
+def _outcome(life: Plain, zero: float | None) -> list[str]:
+    outcome, stale = life["outcome"], life["stale"]
     if outcome is None:
         return []
     parts = f" in {outcome['parts']} parts" if (outcome["parts"] or 1) > 1 else ""
@@ -185,8 +159,8 @@ def _version(version: Plain | None, zero: float | None) -> list[str]:
 
 def _records(records: Sequence[Plain], zero: float | None) -> list[str]:
     rows = [
-        [_after(one["time_s"], zero), one["place"], one["is"], "counts" if one["counts"] else "does not count"]
-        for one in records[:SHOWN_RECORDS]
+        [_after(record["time_s"], zero), record["place"], record["is"], "counts" if record["counts"] else "does not count"]
+        for record in records[:SHOWN_RECORDS]
     ]
     more = [f"… and {len(records) - SHOWN_RECORDS} more; --json has all"] if len(records) > SHOWN_RECORDS else []
     return _table(["written", "place", "is", ""], rows) + more

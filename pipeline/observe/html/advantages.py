@@ -31,18 +31,20 @@ class Advantages:
 
     def of(self, group: Group) -> Floats:
         """[K] one number a sample, NaN where there is none."""
-        found = np.full(len(group.samples), np.nan, np.float32)
+        values = np.full(len(group.samples), np.nan, np.float32)
         if self._function is None or not group.samples:
-            return found
+            return values
         try:
-            taken = {one.sample: one.advantage for one in sequences(group, advantages=self._function, truncated=self._truncated)}
+            taken = {
+                sequence.sample: sequence.advantage for sequence in sequences(group, advantages=self._function, truncated=self._truncated)
+            }
         # The border to a user's function, whatever it raises.
         except Exception as error:
             self._function, self.why_not = None, f"{self.name} fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return found
-        for place, sample in enumerate(group.samples):
-            found[place] = taken.get(sample.rollout.sample, np.nan)
-        return found
+            return values
+        for number, sample in enumerate(group.samples):
+            values[number] = taken.get(sample.rollout.sample, np.nan)
+        return values
 
     def _open(self, table: dict[str, Any], *, own: bool) -> None:
         from penstock.pipeline.config.load import from_table

@@ -14,12 +14,15 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
 from penstock.pipeline.observe.html import index
 from penstock.pipeline.observe.html.advantages import Advantages
-from penstock.pipeline.observe.html.groups import Reader, choose
+from penstock.pipeline.observe.html.groups import GroupPages, choose
 from penstock.pipeline.observe.html.html import assemble
 from penstock.pipeline.observe.html.pack import deflated, pack
-from penstock.pipeline.observe.html.reading import read
+from penstock.pipeline.observe.html.run_history import RunHistory
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.report.summary import summarise
+from penstock.pipeline.observe.run_status import config_of
+from penstock.pipeline.observe.run_view import read_view
+from penstock.pipeline.runtime.topic_reader import RunReader
 
 
 class PageTooSlow(PenstockError):
@@ -68,32 +71,27 @@ def build(
     """The page of a run, finished or not.
 
     `own_functions`: whether a user's own advantage function may be loaded. `mlflow`: keys of the report the log does not know yet.
-    `alive` is called every few hundred records. Raises `ValueError` for no such run, `PageTooSlow`, `LogError`.
+    `alive` is called before every batch of records. Raises `ValueError` for no such run, `PageTooSlow`, `LogError`.
     """
-    check = _watched(alive, limits.seconds)
-    view, story = read(log, run, alive=check)
+    reader, history = RunReader(log, run, alive=_timed(alive, limits.seconds)), RunHistory()
+    view = read_view(reader, also=history.apply)
+    history.finish()
     if view.record is None and view.opened is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     wanted = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
-    reader = Reader(
-        log=log,
-        view=view,
-        wanted=wanted,
-        texts=TokenTexts(view),
-        advantages=Advantages(view.config, own=own_functions),
-        alive=check,
-    )
-    reader.read()
+    advantages = Advantages(config_of(view), own=own_functions)
+    groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts(view), advantages=advantages)
+    groups.read()
     report = summarise(view) | dict(mlflow or {})
-    facts, columns = index.index(reader, story, report=report)
-    ids = sorted(reader.chunks.ids)
-    vocabulary = _vocabulary(ids, reader.texts.one_by_one(ids))
+    facts, columns = index.index(groups, history, report=report)
+    ids = sorted(groups.chunks.ids)
+    vocabulary = _vocabulary(ids, groups.texts.one_by_one(ids))
     packed = pack(facts, columns)
     room = limits.max_bytes - len(packed) - len(vocabulary) - index.MARGIN_BYTES
-    reader.chunks.shrink(room)
-    about = index.contents(reader)
+    groups.chunks.shrink(room)
+    about = index.contents(groups)
     html = assemble(
-        title=f"{run} · Penstock", index=pack({**facts, "contents": about}, columns), vocabulary=vocabulary, chunks=reader.chunks
+        title=f"{run} · Penstock", index=pack({**facts, "contents": about}, columns), vocabulary=vocabulary, chunks=groups.chunks
     )
     return Page(html=html, facts={"bytes": len(html), **about})
 
@@ -113,7 +111,7 @@ def _vocabulary(ids: list[int], texts: list[str]) -> str:
     return deflated(json.dumps([ids, texts], separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace"))
 
 
-def _watched(alive: Callable[[], None], seconds: float | None) -> Callable[[], None]:
+def _timed(alive: Callable[[], None], seconds: float | None) -> Callable[[], None]:
     started = time.monotonic()
 
     def check() -> None:

@@ -19,7 +19,7 @@ CHUNK_CHARACTERS = 1 << 20
 
 
 class Place(NamedTuple):
-    """Where the details of a group are: which piece, and which place in it."""
+    """The position of a group's details: number of the piece, and slot within it."""
 
     chunk: int
     slot: int
@@ -40,7 +40,7 @@ class Chunks:
     _tokens: int = 0
 
     def add(self, prompt: str, columns: str, completions: Sequence[str | None], rollouts: Sequence[Rollout]) -> Place:
-        """Take a group's texts, and its samples' tokens where they are wanted; their numbers may differ."""
+        """Add a group's texts, and the tokens of those of its samples that are wanted; return their place."""
         place = Place(self._number, len(self._rows))
         self._rows.append([prompt, columns, list(completions)])
         self._drawn.append(rollouts)

@@ -4,29 +4,24 @@ The rule: which groups are listed follows from headers alone, before a payload i
 in memory at any time.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.infra.log import Log
 from penstock.pipeline.observe.html.advantages import Advantages
 from penstock.pipeline.observe.html.chunks import Chunks, Place
-from penstock.pipeline.observe.html.reading import Alive, watched
 from penstock.pipeline.observe.html.token_texts import TokenTexts
+from penstock.pipeline.observe.run_status import fates
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.topic_reader import scan
-from penstock.topics import groups, prompts, rollouts
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
-from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.headers import Headers
 
-Found = TypeVar("Found")
 EXCERPT = 2000
 """Characters of a prompt that are kept for the list until it is known what all prompts begin with."""
 
@@ -52,9 +47,18 @@ class Drawn(NamedTuple):
     ended_ns: int
 
     @classmethod
-    def of(cls, one: Rollout) -> "Drawn":
+    def of(cls, rollout: Rollout) -> "Drawn":
         """The numbers of a sample."""
-        return cls(one.sample, len(one.token_ids), one.finish, one.worker, one.version_min, one.version_max, one.started_ns, one.ended_ns)
+        return cls(
+            rollout.sample,
+            len(rollout.token_ids),
+            rollout.finish,
+            rollout.worker,
+            rollout.version_min,
+            rollout.version_max,
+            rollout.started_ns,
+            rollout.ended_ns,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +80,14 @@ class Row:
 
 
 @dataclass(slots=True, kw_only=True)
-class Reader:
+class GroupPages:
     """Reads the wanted groups of a run; `rows` and `chunks` hold them afterwards."""
 
-    log: Log
+    reader: RunReader
     view: RunView
     wanted: Wanted
     texts: TokenTexts
     advantages: Advantages
-    alive: Alive
     rows: list[Row] = field(default_factory=list)
     chunks: Chunks = field(default_factory=Chunks)
     reward_names: tuple[str, ...] = ()
@@ -95,19 +98,22 @@ class Reader:
     def read(self) -> None:
         """Groups with samples come from `groups`, the others from `prompts` and `rollouts`."""
         left = set(self.wanted.listed)
-        told: dict[int, tuple[Headers, Group]] = {}
-        for headers, group in whole_groups(self.log, self.view.run, wanted=self.wanted.listed, alive=self.alive):
+        unscored: dict[int, tuple[str, Group]] = {}
+        for outcome in self.reader.groups(wanted=self.wanted.listed):
+            group, worker = outcome.payload, (outcome.headers and outcome.headers.worker) or ""
+            if group is None:
+                continue
             if group.samples:
                 left.discard(group.group)
-                self._scored(headers, group)
+                self._scored(group, worker)
             else:
-                told[group.group] = headers, group
+                unscored[group.group] = worker, group
         if left:
-            self._unscored(left, told)
+            self._unscored(left, unscored)
         self.chunks.close()
         self.rows.sort(key=lambda row: row.group)
 
-    def _scored(self, headers: Headers, group: Group) -> None:
+    def _scored(self, group: Group, worker: str) -> None:
         self.reward_names = self.reward_names or group.reward_names
         self.reward_weights = self.reward_weights or group.reward_weights
         drawn = [sample.rollout for sample in group.samples]
@@ -117,7 +123,7 @@ class Reader:
             group.prompt,
             [Drawn.of(rollout) for rollout in drawn],
             reason=group.reason,
-            scorer=headers.worker or "",
+            scorer=worker,
             created_ns=group.created_ns,
             scored_ns=group.scored_ns,
             rewards=np.array(group.rewards),
@@ -126,26 +132,26 @@ class Reader:
             place=place,
         )
 
-    def _unscored(self, left: set[int], told: Mapping[int, tuple[Headers, Group]]) -> None:
+    def _unscored(self, left: AbstractSet[int], outcomes: Mapping[int, tuple[str, Group]]) -> None:
         """Groups without rewards: their prompts, and the samples that were drawn for them, whole only where tokens are wanted."""
-        run = self.view.run
-        asked = {prompt.group: prompt for prompt in self._of(left, "prompts", prompts.read)}
+        prompts = {read.payload.group: read.payload for read in self.reader.prompts(wanted=left) if read.payload is not None}
         drawn: dict[int, dict[int, tuple[Drawn, Rollout | None]]] = {}
-        for rollout in self._of({group for group in left if self.view.samples.get(group)}, "rollouts", rollouts.read):
-            kept = rollout if rollout.group in self.wanted.texts else None
-            drawn.setdefault(rollout.group, {}).setdefault(rollout.sample, (Drawn.of(rollout), kept))
+        for read in self.reader.samples(wanted={group for group in left if self.view.samples.get(group)}):
+            if (rollout := read.payload) is not None:
+                kept = rollout if rollout.group in self.wanted.texts else None
+                drawn.setdefault(rollout.group, {})[rollout.sample] = Drawn.of(rollout), kept
         for number in sorted(left):
-            prompt, (headers, group) = asked.get(number), told.get(number, (Headers(run=run, schema=""), None))
-            samples = [found for _, found in sorted(drawn.get(number, {}).items())]
+            prompt, (worker, group) = prompts.get(number), outcomes.get(number, ("", None))
+            samples = [sample for _, sample in sorted(drawn.get(number, {}).items())]
             if prompt is None and group is None and not samples:
                 continue
             text = prompt.prompt if prompt else group.prompt if group else ""
             self._row(
                 number,
                 text,
-                [facts for facts, _ in samples],
+                [numbers for numbers, _ in samples],
                 reason=group.reason if group else None,
-                scorer=headers.worker or "",
+                scorer=worker,
                 created_ns=prompt.created_ns if prompt else 0,
                 scored_ns=group.scored_ns if group else 0,
                 rewards=np.full(len(samples), np.nan),
@@ -153,15 +159,6 @@ class Reader:
                 advantages=np.full(len(samples), np.nan, np.float32),
                 place=self._undecoded(number, text, prompt, [whole for _, whole in samples if whole is not None]),
             )
-
-    def _of(self, left: Iterable[int], topic: str, reader: Callable[..., tuple[Headers, Found]]) -> Iterator[Found]:
-        wanted = {str(group).encode() for group in left}
-        if not wanted:
-            return
-        for record in watched(scan(self.log, f"{self.view.run}.{topic}"), self.alive):
-            if record.key in wanted:
-                with contextlib.suppress(Unusable):
-                    yield reader(record, run=self.view.run)[1]
 
     def _undecoded(self, number: int, text: str, prompt: Prompt | None, drawn: list[Rollout]) -> Place | None:
         completions = [self.texts.completion(rollout.token_ids) for rollout in drawn]
@@ -179,15 +176,18 @@ class Reader:
 
 
 def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wanted:
-    """The newest groups that have together at most so many samples, tokens with texts, and tokens with every detail."""
+    """The newest groups that have together at most so many samples, tokens with texts, and tokens with every detail.
+
+    Only groups that the report counts are listed.
+    """
     listed: set[int] = set()
     texts: set[int] = set()
     detailed: set[int] = set()
-    for number in sorted(view.admitted | view.groups.keys() | view.samples.keys(), reverse=True):
+    for number in sorted(fates(view), reverse=True):
         drawn = view.samples.get(number, {})
-        facts = view.groups.get(number)
+        outcome = view.groups.get(number)
         samples -= max(1, len(drawn))
-        size = max(sum(drawn.values()), facts.tokens if facts else 0)
+        size = max(sum(drawn.values()), outcome.tokens if outcome else 0)
         tokens, text_tokens = tokens - size, text_tokens - size
         if samples < 0:
             break
@@ -197,21 +197,6 @@ def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wan
         if tokens >= 0 and text_tokens >= 0:
             detailed.add(number)
     return Wanted(frozenset(listed), frozenset(texts), frozenset(detailed))
-
-
-def whole_groups(log: Log, run: str, *, wanted: frozenset[int], alive: Alive) -> Iterator[tuple[Headers, Group]]:
-    """The first whole outcome of each wanted group."""
-    parts, seen = groups.Parts(), set[int]()
-    for record in watched(scan(log, f"{run}.groups"), alive):
-        try:
-            facts = groups.check(record, run=run)
-            if facts.group not in wanted or facts.group in seen or (records := parts.add(record, facts)) is None:
-                continue
-            found = groups.read(records, run=run)
-            seen.add(found[1].group)
-            yield found
-        except Unusable:
-            continue
 
 
 def shared(first: str, second: str) -> str:

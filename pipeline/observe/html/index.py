@@ -4,23 +4,26 @@ The rule: a number a page computes with is a column; a text of the run is a JSON
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.observe.html.groups import Reader, short
+from penstock.pipeline.observe.html.groups import Drawn, GroupPages, Row, short
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, Column, smallest
-from penstock.pipeline.observe.html.reading import MAX_TEXT, Story
+from penstock.pipeline.observe.html.run_history import MAX_TEXT, RunHistory
 from penstock.pipeline.observe.html.timeline import KINDS, Clock, activity_columns, interval_columns, scoring_columns, time_spent, timeline
-from penstock.pipeline.observe.report.summary import fates
+from penstock.pipeline.observe.run_status import config_of, fates, steps_per_version
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Interval
 from penstock.pipeline.runtime.roles import ROLES, order
+from penstock.pipeline.scheduling.fates import FATES, OPEN
+from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.samples import FINISHES
 
-FATES = ("trained", "filtered", "stale", "failed", "abandoned", "unused", "open")
+NONE = np.iinfo(np.uint16).max
+"""Stands for nothing in a uint16 column."""
 MARGIN_BYTES = 150_000
 """For the page's own code and for the notes of what was left out."""
 TRIMMED_FROM = 24
@@ -29,156 +32,176 @@ SHOWN = 160
 """Characters of a prompt in the list."""
 
 
-def index(reader: Reader, story: Story, *, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Column]]:
+def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Column]]:
     """(facts, columns) of a page. Columns are named by what they are about: g groups, s samples, i intervals, a activities, m steps."""
-    view = reader.view
-    found = timeline(reader.rows, story)
-    names = _workers(reader, found, story)
-    workers = {name: place for place, name in enumerate(names)}
-    clock = _clock(reader, found, story)
-    labels, activities = activity_columns(story, workers=workers, clock=clock)
-    causes, waits = interval_columns(found, workers=workers, clock=clock)
-    prompts, groups = _groups(reader, workers=workers, clock=clock)
+    view = groups.view
+    spans = timeline(groups.rows, history)
+    names = _workers(groups, spans, history)
+    workers = {name: number for number, name in enumerate(names)}
+    clock = _clock(groups, spans, history)
+    labels, activities = activity_columns(history, workers=workers, clock=clock)
+    causes, waits = interval_columns(spans, workers=workers, clock=clock)
+    prompts, prompt_numbers = _prompts(groups)
     columns = {
-        **groups,
-        **_samples(reader, workers=workers, clock=clock),
-        **scoring_columns(reader.rows, found, clock=clock),
+        **_columns(_group_specs(groups, workers), groups.rows),
+        "g_prompt": prompt_numbers,
+        "g_created": clock.ticks([row.created_ns for row in groups.rows]),
+        **_samples(groups, workers=workers, clock=clock),
+        **scoring_columns(groups.rows, spans, clock=clock),
         **waits,
         **activities,
         **_steps(view, clock=clock),
     }
     facts = {
-        "run": view.run,
+        **_about_run(view),
         "report": report,
-        "model": view.config.get("model", {}).get("path"),
-        "algorithm": view.config.get("algorithm", {}),
-        "data": view.config.get("data", {}).get("source"),
         "penstock": _version(),
         "made_ms": int(time.time() * 1000),
         "zero_ms": clock.zero_ns // 1_000_000,
         "tick_ms": clock.tick_ms,
-        "fates": FATES,
+        "fates": (*FATES, OPEN),
         "finishes": FINISHES,
         "kinds": KINDS,
-        "workers": [{"name": name, "role": view.workers[name].role if name in view.workers else name.partition("-")[0]} for name in names],
+        "workers": [{"name": name, "role": _role(view, name)} for name in names],
         "labels": labels,
         "causes": causes,
-        "time_spent": time_spent(view, story),
+        "time_spent": time_spent(view, history),
         "roles": list(ROLES),
         "prompts": prompts,
-        "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in reader.rows if row.reason},
-        "reward_names": [short(name) for name in reader.reward_names],
-        "reward_weights": list(reader.reward_weights),
-        "advantage": {"name": reader.advantages.name, "why_not": reader.advantages.why_not},
-        "rewards": [[number * view.steps_per_version, number, tally.mean] for number, tally in sorted(view.rewards.items())],
-        "evals": [
-            [number * view.steps_per_version, number, found.values.get("greedy_accuracy"), found.values.get("sampled_accuracy")]
-            for number, found in sorted(view.evals.items())
-        ],
-        "letters": [
-            [one.kind, one.topic.removeprefix(f"{view.run}."), one.partition, one.offset, one.worker, one.time_ns // 1_000_000, one.reason]
-            for one in story.letters
-        ],
-        "no_texts": reader.texts.why_not,
+        "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in groups.rows if row.reason},
+        "reward_names": [short(name) for name in groups.reward_names],
+        "reward_weights": list(groups.reward_weights),
+        "advantage": {"name": groups.advantages.name, "why_not": groups.advantages.why_not},
+        "letters": [_letter(view, letter) for letter in history.letters],
+        "no_texts": groups.texts.why_not,
         "logprob_step": LOGPROB_STEP,
     }
     return facts, columns
 
 
-def contents(reader: Reader) -> dict[str, Any]:
+def _letter(view: RunView, letter: DeadLetter) -> list[Any]:
+    topic, time_ms = letter.topic.removeprefix(f"{view.run}."), letter.time_ns // 1_000_000
+    return [letter.kind, topic, letter.partition, letter.offset, letter.worker, time_ms, letter.reason]
+
+
+def contents(groups: GroupPages) -> dict[str, Any]:
     """What of the run is in the page, once its pieces are final, and a note for everything that is not."""
-    view, chunks = reader.view, reader.chunks
-    texts = [row for row in reader.rows if row.place is not None and row.place.chunk in chunks.texts]
-    detailed = [row for row in texts if row.place and row.place.chunk in chunks.tokens and row.group in reader.wanted.tokens]
-    drawn = sum(sum(tokens.values()) for tokens in view.samples.values())
+    view, chunks, rows = groups.view, groups.chunks, groups.rows
+    texts = [row for row in rows if row.place is not None and row.place.chunk in chunks.texts]
+    detailed = [row for row in texts if row.place and row.place.chunk in chunks.tokens and row.group in groups.wanted.tokens]
+    samples, tokens = sum(map(len, view.samples.values())), sum(sum(drawn.values()) for drawn in view.samples.values())
     counts = {
-        "groups": [len(reader.rows), len(view.admitted | view.groups.keys())],
-        "samples": [sum(len(row.rollouts) for row in reader.rows), sum(map(len, view.samples.values()))],
-        "texts": [sum(len(row.rollouts) for row in texts), sum(map(len, view.samples.values()))],
-        "tokens": [sum(one.tokens for row in detailed for one in row.rollouts), drawn],
+        "groups": [len(rows), len(fates(view))],
+        "samples": [sum(len(row.rollouts) for row in rows), samples],
+        "texts": [sum(len(row.rollouts) for row in texts), samples],
+        "tokens": [sum(sample.tokens for row in detailed for sample in row.rollouts), tokens],
     }
-    said = [
-        (counts["groups"], "{0} of {1} groups are listed, the newest; figures and curves are of the whole run."),
-        (counts["texts"], "{0} of {1} samples have their texts here, the newest."),
-        (counts["tokens"], "{0} of {1} tokens are here one by one, the newest."),
-    ]
-    notes = [text.format(*(f"{count:,}" for count in found)) for found, text in said if found[0] < found[1]]
-    return {**counts, "left_out": notes}
+    notes = {
+        "groups": "{0} of {1} groups are listed, the newest; figures and curves are of the whole run.",
+        "texts": "{0} of {1} samples have their texts here, the newest.",
+        "tokens": "{0} of {1} tokens are here one by one, the newest.",
+    }
+    left_out = [text.format(*(f"{count:,}" for count in counts[name])) for name, text in notes.items() if counts[name][0] < counts[name][1]]
+    return {**counts, "left_out": left_out}
 
 
-def _workers(reader: Reader, found: list[Interval], story: Story) -> list[str]:
+def _about_run(view: RunView) -> dict[str, Any]:
+    config, per_version = config_of(view), steps_per_version(view)
+    accuracies = ("greedy_accuracy", "sampled_accuracy")
+    return {
+        "run": view.run,
+        "model": config.get("model", {}).get("path"),
+        "algorithm": config.get("algorithm", {}),
+        "data": config.get("data", {}).get("source"),
+        "rewards": [[version * per_version, version, tally.mean] for version, tally in sorted(view.rewards.items())],
+        "evals": [
+            [version * per_version, version, *(measured.values.get(name) for name in accuracies)]
+            for version, measured in sorted(view.evals.items())
+        ],
+    }
+
+
+def _workers(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> list[str]:
     """Everybody who is named anywhere, in the order of the pipeline."""
-    names = set(reader.view.workers) | {one.worker for one in found} | {one.worker for one in story.activities}
-    names |= {one.worker for row in reader.rows for one in row.rollouts} | {row.scorer for row in reader.rows if row.scorer}
-
-    def place(name: str) -> tuple[int, int, str]:
-        known = reader.view.workers.get(name)
-        role = known.role if known else name.partition("-")[0]
-        return order(role), len(name), name
-
-    return sorted(names, key=place)
+    names = {*groups.view.workers, *(span.worker for span in spans), *(activity.worker for activity in history.activities)}
+    names |= {sample.worker for row in groups.rows for sample in row.rollouts} | {row.scorer for row in groups.rows if row.scorer}
+    return sorted(names, key=lambda name: (order(_role(groups.view, name)), len(name), name))
 
 
-def _clock(reader: Reader, found: list[Interval], story: Story) -> Clock:
+def _role(view: RunView, worker: str) -> str:
+    return view.workers[worker].role if worker in view.workers else worker.partition("-")[0]
+
+
+def _clock(groups: GroupPages, spans: Sequence[Interval], history: RunHistory) -> Clock:
     """Time counts from when the run was registered."""
-    moments = [one.ended for one in found] + [one.ended_ns for one in story.activities]
-    moments += [row.scored_ns for row in reader.rows]
-    record, opened = reader.view.record, reader.view.opened
-    zero = record.created_ns if record else opened.time_ns if opened else min((one for one in moments if one), default=0)
+    moments = [span.ended for span in spans] + [activity.ended_ns for activity in history.activities]
+    moments += [row.scored_ns for row in groups.rows]
+    record, opened = groups.view.record, groups.view.opened
+    zero = record.created_ns if record else opened.time_ns if opened else min((moment for moment in moments if moment), default=0)
     return Clock.of(zero_ns=zero, last_ns=max(moments, default=zero))
 
 
-def _groups(reader: Reader, *, workers: Mapping[str, int], clock: Clock) -> tuple[list[str], dict[str, Column]]:
-    """The texts of the list, each once, and a line for every group."""
-    view, rows = reader.view, reader.rows
-    step_of = {group: step.step for step in view.steps.values() for group in step.groups}
-    fate_of = fates(view)
-    cut = len(reader.common or "") if len(reader.common or "") >= TRIMMED_FROM and len({row.prompt for row in rows}) > 1 else 0
-    texts: dict[str, int] = {}
-    for row in rows:
-        texts.setdefault(row.prompt[cut : cut + SHOWN], len(texts))
-    none = np.iinfo(np.uint16).max
-    columns: dict[str, Column] = {
-        "g_number": np.array([row.group for row in rows], np.uint32),
-        "g_fate": np.array([FATES.index(fate_of.get(row.group, "open")) for row in rows], np.uint8),
-        "g_step": np.array([step_of.get(row.group, -1) for row in rows], np.int32),
-        "g_reward": np.array([row.rewards.mean() if len(row.rewards) else np.nan for row in rows], np.float32),
-        "g_size": np.array([len(row.rollouts) for row in rows], np.uint16),
-        "g_chunk": np.array([row.place.chunk if row.place else none for row in rows], np.uint16),
-        "g_slot": np.array([row.place.slot if row.place else none for row in rows], np.uint16),
-        "g_prompt": smallest(np.array([texts[row.prompt[cut : cut + SHOWN]] for row in rows], np.int64)),
-        "g_scorer": np.array([workers.get(row.scorer, none) for row in rows], np.uint16),
-        "g_created": clock.ticks([row.created_ns for row in rows]),
-        "g_detail": np.array([row.group in reader.wanted.tokens and row.place is not None for row in rows], np.uint8),
-    }
-    return list(texts), columns
+def _columns(specs: Mapping[str, tuple[type[np.generic], Callable[[Any], Any]]], items: Sequence[Any]) -> dict[str, Column]:
+    """A column for each spec (type, value of an item)."""
+    return {name: np.array([value(item) for item in items], kind) for name, (kind, value) in specs.items()}
 
 
-def _samples(reader: Reader, *, workers: Mapping[str, int], clock: Clock) -> dict[str, Column]:
-    """A line for every sample of the listed groups, group after group."""
-    drawn = [one for row in reader.rows for one in row.rollouts]
-    names = len(reader.reward_names)
-    components = np.full((len(drawn), names), np.nan, np.float32)
-    place = 0
-    for row in reader.rows:
-        for given in row.components:
-            components[place, : len(given)] = [np.nan if value is None else value for value in given[:names]]
-            place += 1
-    rewards = [row.rewards for row in reader.rows]
-    advantages = [row.advantages for row in reader.rows]
+def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
+    """The texts of the list, each once and without what all prompts begin with, and the number of each group's text."""
+    rows, common = groups.rows, len(groups.common or "")
+    cut = common if common >= TRIMMED_FROM and len({row.prompt for row in rows}) > 1 else 0
+    numbers: dict[str, int] = {}
+    column = [numbers.setdefault(row.prompt[cut : cut + SHOWN], len(numbers)) for row in rows]
+    return list(numbers), smallest(np.array(column, np.int64))
+
+
+def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
+    """The columns of the list of groups."""
+    step_of = {group: step.step for step in groups.view.steps.values() for group in step.groups}
+    fate_of, number_of = fates(groups.view), {fate: number for number, fate in enumerate((*FATES, OPEN))}
     return {
-        "s_number": np.array([one.sample for one in drawn], np.uint16),
-        "s_reward": np.concatenate(rewards).astype(np.float32) if rewards else np.zeros(0, np.float32),
-        "s_advantage": np.concatenate(advantages) if advantages else np.zeros(0, np.float32),
-        "s_tokens": np.array([one.tokens for one in drawn], np.uint32),
-        "s_finish": np.array([FINISHES.index(one.finish) for one in drawn], np.uint8),  # type: ignore[arg-type]
-        "s_worker": np.array([workers[one.worker] for one in drawn], np.uint16),
-        "s_min": np.array([one.version_min for one in drawn], np.int32),
-        "s_max": np.array([one.version_max for one in drawn], np.int32),
-        "s_start": clock.ticks([one.started_ns for one in drawn]),
-        "s_end": clock.ticks([one.ended_ns for one in drawn]),
-        **{f"s_component{number}": components[:, number].copy() for number in range(names)},
+        "g_number": (np.uint32, lambda row: row.group),
+        "g_fate": (np.uint8, lambda row: number_of[fate_of[row.group]]),
+        "g_step": (np.int32, lambda row: step_of.get(row.group, -1)),
+        "g_reward": (np.float32, lambda row: row.rewards.mean() if len(row.rewards) else np.nan),
+        "g_size": (np.uint16, lambda row: len(row.rollouts)),
+        "g_chunk": (np.uint16, lambda row: row.place.chunk if row.place else NONE),
+        "g_slot": (np.uint16, lambda row: row.place.slot if row.place else NONE),
+        "g_scorer": (np.uint16, lambda row: workers.get(row.scorer, NONE)),
+        "g_detail": (np.uint8, lambda row: row.group in groups.wanted.tokens and row.place is not None),
     }
+
+
+def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) -> dict[str, Column]:
+    """A line for every sample of the listed groups, group after group."""
+    drawn = [sample for row in groups.rows for sample in row.rollouts]
+    specs: dict[str, tuple[type[np.generic], Callable[[Drawn], Any]]] = {
+        "s_number": (np.uint16, lambda sample: sample.sample),
+        "s_tokens": (np.uint32, lambda sample: sample.tokens),
+        "s_finish": (np.uint8, lambda sample: FINISHES.index(sample.finish)),
+        "s_worker": (np.uint16, lambda sample: workers[sample.worker]),
+        "s_min": (np.int32, lambda sample: sample.version_min),
+        "s_max": (np.int32, lambda sample: sample.version_max),
+    }
+    nothing = np.zeros(0, np.float32)
+    return {
+        **_columns(specs, drawn),
+        "s_reward": np.concatenate([nothing, *(row.rewards for row in groups.rows)]).astype(np.float32),
+        "s_advantage": np.concatenate([nothing, *(row.advantages for row in groups.rows)]),
+        "s_start": clock.ticks([sample.started_ns for sample in drawn]),
+        "s_end": clock.ticks([sample.ended_ns for sample in drawn]),
+        **_components(groups),
+    }
+
+
+def _components(groups: GroupPages) -> dict[str, Column]:
+    """A column for each reward function, NaN where it has not judged a sample."""
+    given = [values for row in groups.rows for values in row.components]
+    table = np.full((len(given), len(groups.reward_names)), np.nan, np.float32)
+    for line, values in zip(table, given, strict=True):
+        for number, value in enumerate(values[: len(line)]):
+            line[number] = np.nan if value is None else value
+    return {f"s_component{number}": column.copy() for number, column in enumerate(table.T)}
 
 
 def _steps(view: RunView, *, clock: Clock) -> dict[str, Column]:

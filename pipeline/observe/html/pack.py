@@ -22,11 +22,11 @@ Column = npt.NDArray[Any]
 
 def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) -> str:
     """Facts and numeric columns [N] as base64: a length, JSON with null for what is no finite number, then the columns' byte planes."""
-    found = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in (columns or {}).items()}
-    layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in found.items()]
+    arrays = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in (columns or {}).items()}
+    layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in arrays.items()]
     header = json.dumps({"facts": _finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     head = header.encode("utf-8", "replace")
-    return deflated(b"".join([struct.pack("<I", len(head)), head, *map(_planes, found.values())]))
+    return deflated(b"".join([struct.pack("<I", len(head)), head, *map(_planes, arrays.values())]))
 
 
 def deflated(raw: bytes) -> str:

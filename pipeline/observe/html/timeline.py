@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.pipeline.observe.html.groups import Row
 from penstock.pipeline.observe.html.pack import Column
-from penstock.pipeline.observe.html.reading import Story, kind_of
+from penstock.pipeline.observe.html.run_history import RunHistory, kind_of
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Drawn, Ended, Facts, Interval, intervals
 
@@ -19,7 +19,7 @@ KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "
 TICKS_MS = (0.1, 1.0, 10.0, 100.0)
 NEVER = -(1 << 31) + 1
 MAX_INTERVALS = 60_000
-"""Of each sort the newest are kept."""
+"""Intervals kept for the page, the newest; as many activities."""
 
 
 class Clock(NamedTuple):
@@ -45,65 +45,63 @@ class Clock(NamedTuple):
         return np.where(moments == 0, NEVER, since).astype(np.int32)
 
 
-def timeline(rows: Iterable[Row], story: Story) -> list[Interval]:
+def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
     """All intervals of the listed groups, and of the workers."""
-    facts = Facts(entries=story.entries)
+    facts = Facts(entries=history.entries)
     for row in rows:
         if row.scorer:
             facts.ended[row.group] = Ended(row.group, row.scorer, row.scored_ns)
-        for one in row.rollouts:
-            written = story.written_ns.get(row.group, one.ended_ns)
-            facts.drawn[row.group, one.sample] = Drawn(
-                row.group, one.sample, one.worker, one.version_min, one.started_ns, one.ended_ns, written
-            )
-    for found in story.measured:
-        facts.measured.setdefault((found.worker, found.incarnation), {}).setdefault(found.seq, found)
+        for sample in row.rollouts:
+            span = sample.started_ns, sample.ended_ns, history.written_ns.get(row.group, sample.ended_ns)
+            facts.drawn[row.group, sample.sample] = Drawn(row.group, sample.sample, sample.worker, sample.version_min, *span)
+    for measured in history.measured:
+        facts.add_measurement(measured)
     return list(intervals(facts))
 
 
-def interval_columns(found: Iterable[Interval], *, workers: Mapping[str, int], clock: Clock) -> tuple[list[str], dict[str, Column]]:
+def interval_columns(spans: Iterable[Interval], *, workers: Mapping[str, int], clock: Clock) -> tuple[list[str], dict[str, Column]]:
     """The causes by number, and the intervals [N] in the order in which they began; samples and scoring are columns of their own."""
-    rest = sorted((one for one in found if one.what not in ("rollout", "score")), key=lambda one: one.started)[-MAX_INTERVALS:]
-    causes = ["", *sorted({one.cause for one in rest if one.cause})]
+    rest = sorted((span for span in spans if span.what not in ("rollout", "score")), key=lambda span: span.started)[-MAX_INTERVALS:]
+    causes = ["", *sorted({span.cause for span in rest if span.cause})]
     number = {cause: place for place, cause in enumerate(causes)}
     return causes, {
-        "i_kind": np.array([KINDS.index(one.what) for one in rest], np.uint8),
-        "i_worker": np.array([workers[one.worker] for one in rest], np.uint16),
-        "i_start": clock.ticks([one.started for one in rest]),
-        "i_end": clock.ticks([one.ended for one in rest]),
-        "i_step": np.array([-1 if one.step is None else one.step for one in rest], np.int32),
-        "i_version": np.array([-1 if one.version is None else one.version for one in rest], np.int32),
-        "i_cause": np.array([number[one.cause or ""] for one in rest], np.uint16),
+        "i_kind": np.array([KINDS.index(span.what) for span in rest], np.uint8),
+        "i_worker": np.array([workers[span.worker] for span in rest], np.uint16),
+        "i_start": clock.ticks([span.started for span in rest]),
+        "i_end": clock.ticks([span.ended for span in rest]),
+        "i_step": np.array([-1 if span.step is None else span.step for span in rest], np.int32),
+        "i_version": np.array([-1 if span.version is None else span.version for span in rest], np.int32),
+        "i_cause": np.array([number[span.cause or ""] for span in rest], np.uint16),
     }
 
 
-def scoring_columns(rows: Sequence[Row], found: Iterable[Interval], *, clock: Clock) -> dict[str, Column]:
+def scoring_columns(rows: Sequence[Row], spans: Iterable[Interval], *, clock: Clock) -> dict[str, Column]:
     """When scoring of each group [G] began and ended."""
-    spans = {one.group: (one.started, one.ended) for one in found if one.what == "score"}
+    scoring = {span.group: (span.started, span.ended) for span in spans if span.what == "score"}
     return {
-        "g_scoring": clock.ticks([spans.get(row.group, (0, 0))[0] for row in rows]),
+        "g_scoring": clock.ticks([scoring.get(row.group, (0, 0))[0] for row in rows]),
         "g_scored": clock.ticks([row.scored_ns for row in rows]),
     }
 
 
-def activity_columns(story: Story, *, workers: Mapping[str, int], clock: Clock) -> tuple[list[tuple[str, str]], dict[str, Column]]:
+def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: Clock) -> tuple[list[tuple[str, str]], dict[str, Column]]:
     """(label, work or wait or load) by number, and what each worker said it did, [N] in the order in which it began."""
-    found = sorted(story.activities, key=lambda one: one.started_ns)[-MAX_INTERVALS:]
-    labels = sorted({one.label for one in found})
+    activities = sorted(history.activities, key=lambda activity: activity.started_ns)[-MAX_INTERVALS:]
+    labels = sorted({activity.label for activity in activities})
     number = {label: place for place, label in enumerate(labels)}
     columns = {
-        "a_worker": np.array([workers[one.worker] for one in found], np.uint16),
-        "a_label": np.array([number[one.label] for one in found], np.uint16),
-        "a_start": clock.ticks([one.started_ns for one in found]),
-        "a_end": clock.ticks([one.ended_ns for one in found]),
+        "a_worker": np.array([workers[activity.worker] for activity in activities], np.uint16),
+        "a_label": np.array([number[activity.label] for activity in activities], np.uint16),
+        "a_start": clock.ticks([activity.started_ns for activity in activities]),
+        "a_end": clock.ticks([activity.ended_ns for activity in activities]),
     }
     return [(label, kind_of(label)) for label in labels], columns
 
 
-def time_spent(view: RunView, story: Story) -> list[dict[str, Any]]:
+def time_spent(view: RunView, history: RunHistory) -> list[dict[str, Any]]:
     """Seconds by role and by what its workers said they did, most first within a role; statuses come once a second."""
     spent: dict[tuple[str, str], float] = defaultdict(float)
-    for one in story.activities:
-        spent[view.workers[one.worker].role, one.label] += (one.ended_ns - one.started_ns) / 1e9
+    for activity in history.activities:
+        spent[view.workers[activity.worker].role, activity.label] += (activity.ended_ns - activity.started_ns) / 1e9
     rows = [{"role": role, "doing": label, "kind": kind_of(label), "seconds": round(took, 3)} for (role, label), took in spent.items()]
     return sorted(rows, key=lambda row: (row["role"], -row["seconds"]))

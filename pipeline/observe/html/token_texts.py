@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.envs.tokenization import digests, model_folder
+from penstock.pipeline.observe.run_status import config_of, info_of
 from penstock.pipeline.observe.run_view import RunView
 
 
@@ -24,7 +25,7 @@ class TokenTexts:
 
     @property
     def there(self) -> bool:
-        """Whether ids have texts."""
+        """True if ids can be given texts."""
         return self._tokenizer is not None
 
     def completion(self, ids: Iterable[int]) -> str | None:
@@ -49,13 +50,13 @@ class TokenTexts:
 def _open(view: RunView) -> Any:
     from tokenizers import Tokenizer
 
-    path = view.config.get("model", {}).get("path")
+    path = config_of(view).get("model", {}).get("path")
     if not path:
         raise ValueError("the run's configuration names no model")
     if not Path(path).expanduser().is_dir():
         raise ValueError(f"the model's directory {path} is not on this machine")
-    folder, known = model_folder(path), view.info.get("digests", {}).get("tokenizer")
-    if known is not None and digests(folder, chat_template="off")["tokenizer"] != known:
+    folder, expected = model_folder(path), info_of(view).get("digests", {}).get("tokenizer")
+    if expected is not None and digests(folder, chat_template="off")["tokenizer"] != expected:
         raise ValueError(f"the tokenizer in {folder} is not the one the run was created with")
     try:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))

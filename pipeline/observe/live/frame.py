@@ -3,8 +3,6 @@
 The rule: pure functions of a `RunView` and of the time; nothing here reads or prints.
 """
 
-import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -13,15 +11,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.observe import bottleneck
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
+from penstock.pipeline.observe.run_status import config_of, has_ended, recent_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
+from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.runtime.roles import ROLES, order
 
-SPEED_STEPS = 20
-"""Steps over which speed and time to go are taken."""
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is marked."""
 HEADER_LINES = 10
@@ -36,10 +33,10 @@ def frame(
     """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker."""
     parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s), Text("")]
     parts.append(_workers(view, silent=silent, rows=max(4, height - HEADER_LINES), all_columns=width >= WIDE))
-    chosen = view.config.get("schedule", {})
+    chosen = config_of(view).get("schedule", {})
     sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
     subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
-    title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(view.status, 'dim')}]{view.status}[/]"
+    title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status_of(view), 'dim')}]{status_of(view)}[/]"
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="dim", padding=(0, 1)
     )
@@ -47,9 +44,9 @@ def frame(
 
 def line(view: RunView, *, now_s: float) -> str:
     """The state in one line, for where there is no terminal."""
-    parts = [f"step {len(view.steps)}/{view.steps_planned or '?'}"]
-    if view.reward is not None:
-        parts.append(f"reward {view.reward:.3f}")
+    parts = [f"step {len(view.steps)}/{steps_planned(view) or '?'}"]
+    if recent_reward(view) is not None:
+        parts.append(f"reward {recent_reward(view):.3f}")
     if view.version is not None:
         parts.append(f"version {view.version}")
     step = _last(view)
@@ -63,8 +60,8 @@ def line(view: RunView, *, now_s: float) -> str:
         parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
     if not view.steps:
         parts.append(waiting_for(view))
-    elif (found := bottleneck.find(view)) is not None:
-        parts.append(_named(found))
+    elif (slowest := bottleneck(view)) is not None:
+        parts.append(_named(slowest))
     if view.dead_letters:
         parts.append(_letters(view))
     return "  ".join(parts)
@@ -77,32 +74,11 @@ def waiting_for(view: RunView) -> str:
     return "; ".join(f"{worker.worker}: {worker.labels.get('doing', 'starting')}" for worker in _ordered(view) if worker.role != "tracker")
 
 
-def elapsed_s(view: RunView, *, now_s: float) -> float | None:
-    """Seconds since the run was created, up to its end."""
-    if view.record is None:
-        return None
-    end = view.closed.time_ns / 1e9 if view.closed else now_s
-    return max(0.0, end - view.record.created_ns / 1e9)
-
-
-def to_go_s(view: RunView) -> float | None:
-    """Seconds that the remaining steps take at the pace of the last ones; None before there is a pace.
-
-    The longest of three or more times between steps does not count: a run that was stopped and resumed has one that was no step.
-    """
-    recent = [view.steps[number] for number in sorted(view.steps)[-SPEED_STEPS - 1 :]]
-    if view.steps_planned is None or len(recent) < 2 or view.ended:
-        return None
-    times = sorted(later.time_s - earlier.time_s for earlier, later in itertools.pairwise(recent))
-    counted = times[:-1] if len(times) > 2 else times
-    return max(0.0, statistics.fmean(counted) * (view.steps_planned - len(view.steps)))
-
-
 _SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
 
 
 def _progress(view: RunView, *, now_s: float) -> Table:
-    done, planned = len(view.steps), view.steps_planned
+    done, planned = len(view.steps), steps_planned(view)
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2):
         grid.add_column(no_wrap=True)
@@ -122,11 +98,11 @@ def _progress(view: RunView, *, now_s: float) -> Table:
 
 def _learning(view: RunView) -> Text:
     text = Text("reward ", no_wrap=True, overflow="ellipsis")
-    if view.reward is None:
+    if recent_reward(view) is None:
         text.append("no samples are scored yet", style="dim")
     else:
         curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
-        text.append(f"{view.reward:.3f} ", style="bold").append(curve, style="green")
+        text.append(f"{recent_reward(view):.3f} ", style="bold").append(curve, style="green")
     if view.evals:
         version = max(view.evals)
         values = view.evals[version].values
@@ -138,7 +114,7 @@ def _learning(view: RunView) -> Text:
 def _health(view: RunView, *, outage_s: float) -> Text:
     if outage_s > 1.0:
         return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
-    found, step = bottleneck.find(view), _last(view)
+    slowest, step = bottleneck(view), _last(view)
     parts = [f"version {view.version if view.version is not None else '-'}"]
     if step is not None and "lag_mean" in step.metrics:
         parts.append(f"lag {step.metrics['lag_mean']:.1f}, at most {step.metrics['lag_max']:.0f}")
@@ -150,9 +126,9 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     if engines["occupancy"]:
         parts.append(f"batch {engines['occupancy']:.0%} full")
     text = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
-    if found is not None:
-        text.append(" · ").append(_named(found), style="bold").append(f" ({found.why})", style="dim")
-    elif not view.ended:
+    if slowest is not None:
+        text.append(" · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")
+    elif not has_ended(view):
         text.append(" · starting" if not view.steps else "", style="dim")
     if view.dead_letters:
         text.append(f" · {_letters(view)}", style="yellow")
@@ -163,15 +139,15 @@ def _workers(view: RunView, *, silent: Mapping[str, float], rows: int, all_colum
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
-    kept = [place for place, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
-    for place in kept:
-        table.add_column(COLUMNS[place], justify="right", no_wrap=True)
-    found = _ordered(view)
-    for worker in found[:rows]:
+    kept = [number for number, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
+    for number in kept:
+        table.add_column(COLUMNS[number], justify="right", no_wrap=True)
+    ordered = _ordered(view)
+    for worker in ordered[:rows]:
         name, doing, *numbers = _row(view, worker, silent_s=silent.get(worker.worker, 0.0))
-        table.add_row(name, doing, *(numbers[place] for place in kept), style="dim" if worker.ended else "")
-    if len(found) > rows:
-        table.add_row(f"and {len(found) - rows} more", style="dim")
+        table.add_row(name, doing, *(numbers[number] for number in kept), style="dim" if worker.ended else "")
+    if len(ordered) > rows:
+        table.add_row(f"and {len(ordered) - rows} more", style="dim")
     return table
 
 
@@ -205,9 +181,9 @@ def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[Rend
 
 def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None]:
     """Groups, samples and tokens a second that the last steps have trained."""
-    recent = [view.steps[number] for number in sorted(view.steps)[-bottleneck.RECENT_STEPS - 1 :]]
+    recent = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
     span = recent[-1].time_s - recent[0].time_s if len(recent) > 1 else 0.0
-    if span <= 0 or view.ended:
+    if span <= 0 or has_ended(view):
         return None, None, None
     groups, samples, tokens = (sum(step.metrics.get(name, 0.0) for step in recent[1:]) / span for name in ("groups", "samples", "tokens"))
     return groups, samples, tokens
@@ -222,8 +198,8 @@ def _letters(view: RunView) -> str:
     return f"{count} dead letter{'s' if count != 1 else ''}"
 
 
-def _named(found: bottleneck.Bottleneck) -> str:
-    return "rollout and trainer take turns" if found.who == "turns" else f"{found.who} is the bottleneck"
+def _named(slowest: Bottleneck) -> str:
+    return "rollout and trainer take turns" if slowest.who == "turns" else f"{slowest.who} is the bottleneck"
 
 
 def _sum_of_rates(view: RunView, role: str, name: str) -> float:

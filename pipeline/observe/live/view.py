@@ -13,13 +13,13 @@ from penstock.infra.errors import LogUnreachable
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.observe.live.frame import frame, line
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.status import WATCHED
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 REDRAW_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
@@ -45,13 +45,13 @@ class LiveView:
         """Wait up to `timeout_s` for news and show them."""
         for record in self._read(timeout_s):
             try:
-                found = self.view.fold(record)
+                folded = self.view.fold(record)
             except Unusable:
                 continue  # the role that owns reading the topic puts it aside; it is shown as a dead letter
-            if isinstance(found, Measurement):
-                self._heard[found.worker] = time.monotonic()
+            if isinstance(folded, Measurement):
+                self._heard[folded.worker] = time.monotonic()
             if record.timestamp_ms / 1000 > self._opened:
-                self._tell(found)
+                self._tell(folded)
         self._show()
 
     @property
@@ -113,14 +113,14 @@ class LiveView:
             self._said, self._said_step = now, len(self.view.steps)
             self.tell(line(self.view, now_s=time.time()))
 
-    def _tell(self, found: object) -> None:
+    def _tell(self, folded: object) -> None:
         """Lines for what happens seldom and should not be missed."""
-        if isinstance(found, DeadLetter):
-            place = f"{found.topic.removeprefix(f'{self.view.run}.')}/{found.partition}/{found.offset}"
-            self.tell(f"dead letter: {place} {found.kind}: {found.reason}", style="yellow")
-        elif isinstance(found, Measurement) and found.kind == "eval":
-            known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(found.values.items()) if key.endswith("_accuracy")]
-            self.tell(f"version {found.version}: {', '.join(known)}", style="blue")
+        if isinstance(folded, DeadLetter):
+            place = f"{folded.topic.removeprefix(f'{self.view.run}.')}/{folded.partition}/{folded.offset}"
+            self.tell(f"dead letter: {place} {folded.kind}: {folded.reason}", style="yellow")
+        elif isinstance(folded, Measurement) and folded.kind == "eval":
+            known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(folded.values.items()) if key.endswith("_accuracy")]
+            self.tell(f"version {folded.version}: {', '.join(known)}", style="blue")
 
     def _frame(self) -> RenderableType:
         width, height = self._console.size

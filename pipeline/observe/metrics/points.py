@@ -84,7 +84,7 @@ class Points:
             )
 
     def _samples(self, found: Measurement, record: Record) -> bool:
-        """Whether this status is the first of its worker in its stretch of time; last words always count."""
+        """True for a worker's first status of each ten seconds and for its final report."""
         source, stretch = (found.worker, found.incarnation), record.timestamp_ms // STATUS_EVERY_MS
         if found.kind == "status" and self._sampled.get(source, -1) >= stretch:
             return False

@@ -16,17 +16,17 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.run_registry import all_runs
+from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, topic_name
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-READ_LIMIT_S = 60.0
 SHOWN_BYTES = 32
 
 _READERS: Mapping[str, Callable[..., object]] = {
     "prompts": prompts.read,
-    "rollouts": rollouts.read,
+    "rollouts": rollouts.read_all,
     "ledger": ledger.read,
     "metrics": metrics.read,
     "dead-letters": dead_letters.read,
@@ -56,9 +56,9 @@ def kafka_topic(run: str, topic: str) -> str:
 
 def list_topics(log: Log, run: str) -> list[TopicRow]:
     """A run's topics in the order in which a sample's life passes them; missing ones are left out."""
-    found = {topic: log.partitions(topic_name(run, topic)) for topic in TOPICS}
+    counts = {topic: log.partitions(topic_name(run, topic)) for topic in TOPICS}
     rows = []
-    for topic, count in found.items():
+    for topic, count in counts.items():
         if count is None:
             continue
         name = topic_name(run, topic)
@@ -72,15 +72,9 @@ def list_runs(log: Log) -> list[dict[str, Any]]:
     """Every run with its status, steps and age, oldest first."""
     records = all_runs(log)
     names = {f"{record.run}.ledger": record.run for record in records}
-    present = [name for name in names if log.partitions(name) is not None]
     done = dict.fromkeys(names.values(), 0)
-    if present:
-        reader = log.tail({(name, 0): "earliest" for name in present})
-        try:
-            for entry in reader.read_to_end(READ_LIMIT_S):
-                done[names[entry.topic]] += _is_step(entry, names[entry.topic])
-        finally:
-            reader.close()
+    for entry in scan(log, *names):
+        done[names[entry.topic]] += _is_step(entry, names[entry.topic])
     now = time.time_ns()
     return [
         {
@@ -122,7 +116,7 @@ def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: fl
     window, newest = max(16, 2 * count), []
     while count:  # offsets are not records: markers of transactions take some, so a window may hold too few
         reader = log.tail({at: max(begins[at], ends[at] - window) for at in partitions})
-        newest = reader.read_to_end(READ_LIMIT_S)
+        newest = list(drain(reader, ends))
         if len(newest) >= count or all(ends[at] - window <= begins[at] for at in partitions):
             break
         reader.close()
@@ -146,9 +140,14 @@ def record_at(log: Log, run: str, topic: str, *, partition: int, offset: int) ->
 
 
 def view(record: Record, *, run: str) -> dict[str, Any]:
-    """A record as plain data: its place, headers, payload, and why it cannot be used if so."""
+    """A record as plain data: its place, headers, payload, and why it cannot be used if so.
+
+    Of a dead letter also `refused`, the view of the record in it, and `claims_group`, which group that record says it is about.
+    """
     payload, problem = _payload(record, run)
+    letter = _refused(record, run) if record.topic == topic_name(run, "dead-letters") and problem is None else {}
     return {
+        **letter,
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
@@ -159,6 +158,13 @@ def view(record: Record, *, run: str) -> dict[str, Any]:
         "payload": payload,
         "unusable": problem,
     }
+
+
+def _refused(record: Record, run: str) -> dict[str, Any]:
+    letter = dead_letters.read(record, run=run)[1]
+    # What ended the processes that decoded it is not decoded here either.
+    refused = None if letter.kind == KILLER else view(dead_letters.to_record(letter), run=run)
+    return {"refused": refused, "claims_group": dead_letters.claimed_group(letter)}
 
 
 def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | None]:

@@ -22,11 +22,11 @@ def as_json_line(record: Record, *, run: str) -> str:
 
 def as_line(record: Record, *, run: str) -> str:
     """A record as one line: when, where, what its headers say, and the gist of its payload."""
-    found = view(record, run=run)
-    clock = time.strftime("%H:%M:%S", time.localtime(found["time_s"]))
-    said = " ".join(f"{name}={value}" for name, value in found["headers"].items() if name not in ("run", "schema", "sha256"))
-    gist = f"UNUSABLE {found['unusable']}" if found["unusable"] else _gist(record.topic.rpartition(".")[2], found["payload"])
-    return f"{clock} {record.partition}/{record.offset} {said}  {gist}".rstrip()
+    seen = view(record, run=run)
+    clock = time.strftime("%H:%M:%S", time.localtime(seen["time_s"]))
+    shown = " ".join(f"{name}={value}" for name, value in seen["headers"].items() if name not in ("run", "schema", "sha256"))
+    gist = f"UNUSABLE {seen['unusable']}" if seen["unusable"] else _gist(record.topic.rpartition(".")[2], seen["payload"])
+    return f"{clock} {record.partition}/{record.offset} {shown}  {gist}".rstrip()
 
 
 def _gist(topic: str, payload: dict[str, Any]) -> str:
@@ -57,17 +57,22 @@ def _gist(topic: str, payload: dict[str, Any]) -> str:
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
 
 
-def as_page(found: Mapping[str, Any]) -> str:
+def as_page(seen: Mapping[str, Any]) -> str:
     """A record over many lines, long lists cut short."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["time_s"]))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen["time_s"]))
     lines = [
-        f"{found['topic']} partition {found['partition']} offset {found['offset']}, {when}, key {found['key']}, {found['bytes']} bytes",
+        f"{seen['topic']} partition {seen['partition']} offset {seen['offset']}, {when}, key {seen['key']}, {seen['bytes']} bytes",
         "headers",
     ]
-    lines += [f"  {name:<20} {value}" for name, value in found["headers"].items()]
-    if found["unusable"]:
-        return "\n".join([*lines, f"unusable: {found['unusable']}"])
-    return "\n".join([*lines, "payload", *_nested(found["payload"], indent=2)])
+    lines += [f"  {name:<20} {value}" for name, value in seen["headers"].items()]
+    if seen["unusable"]:
+        return "\n".join([*lines, f"unusable: {seen['unusable']}"])
+    lines += ["payload", *_nested(seen["payload"], indent=2)]
+    if seen.get("claims_group") is not None:
+        lines.append(f"it claims group {seen['claims_group']}: `penstock explain RUN {seen['claims_group']}` says what became of that")
+    if seen.get("refused") is not None:
+        lines += ["", "the refused record", "", as_page(seen["refused"])]
+    return "\n".join(lines)
 
 
 def _nested(value: Mapping[str, Any], *, indent: int) -> list[str]:

@@ -4,26 +4,22 @@ The rule: headers and the small topics are read, a sample's payload never; a fig
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.infra.log import Log, Partition, Start
+from penstock.infra.log import Log
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.staleness import weighted
 from penstock.pipeline.observe.report.text import as_text, render
-from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_status import closing, config_of, fates, info_of, status_of, steps_per_version, steps_planned
+from penstock.pipeline.observe.run_view import RunView, load
 from penstock.pipeline.observe.run_view_types import StepFacts, together
 from penstock.pipeline.runtime.roles import HELPERS
-from penstock.pipeline.scheduling.rules import DROPPED, admitted_groups
+from penstock.pipeline.scheduling.fates import FATES, OPEN
 from penstock.pipeline.scheduling.schedule import MODES
-from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
-from penstock.topics.wire.errors import Unusable
 
-__all__ = ["as_text", "collect", "load", "render", "summarise"]
+__all__ = ["as_text", "collect", "render", "summarise"]
 
-READ_LIMIT_S = 120.0
-DEAD_LETTERS = "dead-letters"
-ALL = tuple(topic for topic in TOPICS if topic != "weights")
 COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
 
@@ -42,49 +38,24 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None) -> dict[str
     return summarise(view)
 
 
-def load(log: Log, run: str, *, topics: Iterable[str] = ALL) -> RunView:
-    """Fold these topics of a run up to their ends; records nobody can use are passed over."""
-    view, wanted = RunView(run=run), set(topics)
-    if DEAD_LETTERS in wanted:  # first: what has killed those who decoded it is not decoded here
-        _fold_topics(log, view, [f"{run}.{DEAD_LETTERS}"])
-    _fold_topics(log, view, [RUNS_TOPIC, *(f"{run}.{topic}" for topic in wanted - {DEAD_LETTERS})])
-    return view
-
-
-def _fold_topics(log: Log, view: RunView, names: Sequence[str]) -> None:
-    places = [(name, partition) for name in names for partition in range(log.partitions(name) or 0)]
-    if not any(log.end_offsets(places).values()):
-        return
-    starts: dict[Partition, Start] = dict.fromkeys(places, "earliest")
-    tail = log.tail(starts)
-    try:
-        # Full batches are folded as they come, so that a long run's records are never in memory together.
-        while len(records := tail.poll(0.2)) >= 100:
-            _fold(view, records)
-        _fold(view, records)
-        _fold(view, tail.read_to_end(READ_LIMIT_S))
-    finally:
-        tail.close()
-
-
 def summarise(view: RunView) -> dict[str, Any]:
     """The report of a run that was read: the keys and their definitions are those of `report --json`."""
     steps = [view.steps[number] for number in sorted(view.steps)]
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "run": view.run,
-        "status": view.status,
-        "reason": view.details.get("reason"),
+        "status": status_of(view),
+        "reason": closing(view).get("reason"),
         "schedule": _schedule(view),
         "steps": len(steps),
-        "steps_planned": view.steps_planned,
+        "steps_planned": steps_planned(view),
         "versions": view.version or 0,
-        "reward": _reward(view, steps=len(steps), per_version=view.steps_per_version),
+        "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
         "samples": sum(map(len, view.samples.values())),
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
-        "time": {**_time(view, steps, per_version=view.steps_per_version), **_overhead(view)},
-        "overlap": _overlap(steps, per_version=view.steps_per_version),
+        "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},
+        "overlap": _overlap(steps, per_version=steps_per_version(view)),
         "lag": staleness.lag(steps),
         "ess": staleness.ess(steps),
         "engines": staleness.engines(view),
@@ -94,16 +65,16 @@ def summarise(view: RunView) -> dict[str, Any]:
             "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
             "digest": _digest(view),
         },
-        "eval": [{"version": version, **found.values, **_source(found.labels)} for version, found in sorted(view.evals.items())],
+        "eval": [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())],
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),
         "restarts": _restarts(view),
         "mlflow_run_id": view.mlflow.get("run_id"),
         "mlflow_uri": view.mlflow.get("uri"),
     }
-    wall = found["time"]["train_s"]
-    found["throughput"] = {name + "_per_s": found[name] / wall if wall else None for name in ("samples", "tokens")}
-    strict: dict[str, Any] = _plain(found)
+    wall = report["time"]["train_s"]
+    report["throughput"] = {name + "_per_s": report[name] / wall if wall else None for name in ("samples", "tokens")}
+    strict: dict[str, Any] = _plain(report)
     return strict
 
 
@@ -116,22 +87,14 @@ def tenth(steps: int) -> int:
     return math.ceil(steps / 10)
 
 
-def _fold(view: RunView, records: Iterable[Any]) -> None:
-    for record in records:
-        try:
-            view.fold(record)
-        except Unusable:
-            continue
-
-
 def _schedule(view: RunView) -> dict[str, Any]:
-    chosen = view.config.get("schedule", {})
+    chosen = config_of(view).get("schedule", {})
     names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order", "max_lag")
     mode = MODES.get(chosen.get("mode", ""))
-    found = {name: chosen.get(name) for name in names}
+    fields = {name: chosen.get(name) for name in names}
     if mode is not None:
-        found |= {name: getattr(mode, name) for name in ("order", "max_lag") if found[name] is None}
-    return found
+        fields |= {name: getattr(mode, name) for name in ("order", "max_lag") if fields[name] is None}
+    return fields
 
 
 def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
@@ -154,20 +117,9 @@ def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | Non
     return {"first": weighted(values[:window]), "last": weighted(values[-window:] if window else [])}
 
 
-def fates(view: RunView) -> dict[int, str]:
-    """Group -> trained, stale, filtered, failed, abandoned; unused or, while the run goes on, open for the others that were admitted."""
-    trained = {group for step in view.steps.values() for group in step.groups}
-    rest = "unused" if view.ended else "open"
-    found = dict.fromkeys(admitted_groups(view.admitted), rest)
-    ended = {group: facts.outcome for group, facts in view.groups.items() if facts.outcome in DROPPED}
-    ended |= dict.fromkeys(view.stale, "stale") | dict.fromkeys(trained, "trained")
-    return found | {group: fate for group, fate in ended.items() if group in found or fate == "trained"}
-
-
 def _groups(view: RunView) -> dict[str, int]:
-    found = list(fates(view).values())
-    names = ("trained", "filtered", "stale", "failed", "abandoned", "unused", "open")
-    return {"admitted": len(found), **{name: found.count(name) for name in names}}
+    ends = list(fates(view).values())
+    return {"admitted": len(ends), **{name: ends.count(name) for name in (*FATES, OPEN)}}
 
 
 def _lengths(view: RunView) -> dict[str, float | None]:
@@ -178,7 +130,7 @@ def _lengths(view: RunView) -> dict[str, float | None]:
         tokens["admitted"] += drawn
         if fate in tokens:
             tokens[fate] += drawn
-    return {name: sum(found) / len(found) if found else None for name, found in tokens.items()}
+    return {name: sum(lengths) / len(lengths) if lengths else None for name, lengths in tokens.items()}
 
 
 def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFacts]]:
@@ -206,7 +158,7 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
         spans.append(members[-1].time_s - min(starts) if starts else None)
     return {
         "wall_s": _minus(closed, created),
-        "install_s": view.info.get("install_s"),
+        "install_s": info_of(view).get("install_s"),
         "start_s": _minus(opened, created),
         "train_s": _minus(steps[-1].time_s if steps else None, begun),
         "rollout_to_train_end_s": spans,
@@ -264,10 +216,10 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
 
 def _restarts(view: RunView) -> dict[str, int]:
     """How often workers of a role began again under a name that was there before, those of a resumed run included."""
-    found: dict[str, int] = {}
+    restarts: dict[str, int] = {}
     for worker in view.workers.values():
-        found[worker.role] = found.get(worker.role, 0) + len(worker.incarnations) - 1
-    return {role: count for role, count in sorted(found.items()) if count}
+        restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1
+    return {role: count for role, count in sorted(restarts.items()) if count}
 
 
 def _source(labels: Mapping[str, str]) -> dict[str, str]:

@@ -3,22 +3,20 @@
 The rule: of records that say the same thing twice the first counts, as for the workers; what is not known yet is null.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from penstock.infra.log import Log
-from penstock.pipeline.observe.report.summary import fates, load
-from penstock.pipeline.runtime.topic_reader import scan
-from penstock.topics import groups as groups_topic
-from penstock.topics import ledger, prompts, rollouts
+from penstock.pipeline.observe.run_status import fates
+from penstock.pipeline.observe.run_view import read_view
+from penstock.pipeline.runtime.topic_reader import Read, RunReader
+from penstock.pipeline.scheduling.fates import OPEN
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
-from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
 
 _TIME = pa.timestamp("ns", tz="UTC")
 SAMPLES = pa.schema(
@@ -79,46 +77,47 @@ STEPS = pa.schema(
 )
 """What every step has; its metrics follow as float64 columns, by name."""
 
-Read = TypeVar("Read")
-
 
 def samples(log: Log, run: str) -> pa.Table:
     """`SAMPLES`: every finished sample; completion, reward and its components are null until its group is scored."""
-    scored = {(group.group, sample.rollout.sample): sample for _, group in _groups(log, run) for sample in group.samples}
-    found: dict[tuple[int, int], Rollout] = {}
-    for record in scan(log, f"{run}.rollouts"):
-        rollout = _read(rollouts.read, record, run)
-        if rollout is not None:
-            found.setdefault((rollout.group, rollout.sample), rollout)
-    rows = [_sample_row(found[key], scored.get(key)) for key in sorted(found)]
+    reader = RunReader(log, run)
+    scored = {
+        (read.payload.group, sample.rollout.sample): (sample.completion, sample.reward, sample.components)
+        for read in reader.groups()
+        if read.payload is not None
+        for sample in read.payload.samples
+    }
+    drawn = {(read.payload.group, read.payload.sample): read.payload for read in reader.samples() if read.payload is not None}
+    rows = [
+        _attributes(rollout, SAMPLE_COLUMNS)
+        | dict(zip(JUDGED_COLUMNS, scored.get(key, (None,) * len(JUDGED_COLUMNS)), strict=True))
+        | {"tokens": len(rollout.token_ids)}
+        for key, rollout in sorted(drawn.items(), key=lambda item: item[0])
+    ]
     return _table(rows, SAMPLES)
 
 
 def groups(log: Log, run: str) -> pa.Table:
     """`GROUPS`: every admitted group; `fate` as in the report, `open` while the run goes on."""
-    fate_of = fates(load(log, run))
-    outcomes = {group.group: (record, group) for record, group in _groups(log, run)}
-    admitted: dict[int, Prompt] = {}
-    for record in scan(log, f"{run}.prompts"):
-        prompt = _read(prompts.read, record, run)
-        if prompt is not None:
-            admitted.setdefault(prompt.group, prompt)
-    rows = [_group_row(admitted[number], outcomes.get(number), fate_of.get(number, "open")) for number in sorted(admitted)]
+    reader = RunReader(log, run)
+    fate_of = fates(read_view(reader))
+    outcomes = {read.payload.group: _outcome_columns(read.payload, read) for read in reader.groups() if read.payload is not None}
+    admitted = {read.payload.group: read.payload for read in reader.prompts() if read.payload is not None}
+    nothing = dict.fromkeys(OUTCOME_COLUMNS)
+    rows = [
+        {**_attributes(admitted[number], PROMPT_COLUMNS), **outcomes.get(number, nothing), "fate": fate_of.get(number, OPEN)}
+        for number in sorted(admitted)
+    ]
     return _table(rows, GROUPS)
 
 
 def steps(log: Log, run: str) -> pa.Table:
     """`STEPS` and the metrics of the steps."""
-    found: dict[int, Entry] = {}
-    seq = 0
-    for record in scan(log, f"{run}.ledger"):
-        entry = _read(ledger.read, record, run)
-        if entry is None or entry.seq != seq:
-            continue  # told already, or not of this story
-        seq += 1
+    committed: dict[int, Entry] = {}
+    for entry in RunReader(log, run).entries():
         if entry.kind == "step" and entry.step is not None:
-            found.setdefault(entry.step, entry)
-    names = sorted({name for entry in found.values() for name in entry.metrics} - set(STEPS.names))
+            committed.setdefault(entry.step, entry)
+    names = sorted({name for entry in committed.values() for name in entry.metrics} - set(STEPS.names))
     rows = [
         {
             "step": entry.step,
@@ -129,82 +128,56 @@ def steps(log: Log, run: str) -> pa.Table:
             "digest": entry.digest,
             **{name: entry.metrics.get(name) for name in names},
         }
-        for _, entry in sorted(found.items())
+        for _, entry in sorted(committed.items())
     ]
     return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
 
 
-def _sample_row(rollout: Rollout, scored: groups_topic.ScoredSample | None) -> dict[str, Any]:
-    return {
-        "group": rollout.group,
-        "sample": rollout.sample,
-        "policy_version_min": rollout.version_min,
-        "policy_version_max": rollout.version_max,
-        "token_ids": rollout.token_ids,
-        "behaviour_logprobs": rollout.behaviour_logprobs,
-        "loss_mask": rollout.loss_mask,
-        "span_versions": rollout.span_versions,
-        "span_starts": rollout.span_starts,
-        "finish": rollout.finish,
-        "temperature": rollout.temperature,
-        "started": rollout.started_ns,
-        "ended": rollout.ended_ns,
-        "worker": rollout.worker,
-        "completion": scored and scored.completion,
-        "reward": scored and scored.reward,
-        "components": scored and scored.components,
-        "tokens": len(rollout.token_ids),
-    }
+ATTRIBUTES = {
+    "policy_version_min": "version_min",
+    "policy_version_max": "version_max",
+    "prompt_ids": "token_ids",
+    "started": "started_ns",
+    "ended": "ended_ns",
+    "admitted": "created_ns",
+}
+"""Columns of samples and prompts that are called otherwise in the records."""
+JUDGED_COLUMNS = ("completion", "reward", "components")
+SAMPLE_COLUMNS = tuple(name for name in SAMPLES.names if name not in (*JUDGED_COLUMNS, "tokens"))
+PROMPT_COLUMNS = ("group", "epoch", "row", "prompt", "prompt_ids", "columns", "min_version", "samples_per_prompt", "admitted")
+OUTCOME_COLUMNS = (
+    "reason",
+    "samples",
+    "reward_mean",
+    "policy_version_min",
+    "policy_version_max",
+    "scored",
+    "outcome",
+    "sha256",
+    "partition",
+    "offset",
+)
 
 
-def _group_row(prompt: Prompt, ended: tuple[Record, Group] | None, fate: str) -> dict[str, Any]:
-    record, outcome = ended or (None, None)
-    drawn = outcome.samples if outcome else ()
-    return {
-        "group": prompt.group,
-        "epoch": prompt.epoch,
-        "row": prompt.row,
-        "prompt": prompt.prompt,
-        "prompt_ids": prompt.token_ids,
-        "columns": prompt.columns,
-        "min_version": prompt.min_version,
-        "samples_per_prompt": prompt.samples_per_prompt,
-        "fate": fate,
-        "reason": outcome and outcome.reason,
-        "samples": len(drawn) if outcome else None,
-        "reward_mean": sum(sample.reward for sample in drawn) / len(drawn) if drawn else None,
-        "policy_version_min": min((sample.rollout.version_min for sample in drawn), default=None),
-        "policy_version_max": max((sample.rollout.version_max for sample in drawn), default=None),
-        "admitted": prompt.created_ns,
-        "scored": outcome and outcome.scored_ns,
-        "outcome": outcome and outcome.outcome,
-        "sha256": record and dict(record.headers)["sha256"],
-        "partition": record and record.partition,
-        "offset": record and record.offset,
-    }
+def _attributes(record: Rollout | Prompt, columns: Iterable[str]) -> dict[str, Any]:
+    return {column: getattr(record, ATTRIBUTES.get(column, column)) for column in columns}
 
 
-def _groups(log: Log, run: str) -> Iterator[tuple[Record, Group]]:
-    """The first whole outcome of each group, behind the record of its first part."""
-    parts, seen = groups_topic.Parts(), set[int]()
-    for record in scan(log, f"{run}.groups"):
-        try:
-            facts = groups_topic.check(record, run=run)
-        except Unusable:
-            continue
-        if facts.group in seen or (records := parts.add(record, facts)) is None:
-            continue
-        whole = _read(groups_topic.read, records, run)
-        if whole is not None:
-            seen.add(whole.group)
-            yield records[0], whole
-
-
-def _read(reader: Callable[..., tuple[Any, Read]], records: Record | Sequence[Record], run: str) -> Read | None:
-    try:
-        return reader(records, run=run)[1]
-    except Unusable:
-        return None
+def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
+    drawn = [sample.rollout for sample in group.samples]
+    values = (
+        group.reason,
+        len(drawn),
+        sum(group.rewards) / len(drawn) if drawn else None,
+        min((rollout.version_min for rollout in drawn), default=None),
+        max((rollout.version_max for rollout in drawn), default=None),
+        group.scored_ns,
+        group.outcome,
+        read.headers and read.headers.sha256,
+        read.record.partition,
+        read.record.offset,
+    )
+    return dict(zip(OUTCOME_COLUMNS, values, strict=True))
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:

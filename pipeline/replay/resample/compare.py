@@ -34,7 +34,7 @@ class Redrawn:
 
     @property
     def same(self) -> bool:
-        """Whether every comparable token is the recorded one."""
+        """True if every comparable token is the recorded one."""
         return self.first_difference is None
 
 
@@ -68,15 +68,15 @@ def compare(recorded: Rollout, drawn: Completion, *, version: int) -> Redrawn:
     )
 
 
-def summary(found: Sequence[Redrawn]) -> dict[str, float | int]:
+def summary(samples: Sequence[Redrawn]) -> dict[str, float | int]:
     """Counts over all samples."""
-    tokens = sum(one.comparable for one in found)
-    equal = sum(one.comparable if one.first_difference is None else one.first_difference for one in found)
+    tokens = sum(sample.comparable for sample in samples)
+    equal = sum(sample.comparable if sample.first_difference is None else sample.first_difference for sample in samples)
     return {
-        "samples": len(found),
-        "same_samples": sum(one.same for one in found),
+        "samples": len(samples),
+        "same_samples": sum(sample.same for sample in samples),
         "tokens": tokens,
         "tokens_before_a_difference": equal,
-        "samples_of_several_versions": sum(len(set(one.recorded_versions)) > 1 for one in found),
-        "logprob_difference_max": max((one.logprob_difference for one in found), default=0.0),
+        "samples_of_several_versions": sum(len(set(sample.recorded_versions)) > 1 for sample in samples),
+        "logprob_difference_max": max((sample.logprob_difference for sample in samples), default=0.0),
     }

@@ -5,6 +5,7 @@ The rule: from the log alone: prompts, samples, weights and seeds are read from 
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from penstock.infra.engines.base import Completion, Engine
@@ -12,9 +13,9 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.learner.ledger_history import Past
-from penstock.pipeline.observe.explain.group_records import Run, missing, read_run
+from penstock.pipeline.observe.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.replay.resample.compare import Redrawn, compare
-from penstock.pipeline.replay.rescore.cases import drawn, read_prompts
+from penstock.pipeline.replay.rescore.cases import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.sampling import request_of
 from penstock.pipeline.runtime.topic_reader import deleted
@@ -49,8 +50,8 @@ def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Ite
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     config, past = changed(recorded.config, wish.overrides), recorded.past
     wanted = groups_of(past, wish)
-    asked = prompts_of(log, recorded, wanted)
-    samples = samples_of(log, recorded, set(asked))
+    asked = prompts_of(recorded, wanted)
+    samples = samples_of(recorded, asked.keys())
     if (lost := "; ".join(deleted(log, f"{run}.rollouts"))) and samples:
         say(f"samples that are gone are not drawn again: {lost}")
     if lost and not samples:
@@ -97,10 +98,10 @@ def groups_of(past: Past, wish: Wish) -> list[int]:
 
 def begun_under(samples: Mapping[tuple[int, int], Rollout], *, version: int | None) -> dict[int, dict[tuple[int, int], Rollout]]:
     """Version -> the samples to draw under it: the one they began under, or `version` for all."""
-    found: dict[int, dict[tuple[int, int], Rollout]] = {}
+    by_version: dict[int, dict[tuple[int, int], Rollout]] = {}
     for place, sample in sorted(samples.items()):
-        found.setdefault(int(sample.span_versions[0]) if version is None else version, {})[place] = sample
-    return found
+        by_version.setdefault(int(sample.span_versions[0]) if version is None else version, {})[place] = sample
+    return by_version
 
 
 def draw(
@@ -116,17 +117,15 @@ def draw(
         yield from engine.step()
 
 
-def prompts_of(log: Log, recorded: Run, wanted: Sequence[int]) -> dict[int, Prompt]:
+def prompts_of(recorded: RecordedRun, wanted: Sequence[int]) -> dict[int, Prompt]:
     """The prompts of these groups. Raises `ConfigError` for one that was never admitted, `LogError` for one that is gone."""
-    asked = read_prompts(log, recorded)
+    asked = read_prompts(recorded, wanted=frozenset(wanted))
     if absent := [number for number in wanted if number not in asked]:
-        raise missing(log, recorded.run, absent[0])
-    return {number: asked[number].prompt for number in wanted}
+        raise no_prompt(recorded, absent[0])
+    return {number: asked[number][0] for number in wanted}
 
 
-def samples_of(log: Log, recorded: Run, wanted: set[int]) -> dict[tuple[int, int], Rollout]:
+def samples_of(recorded: RecordedRun, wanted: AbstractSet[int]) -> dict[tuple[int, int], Rollout]:
     """(group, sample) -> its first record, for these groups; aborted ones are left out, as when they ended was chance."""
-    found: dict[tuple[int, int], Rollout] = {}
-    for sample in drawn(log, recorded, wanted):
-        found.setdefault((sample.group, sample.sample), sample)
-    return {place: sample for place, sample in found.items() if sample.finish != "abort" and len(sample.token_ids)}
+    samples = (read.payload for read in recorded.reader.samples(wanted=wanted) if read.payload is not None)
+    return {(sample.group, sample.sample): sample for sample in samples if sample.finish != "abort" and len(sample.token_ids)}

@@ -6,20 +6,16 @@ tokenizer or not at all.
 
 import json
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.log import Log
 from penstock.pipeline.envs.group_outcome import group_of
 from penstock.pipeline.envs.tokenization import Decoder, digests
-from penstock.pipeline.observe.explain.group_records import Place, Run
-from penstock.pipeline.runtime.topic_reader import scan
-from penstock.topics import groups, prompts, rollouts
+from penstock.pipeline.observe.recorded_run import RecordedRun
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
-from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +23,7 @@ class Case:
     """A group that can be judged."""
 
     group: Group
-    """As recorded; of one without an outcome everything but rewards."""
+    """The recorded group; without rewards if it has no outcome."""
     partition: int
     before: str | None
     """scored, filtered, failed; None where it was never judged."""
@@ -49,83 +45,57 @@ class Left:
     """Its recorded outcome, where there is one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A prompt and where it stands."""
-
-    prompt: Prompt
-    partition: int
-
-
-def cases(log: Log, found: Run, *, model: str | None = None) -> Iterator[Case | Left]:
+def cases(recorded: RecordedRun, *, model: str | None = None) -> Iterator[Case | Left]:
     """Every admitted group once: those with an outcome in the order of the log, then those that were never judged, by number.
 
     `model` is the directory with the run's tokenizer, if it is not where the configuration says. Raises `LogError`.
     """
-    asked = read_prompts(log, found)
-    unjudged: dict[int, Group | None] = dict.fromkeys(asked)
-    seen: set[int] = set()
-    for partition, group in outcomes(log, found):
-        if group.group in seen:
+    prompts = read_prompts(recorded)
+    unjudged: dict[int, Group | None] = dict.fromkeys(prompts)
+    for outcome in recorded.reader.groups():
+        if (group := outcome.payload) is None:
             continue
-        seen.add(group.group)
-        if group.group not in asked:
-            yield Left(number=group.group, partition=partition, before=group.outcome, why="its prompt cannot be read", group=group)
+        number, partition = group.group, outcome.record.partition
+        if number not in prompts:
+            yield Left(number=number, partition=partition, before=group.outcome, why="its prompt cannot be read", group=group)
             continue
         if not group.samples:
-            unjudged[group.group] = group
+            unjudged[number] = group
             continue
-        del unjudged[group.group]
+        del unjudged[number]
         yield Case(
             group=group,
             partition=partition,
             before=group.outcome,
-            messages=asked[group.group].prompt.messages,
+            messages=prompts[number][0].messages,
             completions=tuple(sample.completion for sample in group.samples),
             samples=tuple(sample.rollout for sample in group.samples),
         )
-    yield from _from_tokens(log, found, asked, unjudged, model=model)
+    yield from _from_tokens(recorded, prompts, unjudged, model=model)
 
 
-def read_prompts(log: Log, found: Run) -> dict[int, Asked]:
-    """Group -> its prompt, the first one in the log; those nobody can read are passed over."""
-    asked: dict[int, Asked] = {}
-    killers = found.killers
-    for record in scan(log, f"{found.run}.prompts"):
-        try:
-            if prompts.check(record, run=found.run).group not in asked and _place(record) not in killers:
-                prompt = prompts.read(record, run=found.run)[1]
-                asked[prompt.group] = Asked(prompt=prompt, partition=record.partition)
-        except Unusable:
-            continue
-    return asked
-
-
-def outcomes(log: Log, found: Run) -> Iterator[tuple[int, Group]]:
-    """Partition and group of every whole outcome that can be read."""
-    killers, parts = found.killers, groups.Parts()
-    for record in scan(log, f"{found.run}.groups"):
-        try:
-            whole = parts.add(record, groups.check(record, run=found.run))
-            if whole is not None and killers.isdisjoint(map(_place, whole)):
-                yield record.partition, groups.read(whole, run=found.run)[1]
-        except Unusable:
-            continue
+def read_prompts(recorded: RecordedRun, *, wanted: AbstractSet[int] | None = None) -> dict[int, tuple[Prompt, int]]:
+    """Group -> its prompt and the partition of that; those nobody can read are passed over."""
+    reads = recorded.reader.prompts(wanted=wanted)
+    return {read.payload.group: (read.payload, read.record.partition) for read in reads if read.payload is not None}
 
 
 def _from_tokens(
-    log: Log, found: Run, asked: Mapping[int, Asked], unjudged: Mapping[int, Group | None], *, model: str | None
+    recorded: RecordedRun, prompts: Mapping[int, tuple[Prompt, int]], unjudged: Mapping[int, Group | None], *, model: str | None
 ) -> Iterator[Case | Left]:
     """Groups that no reward function has judged, as far as their samples are all there."""
-    decoder = decoder_of(found, model) if unjudged else ""
+    if not unjudged:
+        return
+    decoder = decoder_of(recorded, model)
     by_group: dict[int, dict[int, Rollout]] = {}
-    for rollout in drawn(log, found, set(unjudged)):
-        mine = by_group.setdefault(rollout.group, {})
-        if len(mine) < asked[rollout.group].prompt.samples_per_prompt:
-            mine.setdefault(rollout.sample, rollout)
+    for read in recorded.reader.samples(wanted=unjudged.keys()):
+        if (rollout := read.payload) is not None:
+            drawn = by_group.setdefault(rollout.group, {})
+            if len(drawn) < prompts[rollout.group][0].samples_per_prompt:
+                drawn[rollout.sample] = rollout
     for number, group in sorted(unjudged.items()):
-        prompt, partition = asked[number].prompt, asked[number].partition
-        samples = tuple(by_group.get(number, {})[sample] for sample in sorted(by_group.get(number, {})))
+        prompt, partition = prompts[number]
+        samples = tuple(rollout for _, rollout in sorted(by_group.pop(number, {}).items()))
         before = group.outcome if group else None
         if (problem := _unfit(prompt, before, samples)) is not None:
             yield Left(number=number, partition=partition, before=before, why=problem, group=group)
@@ -133,7 +103,7 @@ def _from_tokens(
             yield Left(number=number, partition=partition, before=before, why=decoder, group=group)
         else:
             yield Case(
-                group=group or _blank(prompt, found),
+                group=group or _blank(prompt, recorded),
                 partition=partition,
                 before=before,
                 messages=prompt.messages,
@@ -153,12 +123,12 @@ def _unfit(prompt: Prompt, before: str | None, samples: tuple[Rollout, ...]) -> 
     return None
 
 
-def decoder_of(found: Run, model: str | None) -> Decoder | str:
+def decoder_of(recorded: RecordedRun, model: str | None) -> Decoder | str:
     """What makes text of the run's token ids, or why there is nothing here that does."""
-    path = model or found.config.model.path
-    info = json.loads(found.record.info) if found.record else {}
+    path = model or recorded.config.model.path
+    info = json.loads(recorded.record.info) if recorded.record else {}
     try:
-        here = digests(Path(path), chat_template=found.config.data.chat_template)
+        here = digests(Path(path), chat_template=recorded.config.data.chat_template)
         if "digests" in info and here["tokenizer"] != info["digests"]["tokenizer"]:
             return f"its completions are recorded as token ids, and the tokenizer in {path} is not the run's; give --model DIR"
         return Decoder(path)
@@ -166,23 +136,5 @@ def decoder_of(found: Run, model: str | None) -> Decoder | str:
         return f"its completions are recorded as token ids, and the run's tokenizer is not here ({error}); give --model DIR"
 
 
-def drawn(log: Log, found: Run, wanted: set[int]) -> Iterator[Rollout]:
-    """Every readable sample of these groups, in the order of the log."""
-    if not wanted:
-        return
-    killers = found.killers
-    for record in scan(log, f"{found.run}.rollouts"):
-        try:
-            headers = rollouts.check(record, run=found.run)
-            if headers.group in wanted and _place(record) not in killers:
-                yield rollouts.read(record, run=found.run, checked=headers)[1]
-        except Unusable:
-            continue
-
-
-def _blank(prompt: Prompt, found: Run) -> Group:
-    return group_of(prompt, "failed", reason="never judged", samples=(), reward=found.config.reward, scored_ns=prompt.created_ns)
-
-
-def _place(record: Record) -> Place:
-    return record.topic, record.partition, record.offset
+def _blank(prompt: Prompt, recorded: RecordedRun) -> Group:
+    return group_of(prompt, "failed", reason="never judged", samples=(), reward=recorded.config.reward, scored_ns=prompt.created_ns)

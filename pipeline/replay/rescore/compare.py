@@ -23,13 +23,13 @@ class Pair:
     changed: int = 0
 
     def add(self, before: float, after: float) -> None:
-        """Take a sample in."""
+        """Add a sample."""
         self.before.append(before)
         self.after.append(after)
         self.changed += before != after
 
     def table(self) -> dict[str, Any]:
-        """As plain data; means are None without samples."""
+        """Counts and means as plain data; means are None without samples."""
         count = len(self.before)
         return {
             "samples": count,
@@ -55,9 +55,9 @@ class Comparison:
     threshold: float
     rewards: Pair = field(default_factory=Pair)
     components: dict[str, Pair] = field(default_factory=dict)
-    """By name, of reward functions that were there before and are there now: in whatever file or module, a repaired one keeps its name."""
+    """Function name -> rewards, of functions that judged before and judge now; the file or module does not matter."""
     prompts: dict[int, Prompt] = field(default_factory=dict)
-    """By row of the data."""
+    """Row of the data -> its groups and rewards."""
     flips: list[dict[str, Any]] = field(default_factory=list)
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     changed: list[dict[str, Any]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Comparison:
     """Rewards of samples that had none."""
 
     def add(self, found: Rescored | Left) -> None:
-        """Take a group in."""
+        """Add a group."""
         if isinstance(found, Left):
             self.left.append({"group": found.number, "before": found.before, "why": found.why})
             return

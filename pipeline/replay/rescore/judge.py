@@ -46,7 +46,7 @@ def changed(config: Config, *, functions: Sequence[str] = (), weights: Sequence[
     return override(from_table(table), [f"reward.functions={json.dumps(table['reward']['functions'])}", *overrides])
 
 
-def rescore(found: Iterable[Case | Left], config: Config, *, processes: int) -> Iterator[Rescored | Left]:
+def rescore(recorded: Iterable[Case | Left], config: Config, *, processes: int) -> Iterator[Rescored | Left]:
     """Judge group after group under `config.reward`, in the order given.
 
     Raises `ChildError` (one line) where a reward function cannot be loaded at all.
@@ -56,12 +56,12 @@ def rescore(found: Iterable[Case | Left], config: Config, *, processes: int) -> 
         waiting: dict[int, Case | Left] = {}
         ended: dict[int, Rescored | Left] = {}
         given = 0
-        for number, one in enumerate(found):
-            if isinstance(one, Left):
-                ended[number] = one
+        for number, case in enumerate(recorded):
+            if isinstance(case, Left):
+                ended[number] = case
             else:
-                waiting[number] = one
-                pool.submit(number, _payload(one))
+                waiting[number] = case
+                pool.submit(number, _payload(case))
             while len(waiting) + len(ended) >= WINDOW * processes and given not in ended:
                 _take(pool, waiting, ended, config)
             while given in ended:

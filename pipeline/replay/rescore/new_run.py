@@ -7,24 +7,23 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from itertools import groupby
 from typing import Any, Self
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Producer, Transactions
 from penstock.pipeline.config.load import Config, ConfigError, to_json
-from penstock.pipeline.observe.explain.group_records import Run
+from penstock.pipeline.observe.recorded_run import RecordedRun
 from penstock.pipeline.replay.rescore.cases import Left
 from penstock.pipeline.replay.rescore.judge import Rescored
 from penstock.pipeline.runtime.run_registry import find, write
-from penstock.pipeline.runtime.topic_reader import scan
+from penstock.pipeline.runtime.topic_reader import Read, place_of
 from penstock.pipeline.runtime.weight_sync import fetch, manifest_record, send_chunks
 from penstock.topics import groups, ledger, prompts, rollouts
 from penstock.topics.catalogue import check_run_id, topics_of
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.runs import RunRecord
-from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -39,7 +38,7 @@ class NewRun:
     """A run under construction; leaving the block without `finish` deletes its topics."""
 
     log: Log
-    source: Run
+    source: RecordedRun
     run: str
     config: Config
     origin: dict[str, Any]
@@ -51,7 +50,7 @@ class NewRun:
     _done: bool = False
 
     @classmethod
-    def begin(cls, log: Log, source: Run, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
+    def begin(cls, log: Log, source: RecordedRun, run: str, config: Config, *, origin: dict[str, Any]) -> Self:
         """Make the topics of a run that does not exist. Raises `ConfigError` for an id that cannot be or is taken."""
         try:
             check_run_id(run)
@@ -104,22 +103,30 @@ class NewRun:
         """Copy prompts, samples and version 0, close the story, and register the run."""
         self._commit()
         say(f"copying prompts and samples to {self.run}")
-        for topic, reader in (("prompts", prompts), ("rollouts", rollouts)):
-            for record, headers in _firsts(self.log, self.source, topic, reader):
-                changed = replace(headers, run=self.run).encode(record.value)
-                self._producer.send(
-                    Outgoing(topic=f"{self.run}.{topic}", partition=record.partition, key=record.key, headers=changed, value=record.value)
-                )
+        reader = self.source.reader
+        copied: tuple[tuple[str, Callable[..., Headers], Iterator[Read[Any]]], ...] = (
+            ("prompts", prompts.check, reader.prompts()),
+            ("rollouts", rollouts.check, reader.samples()),
+        )
+        for topic, check, reads in copied:
+            # A record may hold several samples; it is copied once.
+            for _, records in groupby((read.record for read in reads if read.payload is not None), key=place_of):
+                record = next(records)
+                self._copy(record, check(record, run=reader.run), to=f"{self.run}.{topic}")
         self._producer.flush(WAIT_S)
         self._producer.check()
         created_ns = time.time_ns()
         info = {**json.loads(self.source.record.info if self.source.record else "{}"), "rescored_from": self.origin}
         self._tell_story(info)
-        told, now = json.dumps(info), time.time_ns()
-        done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=told, created_ns=created_ns, updated_ns=now)
+        text, now = json.dumps(info), time.time_ns()
+        done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=text, created_ns=created_ns, updated_ns=now)
         write(self.log, done)
         self._done = True
         return done
+
+    def _copy(self, record: Record, headers: Headers, *, to: str) -> None:
+        named = replace(headers, run=self.run).encode(record.value)
+        self._producer.send(Outgoing(topic=to, partition=record.partition, key=record.key, headers=named, value=record.value))
 
     def _tell_story(self, info: dict[str, Any]) -> None:
         """A ledger without a step, and the weights of version 0, which a training begins with, in chunks of their own."""
@@ -151,22 +158,7 @@ class NewRun:
         self._waiting, self._bytes = [], 0
 
 
-def _stamped(found: Rescored | Left, group: Group) -> Group:
+def _stamped(judged: Rescored | Left, group: Group) -> Group:
     """A group that was never judged before is scored now; any other keeps its time, and so its place in an order of arrival."""
-    judged_first = isinstance(found, Rescored) and found.case.before is None
+    judged_first = isinstance(judged, Rescored) and judged.case.before is None
     return replace(group, scored_ns=time.time_ns()) if judged_first else group
-
-
-def _firsts(log: Log, source: Run, topic: str, reader: ModuleType) -> Iterator[tuple[Record, Headers]]:
-    """The first record of each prompt, or of each sample, as far as it can be decoded."""
-    seen, killers = set[tuple[int | None, int | None]](), source.killers
-    for record in scan(log, f"{source.run}.{topic}"):
-        try:
-            headers = reader.check(record, run=source.run)
-            if (headers.group, headers.sample) in seen or (record.topic, record.partition, record.offset) in killers:
-                continue
-            reader.read(record, run=source.run)
-        except Unusable:
-            continue
-        seen.add((headers.group, headers.sample))
-        yield record, headers

@@ -13,7 +13,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs import rewards
-from penstock.pipeline.observe.explain.group_records import read_run
+from penstock.pipeline.observe.recorded_run import read_run
 from penstock.pipeline.replay.rescore.cases import cases
 from penstock.pipeline.replay.rescore.compare import Comparison
 from penstock.pipeline.replay.rescore.judge import changed, rescore
@@ -48,19 +48,19 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
     config = changed(source.config, functions=wish.functions, weights=wish.weights, overrides=wish.overrides)
     described = {"before": describe(source.config), "after": describe(config)}
     check(config)
-    comparison, told = Comparison(wish.threshold), time.monotonic()
+    comparison, shown = Comparison(wish.threshold), time.monotonic()
     origin = {"run": run, "reward": described["after"], "was": described["before"]}
     gone = [line for topic in ("prompts", "rollouts", "groups") for line in deleted(log, f"{run}.{topic}")]
     begun = NewRun.begin(log, source, wish.write, config, origin=origin) if wish.write else nullcontext()
     with begun as new:
         say(f"judging the groups of {run}")
-        recorded, processes = cases(log, source, model=wish.model), wish.processes or config.scorer.processes
-        for number, found in enumerate(rescore(recorded, config, processes=processes)):
-            comparison.add(found)
+        recorded, processes = cases(source, model=wish.model), wish.processes or config.scorer.processes
+        for number, judged in enumerate(rescore(recorded, config, processes=processes)):
+            comparison.add(judged)
             if new is not None:
-                new.add(found)
-            if time.monotonic() - told > PROGRESS_S:
-                told = time.monotonic()
+                new.add(judged)
+            if time.monotonic() - shown > PROGRESS_S:
+                shown = time.monotonic()
                 say(f"{number + 1} groups judged, {comparison.rewards.changed} rewards changed")
         if new is not None:
             new.finish(say=say)

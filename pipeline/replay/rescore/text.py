@@ -12,41 +12,41 @@ SHOWN_TEXT = 60
 Plain = Mapping[str, Any]
 
 
-def as_page(found: Plain) -> str:
+def as_page(report: Plain) -> str:
     """The report over many lines."""
-    reward = found["reward"]
+    reward = report["reward"]
     lines = [
-        f"run {found['run']}: {found['judged']} of {found['groups']} groups judged again",
+        f"run {report['run']}: {report['judged']} of {report['groups']} groups judged again",
         f"  before  {_functions(reward['before'])}",
         f"  after   {_functions(reward['after'])}",
         "",
-        f"rewards   {_change(found)}",
+        f"rewards   {_change(report)}",
     ]
-    lines += [f"          {name}: {_change(one)}" for name, one in found["components"].items()]
-    new = found["newly_judged"]
+    lines += [f"          {name}: {_change(row)}" for name, row in report["components"].items()]
+    new = report["newly_judged"]
     if new["samples"]:
         lines.append(f"          {new['samples']} samples that had no reward: mean {_number(new['mean_after'])}")
-    lines += ["", "groups    " + (", ".join(f"{count} {change}" for change, count in found["outcomes"].items()) or "none")]
+    lines += ["", "groups    " + (", ".join(f"{count} {change}" for change, count in report["outcomes"].items()) or "none")]
     lines += _list(
         "changed outcomes",
-        [f"group {one['group']}: {one['before']} -> {one['after']}{_because(one['reason'])}" for one in found["changed_outcomes"]],
+        [f"group {row['group']}: {row['before']} -> {row['after']}{_because(row['reason'])}" for row in report["changed_outcomes"]],
     )
-    flips = found["flips"]
-    head = f"flips     {len(flips)} samples cross {found['threshold']:g}: {found['flips_up']} up, {found['flips_down']} down"
-    lines += ["", head, *_cut([_flip(one) for one in flips])]
-    lines += _list("prompts whose rewards changed most", [_prompt(one) for one in _by_change(found["prompts"])])
-    lines += _list("broken rewards", [f"group {one['group']} ({one['before']}): {one['reason']}" for one in found["broken"]])
-    lines += _list("not judged", [f"group {one['group']} ({one['before'] or 'no outcome'}): {one['why']}" for one in found["left_out"]])
-    lines += _list("gone", found["gone"])
-    if found["written"]:
-        lines += ["", f"written as run {found['written']}: `penstock replay train {found['written']}` trains from it"]
+    flips = report["flips"]
+    head = f"flips     {len(flips)} samples cross {report['threshold']:g}: {report['flips_up']} up, {report['flips_down']} down"
+    lines += ["", head, *_cut([_flip(row) for row in flips])]
+    lines += _list("prompts whose rewards changed most", [_prompt(row) for row in _by_change(report["prompts"])])
+    lines += _list("broken rewards", [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]])
+    lines += _list("not judged", [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]])
+    lines += _list("gone", report["gone"])
+    if report["written"]:
+        lines += ["", f"written as run {report['written']}: `penstock replay train {report['written']}` trains from it"]
     return "\n".join(lines)
 
 
-def _change(one: Plain) -> str:
-    share = one["changed"] / one["samples"] if one["samples"] else 0.0
-    means = f"mean {_number(one['mean_before'])} -> {_number(one['mean_after'])}"
-    return f"{one['changed']} of {one['samples']} changed ({share:.1%}); {means}"
+def _change(row: Plain) -> str:
+    share = row["changed"] / row["samples"] if row["samples"] else 0.0
+    means = f"mean {_number(row['mean_before'])} -> {_number(row['mean_after'])}"
+    return f"{row['changed']} of {row['samples']} changed ({share:.1%}); {means}"
 
 
 def _list(name: str, rows: Sequence[str]) -> list[str]:
@@ -58,19 +58,19 @@ def _cut(rows: Sequence[str]) -> list[str]:
     return [*(f"  {row}" for row in rows[:SHOWN]), *more]
 
 
-def _flip(one: Plain) -> str:
-    what = f"{_short(one['prompt'])} -> {_short(one['completion'])}"
-    return f"group {one['group']} sample {one['sample']}: {_number(one['before'])} -> {_number(one['after'])}  {what}"
+def _flip(row: Plain) -> str:
+    what = f"{_short(row['prompt'])} -> {_short(row['completion'])}"
+    return f"group {row['group']} sample {row['sample']}: {_number(row['before'])} -> {_number(row['after'])}  {what}"
 
 
 def _by_change(prompts: Sequence[Plain]) -> list[Plain]:
-    both = [one for one in prompts if one["samples"]]
-    return sorted(both, key=lambda one: (-abs(one["mean_after"] - one["mean_before"]), one["row"]))
+    both = [row for row in prompts if row["samples"]]
+    return sorted(both, key=lambda row: (-abs(row["mean_after"] - row["mean_before"]), row["row"]))
 
 
-def _prompt(one: Plain) -> str:
-    means = f"{_number(one['mean_before'])} -> {_number(one['mean_after'])}"
-    return f"row {one['row']} {_short(one['prompt'])}: {one['changed']} of {one['samples']} rewards, mean {means}"
+def _prompt(row: Plain) -> str:
+    means = f"{_number(row['mean_before'])} -> {_number(row['mean_after'])}"
+    return f"row {row['row']} {_short(row['prompt'])}: {row['changed']} of {row['samples']} rewards, mean {means}"
 
 
 def _functions(reward: Plain) -> str:

@@ -44,7 +44,7 @@ class WhatIf:
 
     @property
     def selects(self) -> bool:
-        """Whether its steps have other groups than the recorded ones."""
+        """True if its steps have other groups than the recorded steps."""
         return bool(SELECTING & self.changed.keys())
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.replay.plan_reader import PlannedGroups
 from penstock.pipeline.replay.recording import POLL_S, Recording
-from penstock.pipeline.runtime.topic_reader import deleted, scan
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups
 from penstock.topics.ledger import Planned
@@ -29,8 +29,8 @@ class Selection:
     recording: Recording
     config: Config
     follow: bool = False
-    """Whether to wait for groups until the run is closed."""
-    waited_s: list[float] = field(default_factory=lambda: [0.0])
+    """True to wait for groups until the run is closed."""
+    waited_s: float = 0.0
     _selector: Selector = field(init=False)
     _tail: Tail | None = None
 
@@ -66,17 +66,16 @@ class Selection:
         yield from self._ready()
 
     def _ready(self) -> Iterator[Planned]:
-        while (found := self._selector.take(learner_version=0)) is not None:
-            yield Planned(group=found.group, sha256=found.sha256, partition=found.partition, offset=found.offset)
+        while (candidate := self._selector.take(learner_version=0)) is not None:
+            yield Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset)
 
     def _all(self) -> Iterator[list[Record]]:
         """What is there now, in the order in which it was scored."""
-        found = []
-        for record in scan(self.recording.log, f"{self.recording.run}.groups"):
-            if (candidate := self._candidate(record)) is not None:
-                found.append((record.timestamp_ms, record.partition, record.offset, candidate))
-        for *_, candidate in sorted(found, key=lambda row: row[:3]):
-            self._selector.add(candidate)
+        reads = RunReader(self.recording.log, self.recording.run).records("groups")
+        candidates = [((record.timestamp_ms, record.partition, record.offset), self._candidate(record)) for record in reads]
+        for _, candidate in sorted(candidates, key=lambda placed: placed[0]):
+            if candidate is not None:
+                self._selector.add(candidate)
         yield []
 
     def _follow(self) -> Iterator[list[Record]]:
@@ -92,7 +91,7 @@ class Selection:
                 if over and all(tail.position(place) >= end for place, end in ends.items()):
                     return
                 self.recording.wait(0.0)
-                self.waited_s[0] += POLL_S
+                self.waited_s += POLL_S
         finally:
             tail.close()
 
@@ -116,10 +115,10 @@ class Selection:
         )
 
     def _trained(self, planned: Planned) -> bool:
-        """Whether the filter lets a group through that had passed without one."""
+        """True unless the filter drops a group that was recorded without one."""
         if not self.config.algorithm.filter_zero_variance or self.recording.config.algorithm.filter_zero_variance:
             return True
-        found = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]
-        if found.group is None:
-            raise PenstockError(f"group {planned.group} cannot be read: {found.problem}")
-        return not zero_variance(found.group.rewards)
+        member = PlannedGroups(self.recording.log, self.recording.run).read([planned])[0]
+        if member.group is None:
+            raise PenstockError(f"group {planned.group} cannot be read: {member.problem}")
+        return not zero_variance(member.group.rewards)

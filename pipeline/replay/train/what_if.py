@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +18,12 @@ from penstock.infra.mlflow.tracking import Point
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.learner.train_step import StepOutcome
-from penstock.pipeline.replay.plan_reader import Found, PlannedGroups, ReadAhead, check_kept
+from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.restore_policy import PROGRESS_S, Start, arithmetic, bring_to, opened
+from penstock.pipeline.replay.restore_policy import Start, arithmetic, bring_to, opened
 from penstock.pipeline.replay.train.overrides import WhatIf
 from penstock.pipeline.replay.train.reselect import Selection
-from penstock.pipeline.replay.train.verify import Asked, await_weights, check_steps, recorded_steps
+from penstock.pipeline.replay.train.steps import Asked, StepToTrain, Times, await_weights, check_steps, replay_steps
 from penstock.pipeline.scheduling import rules
 from penstock.topics.ledger import Entry
 
@@ -33,7 +33,7 @@ CURVES = ("loss", "grad_norm", "reward_trained", "ess", "kl", "kl_behaviour_k1",
 
 
 class Points(Protocol):
-    """Where curves go while they grow."""
+    """Receives the curves while a what-if is trained."""
 
     def log(self, points: Sequence[Point]) -> None: ...
 
@@ -53,9 +53,7 @@ class Alternative:
     recorded_digest: str | None = None
     exported: str | None = None
     mlflow_run_id: str | None = None
-    start_s: float = 0.0
-    replay_s: float = 0.0
-    waited_s: float = 0.0
+    times: Times = field(default_factory=Times)
     whole: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -78,7 +76,7 @@ class Alternative:
             "mlflow_run_id": self.mlflow_run_id,
             "fingerprint": self.fingerprint,
             "start": start and {"step": start.step, "checkpoint": start.checkpoint, "repeated": start.repeated},
-            "times": {"start_s": self.start_s, "replay_s": self.replay_s - self.waited_s, "waited_s": self.waited_s},
+            "times": {"start_s": self.times.start_s, "replay_s": self.times.busy_s, "waited_s": self.times.waited_s},
         }
 
 
@@ -111,9 +109,9 @@ def train(
     with ExitStack() as held:
         course, result.start = held.enter_context(_begun(recording, chosen, asked, selects=selects, say=say))
         result.fingerprint = arithmetic(recording, course)
-        steps = _selected(recording, chosen, asked, result) if selects else _recorded(recording, asked, result, say)
-        result.start_s = time.monotonic() - began
-        _train(course, recording, steps, result, held.enter_context(curves), say)
+        selection = Selection(recording, chosen.config, follow=asked.follow) if selects else None
+        result.times.start_s = time.monotonic() - began
+        _train(course, recording, asked, selection, result, held.enter_context(curves), say)
         if export is not None and result.whole:
             _export(course, export)
             result.exported = str(export)
@@ -122,38 +120,46 @@ def train(
 def _train(
     course: PolicyTrainer,
     recording: Recording,
-    steps: Iterator[tuple[int, list[Found]]],
+    asked: Asked,
+    selection: Selection | None,
     result: Alternative,
     points: Points | None,
     say: Say,
 ) -> None:
-    began = told = time.monotonic()
     unsent: list[Point] = []
-    try:
-        for number, found in steps:
-            step = course.step()
-            for one in found:
-                if one.group is None or one.problem is not None:
-                    raise PenstockError(f"step {number}: {one.problem}; `penstock replay train {recording.run}` tells more")
-                step.add(one.group)
-            version = rules.version_after(number, steps_per_version=recording.config.schedule.steps_per_version)
-            outcome = step.finish(learner_version=version)
-            course.steps_done += 1
-            entry = recording.steps[number] if number < len(recording.steps) else None
-            result.steps.append(_row(number, outcome, entry))
-            unsent += _points(number, outcome, entry)
-            if time.monotonic() - told > PROGRESS_S:
-                told = time.monotonic()
-                say(_progress(result.steps[-1]))
-                if points is not None:
-                    points.log(unsent)
-                    unsent = []
-        result.whole = True
-    finally:
-        result.replay_s = time.monotonic() - began
-        result.digest = course.weights().digest if result.steps else None
+
+    def send() -> None:
         if points is not None and unsent:
             points.log(unsent)
+        unsent.clear()
+
+    def progress() -> None:
+        say(_progress(result.steps[-1]))
+        send()
+
+    steps = replay_steps(recording, asked, times=result.times, progress=progress, say=say, selection=selection)
+    try:
+        with closing(steps):
+            for step in steps:
+                outcome = _train_step(course, recording, step)
+                result.steps.append(_row(step.number, outcome, step.recorded))
+                unsent += _points(step.number, outcome, step.recorded)
+        result.whole = True
+    finally:
+        result.digest = course.weights().digest if result.steps else None
+        send()
+
+
+def _train_step(course: PolicyTrainer, recording: Recording, step: StepToTrain) -> StepOutcome:
+    training = course.step()
+    for member in step.members:
+        if member.group is None or member.problem is not None:
+            raise PenstockError(f"step {step.number}: {member.problem}; `penstock replay train {recording.run}` tells more")
+        training.add(member.group)
+    version = rules.version_after(step.number, steps_per_version=recording.config.schedule.steps_per_version)
+    outcome = training.finish(learner_version=version)
+    course.steps_done += 1
+    return outcome
 
 
 @contextmanager
@@ -183,29 +189,6 @@ def _begun(recording: Recording, chosen: WhatIf, asked: Asked, *, selects: bool,
             yield course, start
 
 
-def _recorded(recording: Recording, asked: Asked, result: Alternative, say: Say) -> Iterator[tuple[int, list[Found]]]:
-    """The recorded plans, step by step."""
-    ahead, waited = ReadAhead(recording), [0.0]
-    try:
-        for entry in recorded_steps(recording, asked, waited, say):
-            result.waited_s = waited[0]
-            yield entry.step or 0, ahead.take(entry, last=asked.to_step)
-    finally:
-        ahead.close()
-        result.waited_s = waited[0]
-
-
-def _selected(recording: Recording, chosen: WhatIf, asked: Asked, result: Alternative) -> Iterator[tuple[int, list[Found]]]:
-    """Plans that are made anew."""
-    planned = PlannedGroups(recording.log, recording.run)
-    selection = Selection(recording, chosen.config, follow=asked.follow)
-    for number, plan in enumerate(selection.plans()):
-        if asked.to_step is not None and number > asked.to_step:
-            return
-        result.waited_s = selection.waited_s[0]
-        yield number, planned.read(plan)
-
-
 def _row(number: int, outcome: StepOutcome, entry: Entry | None) -> dict[str, Any]:
     def curves(metrics: Mapping[str, float]) -> dict[str, float]:
         return {name: metrics[name] for name in CURVES if name in metrics}
@@ -226,8 +209,8 @@ def _points(number: int, outcome: StepOutcome, entry: Entry | None) -> Iterator[
 
 def _progress(row: Mapping[str, Any]) -> str:
     here, recorded = row["what_if"], row["recorded"] or {}
-    told = f"step {row['step']}: loss {here['loss']:.4g}" + (f" (recorded {recorded['loss']:.4g})" if "loss" in recorded else "")
-    return told + "".join(f", {name} {here[name]:.3g}" for name in ("ess", "kl_behaviour_k3") if name in here)
+    text = f"step {row['step']}: loss {here['loss']:.4g}" + (f" (recorded {recorded['loss']:.4g})" if "loss" in recorded else "")
+    return text + "".join(f", {name} {here[name]:.3g}" for name in ("ess", "kl_behaviour_k3") if name in here)
 
 
 def check_place(directory: Path) -> None:

@@ -15,9 +15,10 @@ from penstock.pipeline.algorithms.aggregation import AGGREGATES, token_share
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import pack
-from penstock.pipeline.observe.explain import as_json, dead_letter, text
+from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.explain.gradient_share import left_out, shares
 from penstock.pipeline.observe.explain.stage_times import Moments, stages
+from penstock.pipeline.observe.records import browse, format
 from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.groups import Group, ScoredSample
@@ -179,38 +180,39 @@ def as_record(outgoing: Outgoing, offset: int, **changes: Any) -> Record:
     return replace(found, **changes)
 
 
-def letter_of(log: MemoryLog, place: str) -> dict[str, Any]:
-    found = json.loads(json.dumps(dead_letter.explain_letter(log, RUN, place, say=quiet)))
-    assert text.as_letter(found)
-    return dict(found)
+def letter_of(log: MemoryLog) -> dict[str, Any]:
+    """The first dead letter as `penstock topics show` gives it; its page can be made."""
+    letter = browse.view(browse.record_at(log, RUN, "dead-letters", partition=0, offset=0), run=RUN)
+    assert format.as_page(letter)
+    return dict(json.loads(json.dumps(letter)))
 
 
-def test_a_dead_letter_names_the_record_that_counted_in_its_place_and_the_groups_fate() -> None:
+def test_a_dead_letter_shows_the_refused_record_and_the_group_that_it_claims() -> None:
     teller = Teller()
     told = teller.group([0.0, 0.0], version=0, outcome="filtered")
     torn = as_record(told[1], 2, value=told[1].value[:100])
     again = Outgoing(topic=torn.topic, partition=0, key=torn.key, headers=torn.headers, value=torn.value)
     letter = refused(teller, torn, kind="checksum", reason="the headers say one thing, the payload another")
     log = written([teller.record(), teller.opened(), *told, again, letter])
-    found = letter_of(log, "rollouts/0/2")
-    assert found == letter_of(log, "0")
-    assert found["letter"]["kind"] == "checksum"
-    assert found["record"]["place"] == "rollouts/0/2"
-    assert found["record"]["readable"] is False
-    assert found["counted"] == {"what": "sample 0 of group 0", "place": "rollouts/0/0", "same": False}
+    found = letter_of(log)
+    assert found["payload"]["kind"] == "checksum"
+    assert found["refused"]["topic"] == f"{RUN}.rollouts"
+    assert found["refused"]["unusable"].startswith("checksum: ")
     assert found["claims_group"] == 0
-    assert found["group"]["fate"] == "filtered"
-    assert found["group"]["dead_letters"] == [found["letter"]]
-    assert any(one["is"].startswith("unusable: ") for one in found["group"]["records"])
+    claimed = as_json.explain(log, RUN, 0, say=quiet)
+    assert claimed["fate"] == "filtered"
+    assert [(one["offset"], one["of"]) for one in claimed["dead_letters"]] == [(0, "rollouts/0/2")]
+    assert any(one["is"].startswith("unusable: ") for one in claimed["records"])
 
 
-def test_a_dead_letter_that_claims_a_group_which_never_was_says_so() -> None:
+def test_a_dead_letter_that_claims_a_group_which_never_was_leads_to_one_line() -> None:
     teller = Teller()
     told = teller.group([0.0, 1.0], version=0)
     orphan = as_record(told[1], 9, headers=(("run", RUN.encode()), ("group", b"77")), key=b"77")
-    found = letter_of(written([teller.record(), teller.opened(), *told, refused(teller, orphan, kind="orphan", reason="no prompt")]), "0")
-    assert (found["claims_group"], found["group"], found["counted"]) == (77, None, None)
-    assert found["no_group"] == f"group 77 was never admitted: the highest group of run {RUN} is 0"
+    log = written([teller.record(), teller.opened(), *told, refused(teller, orphan, kind="orphan", reason="no prompt")])
+    assert letter_of(log)["claims_group"] == 77
+    with pytest.raises(ConfigError, match=f"group 77 was never admitted: the highest group of run {RUN} is 0"):
+        as_json.explain(log, RUN, 77, say=quiet)
 
 
 def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +226,8 @@ def test_a_record_that_ends_its_readers_is_not_decoded(monkeypatch: pytest.Monke
     assert len(decoded) == 1  # of two samples
     assert [one["sample"] for one in found["samples"]] == [1]
     assert found["why"] == "waits for samples: 1 of 2 are there"
+    assert letter_of(written([teller.record(), teller.opened(), *told[:-1], letter]))["refused"] is None
+    assert len(decoded) == 1
 
 
 def test_a_letter_about_other_topics_claims_no_group() -> None:
@@ -231,15 +235,8 @@ def test_a_letter_about_other_topics_claims_no_group() -> None:
     told = teller.group([0.0, 1.0], version=0)
     chunk = Record(topic=f"{RUN}.weights", partition=1, offset=0, timestamp_ms=1, key=b"0", headers=(), value=b"?")
     log = [teller.record(), teller.opened(), *told, refused(teller, chunk, kind="missing-header", reason="no run")]
-    assert letter_of(written(log), "0")["claims_group"] is None
+    assert letter_of(written(log))["claims_group"] is None
     assert explained(log, 0)["dead_letters"] == []
-
-
-@pytest.mark.parametrize("place", ["rollouts/1", "x", "rollouts/a/0", "-1"])
-def test_a_place_that_is_none_is_a_mistake_of_the_person(place: str) -> None:
-    teller = Teller()
-    with pytest.raises(ConfigError, match="TOPIC/PARTITION/OFFSET"):
-        dead_letter.explain_letter(written([teller.record(), teller.opened()]), RUN, place, say=quiet)
 
 
 def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +244,7 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
     first, second = teller.group([0.0, 1.0], version=0), teller.group([0.0, 1.0], version=0)
     log = written([teller.record(), teller.opened(), first[0], second[0]])
     monkeypatch.setattr(log, "begin_offsets", lambda places: {at: int(at[0].endswith(".prompts")) for at in places})
-    with pytest.raises(LogError, match=r"the prompt of group 0 is gone: .* begins at offset 1"):
+    with pytest.raises(LogError, match=r"the prompt of group 0 is gone: .*prompts/0: the records at offsets 0 to 0 were deleted"):
         as_json.explain(log, RUN, 0, say=quiet)
     with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
         as_json.explain(log, RUN, 9, say=quiet)
@@ -257,7 +254,7 @@ def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_w
     teller = Teller()
     log = written([teller.record(), teller.opened(), *teller.group([0.0, 1.0], version=0)])
     monkeypatch.setattr(log, "begin_offsets", lambda places: {at: 3 * at[0].endswith(".ledger") for at in places})
-    with pytest.raises(LogError, match=r"ledger/0 has lost its offsets 0 to 2"):
+    with pytest.raises(LogError, match=r"ledger/0: the records at offsets 0 to 2 were deleted"):
         as_json.explain(log, RUN, 0, say=quiet)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from penstock.pipeline.observe.html.build import Limits, Page, PageTooSlow, buil
 from penstock.pipeline.observe.html.groups import shared
 from penstock.pipeline.observe.html.index import MARGIN_BYTES
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, logprobs, pack
-from penstock.pipeline.observe.html.reading import generic, kind_of
+from penstock.pipeline.observe.html.run_history import generic, kind_of
 from penstock.pipeline.observe.html.timeline import NEVER, Clock
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.run_view import RunView
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller
@@ -236,6 +237,38 @@ def test_groups_without_rewards_show_their_prompt_and_what_was_drawn() -> None:
     assert [text[0] for text in json.loads(found["x0"])] == ["3 4", "3 4"]
     assert tokens["samples"] == [4, 4]
     assert index["no_texts"] is not None  # the model's directory is elsewhere, and the page says so
+
+
+class Growing(MemoryLog):
+    """A log to which a run writes while it is read: more records before every tail."""
+
+    def __init__(self, later: Iterable[Outgoing]) -> None:
+        super().__init__()
+        self.later = list(later)
+
+    def tail(self, *args: Any, **how: Any) -> Any:
+        opened = super().tail(*args, **how)
+        for record in self.later[:7]:
+            self.producer().send(record)
+        del self.later[:7]
+        return opened
+
+
+def test_a_page_of_a_run_under_way_lists_what_its_figures_count() -> None:
+    teller = Teller(steps=6)
+    told = list(teller.whole())
+    log = Growing(told[20:])
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1)})
+    for record in told[:20]:
+        log.producer().send(record)
+    index = unpacked(blocks(build(log, RUN))["index"])
+    assert len(log.later) < len(told) - 20
+    counts = index["report"]["groups"]
+    assert len(index["g_number"]) == counts["admitted"] > 0
+    for number, fate in enumerate(index["fates"]):
+        assert int((index["g_fate"] == number).sum()) == counts[fate]
+    assert len(index["s_reward"]) == index["report"]["samples"]
+    assert int((~np.isnan(index["g_reward"])).sum()) == sum(record.topic.endswith(".groups") for record in told[:20])
 
 
 def test_a_page_that_takes_too_long_is_given_up(log: MemoryLog) -> None:

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.observe import bottleneck
-from penstock.pipeline.observe.live.frame import elapsed_s, frame, line, to_go_s
+from penstock.pipeline.observe.live.frame import frame, line
 from penstock.pipeline.observe.live.view import LiveView
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.status import bottleneck, elapsed_s, to_go_s
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller, as_records
@@ -136,14 +136,14 @@ def shares(*, waits: float, generates: float | None, scores: float | None = None
     ],
 )
 def test_the_bottleneck_is_the_role_whose_busy_time_says_so(state: RunView, who: str) -> None:
-    found = bottleneck.find(state)
+    found = bottleneck(state)
     assert found is not None
     assert found.who == who
 
 
 def test_no_bottleneck_is_named_before_there_is_anything_to_tell_it_from() -> None:
-    assert bottleneck.find(view_of([Teller().record()])) is None
-    assert bottleneck.find(shares(waits=0.8, generates=None)) is None
+    assert bottleneck(view_of([Teller().record()])) is None
+    assert bottleneck(shares(waits=0.8, generates=None)) is None
 
 
 def plain_view(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> tuple[LiveView, io.StringIO]:

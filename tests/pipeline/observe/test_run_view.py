@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.pipeline.observe.run_status import closing, has_ended, recent_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import weights
@@ -23,15 +24,15 @@ def folded(records: list[Record]) -> RunView:
 
 def test_the_state_of_a_whole_run_is_read_from_its_records() -> None:
     view = folded(as_records(list(Teller(steps=4).whole())))
-    assert view.status == "finished"
-    assert view.ended
+    assert status_of(view) == "finished"
+    assert has_ended(view)
     assert sorted(view.steps) == [0, 1, 2, 3]
     assert view.version == 4
     assert len(view.admitted) == 10
     assert len(view.groups) == 10
     assert sum(map(len, view.samples.values())) == 40
     assert sorted(view.evals) == [0, 4]
-    assert view.steps_planned == 4
+    assert steps_planned(view) == 4
     assert all(worker.ended for worker in view.workers.values())
 
 
@@ -61,7 +62,7 @@ def test_a_record_that_was_seen_before_changes_nothing_and_is_counted() -> None:
     assert view.samples == once.samples
     assert view.groups == once.groups
     assert view.workers == once.workers
-    assert view.reward == once.reward
+    assert recent_reward(view) == recent_reward(once)
     assert view.rewards == once.rewards
     assert sum(view.duplicates.values()) == len([record for record in records if record.topic != "penstock.runs"])
     assert not once.duplicates
@@ -97,7 +98,7 @@ def test_an_id_is_free_again_once_the_run_that_had_it_is_deleted() -> None:
     first, again = Teller().record("finished"), Teller(created_s=CREATED_S + 60).record()
     told = as_records([first, replace(first, headers=(), value=b""), again])
     assert folded(told[:2]).record is None
-    assert folded(told).status == "created"
+    assert status_of(folded(told)) == "created"
 
 
 def test_a_restarted_worker_keeps_its_totals_and_is_not_ended() -> None:
@@ -124,12 +125,12 @@ def test_a_rate_is_taken_over_the_time_between_statuses() -> None:
 
 def test_the_status_comes_from_the_ledger_before_the_register() -> None:
     teller = Teller()
-    assert folded(as_records([teller.record()])).status == "created"
+    assert status_of(folded(as_records([teller.record()]))) == "created"
     opened = teller.opened()
-    assert folded(as_records([teller.record(), opened])).status == "running"
-    assert folded(as_records([teller.record("failed")])).status == "failed"
+    assert status_of(folded(as_records([teller.record(), opened]))) == "running"
+    assert status_of(folded(as_records([teller.record("failed")]))) == "failed"
     view = folded(as_records([teller.record("running"), opened, teller.closed("stopped", steps=1, reason="asked to")]))
-    assert (view.status, view.details["reason"]) == ("stopped", "asked to")
+    assert (status_of(view), closing(view)["reason"]) == ("stopped", "asked to")
 
 
 def test_an_entry_beyond_a_gap_is_refused_and_the_true_ones_count_all_the_same() -> None:
@@ -149,7 +150,7 @@ def test_an_entry_beyond_a_gap_is_refused_and_the_true_ones_count_all_the_same()
                 assert error.value.kind == "mismatch"
             else:
                 assert apply(record) is not None
-    assert view.status == "finished"
+    assert status_of(view) == "finished"
     assert (list(view.steps), view.stale, state.steps, state.stale) == ([0], set(), 1, set())
 
 
@@ -170,7 +171,7 @@ def test_an_old_state_of_the_run_that_is_written_again_is_ignored() -> None:
     created = teller.record("created")
     teller.now_s += 1
     view = folded(as_records([created, teller.record("failed"), created]))
-    assert view.status == "failed"
+    assert status_of(view) == "failed"
 
 
 def test_a_version_that_was_not_published_is_refused() -> None:
@@ -192,5 +193,5 @@ def test_the_moving_reward_looks_at_the_last_steps_only() -> None:
     view = folded(as_records(list(Teller(steps=30).whole())))
     # The last eight groups: one of the run's end, seven of the last four steps.
     last = [1.0, 1.0, 1.0, *(step / 29 for step in (28, 28, 27, 27, 26))]
-    assert view.reward == pytest.approx(sum(last) / 8)
+    assert recent_reward(view) == pytest.approx(sum(last) / 8)
     assert view.rewards[29].mean == 1.0

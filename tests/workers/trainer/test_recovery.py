@@ -13,7 +13,7 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.observe.report.summary import load
+from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group

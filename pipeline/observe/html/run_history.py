@@ -1,0 +1,109 @@
+"""What a page shows that a `RunView` does not keep: what every worker did when, steps and versions in time, dead letters.
+
+The rule: records are applied one by one and let go; what stays is bounded, or a few numbers for each step and group.
+"""
+
+import re
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from penstock.pipeline.observe.run_view import Folded
+from penstock.topics.dead_letters import DeadLetter
+from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Measurement
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Record
+
+MAX_LETTERS = 300
+MAX_STATUSES = 200_000
+"""The newest ones: of five workers, eleven hours."""
+TIMED = ("startup_s", "load_s", "version", "eval_s")
+MAX_TEXT = 500
+"""Characters of a reason."""
+
+Doing = Literal["work", "wait", "load"]
+_NUMBERS = re.compile(r"\d+")
+_LOADING = ("starting", "loading", "reading", "repeating")
+_WAITING = ("wait", "step N:", "all prompts", "done")
+
+
+class Activity(NamedTuple):
+    """What a worker said it did from one of its statuses to the next."""
+
+    worker: str
+    label: str
+    started_ns: int
+    ended_ns: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RunHistory:
+    """What the view does not keep, gathered while it is folded."""
+
+    entries: list[Entry] = field(default_factory=list)
+    """Steps, versions and checkpoints, without plans."""
+    measured: deque[Measurement] = field(default_factory=lambda: deque(maxlen=MAX_STATUSES))
+    """With the values and labels that `penstock.pipeline.observe.tables.timeline` looks at."""
+    written_ns: dict[int, int] = field(default_factory=dict)
+    """When the last sample of each group was written."""
+    letters: list[DeadLetter] = field(default_factory=list)
+    """The first `MAX_LETTERS`, without the records themselves."""
+    activities: list[Activity] = field(default_factory=list)
+    _last: dict[str, tuple[Measurement, str]] = field(default_factory=dict)
+    _open: dict[str, Activity] = field(default_factory=dict)
+
+    def apply(self, folded: Folded | None, record: Record) -> None:
+        """Keep what a page shows of a folded record."""
+        match folded:
+            case Entry(kind="step" | "version" | "checkpoint"):
+                self.entries.append(replace(folded, plan=(), boundaries=(), details=None))
+            case DeadLetter() if len(self.letters) < MAX_LETTERS:
+                self.letters.append(replace(folded, value=b"", headers=(), reason=folded.reason[:MAX_TEXT]))
+            case Measurement():
+                values = {name: folded.values[name] for name in TIMED if name in folded.values}
+                self.measured.append(replace(folded, values=values, labels={"doing": folded.labels.get("doing", "")}))
+                if folded.kind in ("status", "final"):
+                    self._status(folded)
+            case Headers(group=int(group)) if record.topic.endswith(".rollouts"):
+                self.written_ns[group] = max(self.written_ns.get(group, 0), record.timestamp_ms * 1_000_000)
+
+    def finish(self) -> None:
+        """End the activities that are under way: no more records follow."""
+        self.activities += self._open.values()
+        self._open.clear()
+
+    def _status(self, status: Measurement) -> None:
+        before = self._last.get(status.worker)
+        doing = status.labels.get("doing") or (before[1] if before else "")
+        self._last[status.worker] = status, doing
+        if before is None or before[0].incarnation != status.incarnation or status.time_ns <= before[0].time_ns:
+            return
+        last, label = before[0], generic(before[1])
+        running = self._open.get(status.worker)
+        if running is not None and (running.label, running.ended_ns) == (label, last.time_ns):
+            self._open[status.worker] = running._replace(ended_ns=status.time_ns)
+        else:
+            if running is not None:
+                self.activities.append(running)
+            self._open[status.worker] = Activity(status.worker, label, last.time_ns, status.time_ns)
+
+
+def generic(doing: str) -> str:
+    """A worker's activity with every number as N, so that repetitions of it fall together.
+
+    Example:
+        generic("step 12: 3 of 8 groups are here")  # -> "step N: N of N groups are here"
+    """
+    return _NUMBERS.sub("N", doing) or "starting"
+
+
+def kind_of(label: str) -> Doing:
+    """Tells whether a worker that says so works, waits for others, or loads something.
+
+    Example:
+        kind_of("waiting for prompts")  # -> "wait"
+    """
+    if label.startswith(_WAITING) or " waits for " in label:
+        return "wait"
+    return "load" if label.startswith(_LOADING) else "work"

@@ -1,0 +1,81 @@
+"""What the small topics of a run hold: its configuration, ledger, versions and dead letters.
+
+The rule: read once, up to the ends the topics have then; what is read of the large topics afterwards ends there too.
+"""
+
+import json
+from dataclasses import dataclass, replace
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Log
+from penstock.pipeline.config.load import Config, ConfigError, from_json
+from penstock.pipeline.learner.ledger_history import Past, past_of
+from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted
+from penstock.topics.dead_letters import DeadLetter
+from penstock.topics.runs import RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A dead letter and its offset; without the payload of the refused record, which may be large."""
+
+    offset: int
+    letter: DeadLetter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """A run for looking back at."""
+
+    reader: RunReader
+    record: RunRecord | None
+    """None where the register of runs has lost it."""
+    config: Config
+    past: Past
+    letters: tuple[Letter, ...]
+
+    @property
+    def run(self) -> str:
+        """The run id."""
+        return self.reader.run
+
+    @property
+    def rescored_from(self) -> str | None:
+        """The run whose prompts and samples it holds, if `penstock replay score` wrote it."""
+        info = json.loads(self.record.info) if self.record is not None else {}
+        return info.get("rescored_from", {}).get("run")
+
+    @property
+    def ended(self) -> bool:
+        """True once nothing more is to come."""
+        return self.past.story.closed is not None or (self.record is not None and self.record.status in ("finished", "stopped", "failed"))
+
+
+def read_run(log: Log, run: str) -> RecordedRun:
+    """The run's small topics. Raises `ValueError` for an unknown run, `LogError`, also where the ledger has lost its beginning."""
+    if lost := deleted(log, f"{run}.ledger"):  # without it every group would look as if it waited
+        raise LogError(f"{'; '.join(lost)}: what became of the groups of {run} stands there")
+    record, reader = find(log, run), RunReader(log, run)
+    past = past_of(reader)
+    opened = past.story.opened
+    if record is None and opened is None:
+        raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
+    config = record.config if record is not None else json.dumps(json.loads((opened and opened.details) or "{}").get("config", {}))
+    letters = tuple(
+        Letter(offset=read.record.offset, letter=replace(read.payload, value=b""))
+        for read in reader.dead_letters()
+        if read.payload is not None
+    )
+    return RecordedRun(reader=reader, record=record, config=from_json(config), past=past, letters=letters)
+
+
+def no_prompt(recorded: RecordedRun, group: int) -> Exception:
+    """The error that says why there is no prompt of this group: the broker has deleted it, or it was never admitted."""
+    run = recorded.run
+    highest = max((read.headers.group or 0 for read in recorded.reader.prompts(decode=False) if read.headers is not None), default=-1)
+    if group <= highest and (lost := deleted(recorded.reader.log, f"{run}.prompts")):
+        return LogError(f"the prompt of group {group} is gone: {'; '.join(lost)}")
+    if highest < 0:
+        return ConfigError(f"group {group} was never admitted: run {run} has no prompt yet")
+    return ConfigError(f"group {group} was never admitted: the highest group of run {run} is {highest}")

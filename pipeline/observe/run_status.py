@@ -1,0 +1,83 @@
+"""Where a run stands, from its view: status, configuration, fates of its groups, moving mean of the reward.
+
+The rule: pure functions of a `RunView`; the ledger is believed before the run's own record.
+"""
+
+import json
+from typing import Any
+
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import together
+from penstock.pipeline.scheduling import fates as groups
+
+RECENT_STEPS = 4
+"""Steps' worth of groups that the moving mean of the reward is taken over."""
+
+
+def closing(view: RunView) -> dict[str, Any]:
+    """What the ledger says about the run's end: status and reason."""
+    return _object(view.closed.details if view.closed else None)
+
+
+def status_of(view: RunView) -> str:
+    """finished, stopped or failed once the ledger or the run's record says so, else created or running."""
+    if view.closed is not None:
+        return str(closing(view).get("status", "finished"))
+    status = view.record.status if view.record else "created"
+    since = view.record.updated_ns if view.record and status == "stopped" else 0
+    # A stopped run that is resumed is known by the workers that report again.
+    resumed = status == "stopped" and any(worker.time_ns > since and not worker.ended for worker in view.workers.values())
+    return "running" if resumed or (status == "created" and view.opened is not None) else status
+
+
+def has_ended(view: RunView) -> bool:
+    """True once nothing more is to come."""
+    return status_of(view) in ("finished", "stopped", "failed")
+
+
+def config_of(view: RunView) -> dict[str, Any]:
+    """The run's configuration as a plain table, {} before it is known."""
+    return _about(view, "config")
+
+
+def info_of(view: RunView) -> dict[str, Any]:
+    """What was determined when the run was created: rows, steps, digests; {} before it is known."""
+    return _about(view, "info")
+
+
+def steps_planned(view: RunView) -> int | None:
+    """Optimizer steps of the whole run."""
+    return info_of(view).get("steps")
+
+
+def steps_per_version(view: RunView) -> int:
+    """S"""
+    return int(config_of(view).get("schedule", {}).get("steps_per_version") or 1)
+
+
+def recent_reward(view: RunView) -> float | None:
+    """Moving mean over all scored samples of the last few steps' groups, before any filter."""
+    groups_meant = RECENT_STEPS * int(config_of(view).get("schedule", {}).get("prompts_per_step") or 8)
+    return together(list(view.recent)[-groups_meant:]).mean
+
+
+def fates(view: RunView) -> dict[int, str]:
+    """Group -> fate, for every admitted or trained group."""
+    return groups.fates(
+        view.admitted,
+        {group: outcome.outcome for group, outcome in view.groups.items()},
+        trained=(group for step in view.steps.values() for group in step.groups),
+        stale=view.stale,
+        ended=has_ended(view),
+    )
+
+
+def _about(view: RunView, part: str) -> dict[str, Any]:
+    if view.record is not None:
+        return _object(view.record.config if part == "config" else view.record.info)
+    return dict(_object(view.opened.details if view.opened else None).get(part, {}))
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    parsed = json.loads(text) if text else {}
+    return parsed if isinstance(parsed, dict) else {}

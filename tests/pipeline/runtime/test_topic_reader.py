@@ -1,0 +1,196 @@
+"""The reader of a run's topics: what counts, what is passed over, and where a reading ends."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.infra.errors import LogError
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.run_view import read_view
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.topic_reader import POLL_S, RunReader, drain, scan
+from penstock.topics import dead_letters, groups, rollouts
+from penstock.topics.catalogue import RUNS_SPEC, topics_of
+from penstock.topics.wire.record import Outgoing, Record
+from tests.support.a_run import RUN, Teller
+
+
+def written(told: Iterable[Outgoing], *, log: MemoryLog | None = None) -> MemoryLog:
+    """A log with these records, on one partition."""
+    if log is None:
+        log = MemoryLog()
+        log.create_topics({RUNS_SPEC.name: RUNS_SPEC, **topics_of(RUN, partitions=1)})
+    producer = log.producer()
+    for outgoing in told:
+        producer.send(outgoing)
+    return log
+
+
+def letter_about(topic: str, offset: int, *, kind: str) -> Outgoing:
+    record = Record(topic=f"{RUN}.{topic}", partition=0, offset=offset, timestamp_ms=0, key=b"0", headers=(), value=b"?")
+    letter = dead_letters.from_record(record, kind=kind, reason="three processes died", worker="scorer-0", time_ns=1)
+    value = dead_letters.encode(letter)
+    headers = dead_letters.headers(letter, run=RUN).encode(value)
+    return Outgoing(topic=f"{RUN}.dead-letters", partition=0, key=b"x", headers=headers, value=value)
+
+
+def parts_of(told: list[Outgoing]) -> list[Outgoing]:
+    """The outcome among a group's records, written as one part for each sample."""
+    whole = next(outgoing for outgoing in told if outgoing.topic.endswith(".groups"))
+    parts = groups.encode_parts(groups.decode(bytes(whole.value)), run=RUN, worker="scorer-0", max_bytes=1)
+    return [replace(whole, headers=headers.encode(value), value=value) for headers, value in parts]
+
+
+def outcomes(log: MemoryLog, **how: Any) -> list[tuple[int, list[int], bool]]:
+    """(group, offsets of its parts, whether it repeats) of every outcome that can be read."""
+    reads = RunReader(log, RUN).groups(**how)
+    return [(read.payload.group, [record.offset for record in read.records], read.repeats) for read in reads if read.payload is not None]
+
+
+def test_of_records_that_say_the_same_the_first_counts() -> None:
+    told = Teller().group([0.0, 1.0], version=0)
+    log = written([*told, *told])
+    reader = RunReader(log, RUN)
+    assert [read.record.offset for read in reader.prompts()] == [0]
+    assert [(read.payload.sample, read.record.offset) for read in reader.samples() if read.payload] == [(0, 0), (1, 1)]
+    assert outcomes(log) == [(0, [0], False)]
+    assert [read.repeats for read in reader.samples(repeats=True)] == [False, False, True, True]
+    assert outcomes(log, repeats=True) == [(0, [0], False), (0, [1], True)]
+
+
+def test_each_sample_of_a_record_of_several_counts_on_its_own() -> None:
+    told = [outgoing for outgoing in Teller().group([0.0, 0.5, 1.0], version=0) if outgoing.topic.endswith(".rollouts")]
+    drawn = [rollouts.decode(bytes(outgoing.value)) for outgoing in told]
+    value = rollouts.encode(*drawn[:2])
+    both = replace(told[0], headers=rollouts.headers(*drawn[:2], run=RUN).encode(value), value=value)
+    log = written([told[1], both, told[2], told[0]])
+    reads = list(RunReader(log, RUN).samples())
+    assert [(read.record.offset, read.payload and read.payload.sample) for read in reads] == [(0, 1), (1, 0), (2, 2)]
+    assert [read.headers and (read.headers.sample, read.headers.tokens) for read in reads] == [(1, 3), (0, 3), (2, 3)]
+    assert [read.repeats for read in RunReader(log, RUN).samples(repeats=True)] == [False, False, True, False, True]
+    view = read_view(RunReader(log, RUN))
+    assert view.samples == {0: {0: 3, 1: 3, 2: 3}}
+
+
+def test_a_record_that_cannot_be_decoded_does_not_count_and_says_why() -> None:
+    told = Teller().group([0.0], version=0)
+    (sample,) = [outgoing for outgoing in told if outgoing.topic.endswith(".rollouts")]
+    log = written([replace(sample, value=sample.value[:40]), sample])
+    torn, whole = RunReader(log, RUN).samples()
+    assert torn.payload is None and torn.problem is not None and torn.problem.kind == "checksum"
+    assert whole.payload is not None and not whole.repeats
+
+
+def test_a_group_counts_once_all_its_parts_are_here() -> None:
+    teller = Teller()
+    first, second = parts_of(teller.group([0.0, 1.0], version=0)), parts_of(teller.group([1.0, 0.0, 1.0], version=0))
+    assert len(first) == 2
+    log = written([first[0], second[0], first[0], second[1]])
+    assert outcomes(log) == []
+    written([second[2], first[1], *second], log=log)
+    assert outcomes(log) == [(1, [1, 3, 4], False), (0, [0, 5], False)]
+    assert outcomes(log, repeats=True)[2:] == [(1, [6, 7, 8], True)]
+
+
+def test_parts_that_do_not_follow_each_other_are_never_put_together() -> None:
+    teller = Teller()
+    first = parts_of(teller.group([0.0, 1.0], version=0))
+    teller.next_group = 0
+    other = parts_of(teller.group([1.0, 1.0], version=0))
+    log = written([first[0], other[1], first[0], first[1]])
+    assert [(read.records[-1].offset, read.problem and read.problem.kind) for read in RunReader(log, RUN).groups()] == [
+        (1, "mismatch"),
+        (2, "mismatch"),
+        (3, None),
+    ]
+
+
+def test_only_wanted_groups_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    teller = Teller()
+    log = written([*teller.group([0.0], version=0), *teller.group([1.0], version=0)])
+    decoded: list[int] = []
+    original = rollouts.decode_all
+    monkeypatch.setattr(rollouts, "decode_all", lambda value: decoded.append(1) or original(value))
+    assert [read.payload.group for read in RunReader(log, RUN).samples(wanted={1}) if read.payload] == [1]
+    assert len(decoded) == 1
+    assert [read.headers.sample for read in RunReader(log, RUN).samples(decode=False) if read.headers] == [0, 0]
+    assert len(decoded) == 1
+
+
+def test_a_poison_record_is_not_decoded_and_its_outcome_counts_by_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Teller().group([0.0], version=0)
+    log = written([*told, told[-1], letter_about("groups", 0, kind="killer"), letter_about("rollouts", 0, kind="undecodable")])
+    monkeypatch.delattr(groups, "decode_parts")  # whoever decodes an outcome fails
+    (killer,) = RunReader(log, RUN).groups()
+    assert killer.payload is None and killer.headers is not None
+    assert killer.problem is not None and killer.problem.kind == "killer"
+    assert [read.payload is not None for read in RunReader(log, RUN).samples()] == [True]  # refused for another reason: it may be tried
+
+
+def test_the_ledger_is_told_without_repetitions_and_gaps() -> None:
+    teller = Teller()
+    opened, version, step = teller.opened(), teller.version(0), teller.step(0, [0, 1], begun_s=0.0)
+    teller.seq += 5
+    log = written([opened, version, version, teller.step(7, [2], begun_s=0.0), step])
+    reader, story = RunReader(log, RUN), LedgerState(RUN)
+    assert [(entry.seq, entry.kind) for entry in reader.entries()] == [(0, "run-opened"), (1, "version"), (2, "step")]
+    assert len(list(reader.history(story))) == 3
+    assert (story.last_seq, story.steps) == (2, 1)
+
+
+def test_letters_about_the_same_record_repeat_the_first() -> None:
+    told = [letter_about("groups", offset, kind="undecodable") for offset in (0, 1, 0)]
+    assert [read.repeats for read in RunReader(written(told), RUN).dead_letters()] == [False, False, True]
+
+
+def test_everything_is_read_up_to_the_ends_that_the_topics_had_at_the_first_call() -> None:
+    teller = Teller()
+    log = written(teller.group([0.0], version=0))
+    reader = RunReader(log, RUN)
+    assert len(list(reader.prompts())) == 1
+    written(teller.group([1.0], version=0), log=log)
+    assert [len(list(reads)) for reads in (reader.prompts(), reader.samples(), reader.groups())] == [1, 1, 1]
+    assert len(list(RunReader(log, RUN).groups())) == 2
+
+
+def test_what_is_asked_before_each_batch_may_end_a_reading() -> None:
+    def no_more() -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        next(RunReader(written(Teller().group([0.0], version=0)), RUN, alive=no_more).prompts())
+
+
+def test_a_topic_that_does_not_exist_has_no_records() -> None:
+    assert list(scan(MemoryLog(), "nothing.prompts")) == []
+    assert list(RunReader(MemoryLog(), RUN).samples()) == []
+
+
+class Tail:
+    """A tail that gives a record after some empty polls each time, of a partition with so many records."""
+
+    outage_s = 0.0
+
+    def __init__(self, silences: list[int]) -> None:
+        self.silences, self.offset = silences, 0
+
+    def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
+        if self.silences[self.offset] > 0:
+            self.silences[self.offset] -= 1
+            return []
+        self.offset += 1
+        return [Record(topic="t", partition=0, offset=self.offset - 1, timestamp_ms=0, key=None, headers=(), value=b"")]
+
+    def position(self, partition: tuple[str, int]) -> int:
+        return self.offset
+
+
+def test_silence_is_limited_and_not_how_long_a_reading_takes() -> None:
+    few = int(1.0 / POLL_S) - 1
+    patient: Any = Tail([few] * 20)
+    assert len(list(drain(patient, {("t", 0): 20}, silence_s=1.0))) == 20
+    silent: Any = Tail([0, few + 1])
+    with pytest.raises(LogError, match="nothing came for 1 s, and these are not read to their ends: t/0"):
+        list(drain(silent, {("t", 0): 2}, silence_s=1.0))
