@@ -147,6 +147,9 @@ class MemoryMember:
         return events
 
     def _look(self, events: list[Event]) -> bool:
+        if self.member_id not in self._group.members:  # evicted while it was silent: it joins again, as Kafka's members do
+            self._group.members[self.member_id] = self._topics
+            self._state.rebalance(self._group)
         if self._membership is None or self._membership.generation != self._group.generation:
             if self._membership is not None:
                 events.append(Revoked(partitions=frozenset(self._assigned)))

@@ -113,9 +113,6 @@ class Site:
     def wake(self, worker: RolloutWorker) -> None:
         """A stopped process goes on: it may publish before its client learns that it was evicted, and joins again."""
         worker._publish_drawn(everything=True)
-        group = self.log.group(f"{RUN}.rollout")
-        group.members.append(worker.member)  # type: ignore[arg-type]
-        group.generation += 1
 
     def finish(self, *, commit: bool = True) -> None:
         """Let all workers work until nothing is left to do."""

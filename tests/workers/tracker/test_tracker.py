@@ -17,6 +17,7 @@ from penstock.infra.memory.readers import MemoryTail
 from penstock.infra.mlflow.tracking import MlflowRun, Target
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.runtime.reporter import Reporter
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
@@ -77,7 +78,7 @@ def session_for(log: MemoryLog, *, stop: bool = False) -> Session:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the tracker said."""
     lines: list[str] = []
-    monkeypatch.setattr(Session, "say", lambda _self, text: lines.append(text))
+    monkeypatch.setattr(Reporter, "say", lambda _self, text: lines.append(text))
     return lines
 
 
