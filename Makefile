@@ -36,7 +36,7 @@ help:
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
-	@echo "make check     ruff, mypy --strict, the layer test;  make format rewrites the files"
+	@echo "make check     ruff, vulture, mypy --strict, layers and folders;  make format rewrites the files"
 	@echo "make lock      resolve requirements.in into requirements.lock"
 	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
 
@@ -77,8 +77,9 @@ chaos: install model
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/vulture
 	$(BIN)/mypy
-	$(PYTEST) tests/test_layers.py
+	$(PYTEST) tests/test_layers.py tests/test_house.py
 
 format: install
 	$(BIN)/ruff format .

@@ -132,12 +132,8 @@ def status(home: Path | None = None) -> BrokerInfo:
     return _Place(state_directory() if home is None else home.absolute()).info()
 
 
-def why_it_ended(home: Path | None = None) -> str | None:
-    """Return in one line why the broker of `home` ended although nobody stopped it; None while it runs, or when it was stopped."""
-    return _why_it_ended(_Place(state_directory() if home is None else home.absolute()))
-
-
 def _why_it_ended(place: _Place) -> str | None:
+    """In one line why the broker ended although nobody stopped it; None while it runs, or when it was stopped."""
     since = process.log_bytes(place.pid_file)
     if since is None or process.running(place.pid_file) is not None:
         return None

@@ -23,8 +23,6 @@ class Java:
 
     program: Path
     major: int
-    banner: str
-    """All that `java -version` prints: two builds of one version differ here."""
 
 
 def find_java() -> Java:
@@ -65,7 +63,7 @@ def inspect(program: Path) -> Java | None:
     found = re.search(r'version "(?:1\.)?(\d+)', done.stdout)
     if done.returncode or not found:
         return None
-    return Java(program=program, major=int(found[1]), banner=done.stdout)
+    return Java(program=program, major=int(found[1]))
 
 
 def _system() -> list[Path]:

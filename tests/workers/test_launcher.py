@@ -19,6 +19,7 @@ from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
+from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
@@ -177,8 +178,8 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
 
 
 def run_exists(crew: Crew, run: str) -> bool:
-    """Whether the run's topics are there."""
-    return crew.log.partitions(f"{run}.metrics") is not None
+    """True once the run's record can be read; its topics are made before it."""
+    return crew.log.partitions(f"{run}.metrics") is not None and load(crew.log, run).record is not None
 
 
 @pytest.mark.slow

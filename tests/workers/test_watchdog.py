@@ -31,7 +31,7 @@ class Listener:
         while not any(all(word in text for word in words) for text in self.said):
             assert time.monotonic() < deadline, f"not said: {words}; said: {self.said}"
             self.view.poll(0.1)
-            self._dog.look(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
+            self._dog.check(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
 
 
 def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, tiny_model, tmp_path: Path):

@@ -43,13 +43,13 @@ def test_a_broker_without_disk_space_says_so_and_loses_nothing(tmp_path: Path) -
 
 def test_a_killed_broker_is_told_from_a_stopped_one(new_home: Callable[[], Path]) -> None:
     home = new_home()
-    assert embedded.why_it_ended(home) is None
+    assert embedded.status(home).ended is None
     pid = embedded.start(home=home).pid
     assert pid is not None
-    assert embedded.why_it_ended(home) is None
+    assert embedded.status(home).ended is None
     os.kill(pid, signal.SIGKILL)
     while embedded.status(home).running:
         pass
-    assert embedded.why_it_ended(home) == embedded.status(home).ended == "the broker was killed: it left no error in its log"
+    assert embedded.status(home).ended == "the broker was killed: it left no error in its log"
     assert not embedded.stop(home)
-    assert embedded.why_it_ended(home) is None
+    assert embedded.status(home).ended is None
