@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("topics", "infra", "pipeline", "workers", "penstock")
 BEGIN, END = "<!-- tree -->\n```\n", "```\n<!-- /tree -->"
 WIDTH = 16
-SHOWN = 104
+SHOWN = 128
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 UNNAMED = {"__pycache__", "build", "dist"}
 """Folders that are made here and not part of the repository, beside hidden ones and `*.egg-info`."""

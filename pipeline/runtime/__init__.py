@@ -1,1 +1,1 @@
-"""What every worker stands on: entry point, session, roles, weight sync, the run registry and the reader of a run's topics."""
+"""What every worker stands on: entry point, session, reporter, dead letters, commit notes, roles, weight sync, run registry, topic reader."""
