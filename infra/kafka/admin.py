@@ -1,6 +1,6 @@
-"""Topics and offsets of a Kafka cluster: created, checked, listed, deleted.
+"""Creates, checks, lists and deletes topics of a Kafka cluster, and looks up offsets.
 
-The rule: a topic that exists is never changed; where it differs from what is wanted, one line says how.
+The rule: an existing topic is never changed; an error of one line says how it differs from the specification.
 """
 
 import threading
@@ -28,7 +28,7 @@ _UNKNOWN_TOPIC = 3  # Kafka's error code UNKNOWN_TOPIC_OR_PARTITION
 
 
 class Holder(NamedTuple):
-    """What the broker knows of the producer that took a transactional id last."""
+    """The producer that took a transactional id last, as the broker describes it."""
 
     producer_id: int
     epoch: int
@@ -56,13 +56,13 @@ class Admin:
                 self._costs.watch(private_api.io_thread(self._client), "io_s")
 
     def _ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
-        """Ask the cluster, again while it is only unavailable; raises LogError after `timeout_s`, outages apart."""
+        """Ask the cluster, retrying while it is only unavailable; raises LogError after `timeout_s`, not counting outages."""
         self._contact.reach(self.connect)
         wait, end = Wait(self._contact), time.monotonic() + timeout_s
         wait.begin()
         while True:
             try:
-                found = self._answer(question)
+                answer = self._answer(question)
             except edge.AWAY:
                 wait.check()
                 end = time.monotonic() + timeout_s
@@ -76,7 +76,7 @@ class Admin:
                 raise edge.translate(error, what) from error
             else:
                 wait.answered()
-                return found
+                return answer
 
     def _answer(self, question: Callable[[Any], T]) -> T:
         with self._lock:
@@ -92,7 +92,7 @@ class Admin:
         return sorted(name for name in names if name.startswith(prefix) and not name.startswith("__"))
 
     def partitions(self, topic: str) -> int | None:
-        """How many partitions `topic` has; None when it does not exist. A count once seen is remembered."""
+        """Number of partitions of `topic`, None when it does not exist. Counts are cached."""
         if topic not in self._counts:
             described = self._describe([topic])
             if topic not in described:
@@ -134,7 +134,7 @@ class Admin:
             except LogError as error:
                 if not isinstance(error.__cause__, errors.TopicAlreadyExistsError):
                     raise
-                existing = self._describe(list(specs))  # somebody else created some of them at the same time
+                existing = self._describe(list(specs))  # another process created some of them at the same time
             self._ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
         if existing:
             self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
@@ -144,10 +144,10 @@ class Admin:
             if counts[name] != spec.partitions:
                 raise LogError(f"topic {name} has {counts[name]} partitions, {spec.partitions} are wanted: use another run id or delete it")
         resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
-        found = self._ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
+        settings = self._ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
         for name, spec in specs.items():
             for key, value in spec.configs.items():
-                actual = found[name].get(key, {}).get("value")
+                actual = settings[name].get(key, {}).get("value")
                 if actual != value:
                     raise LogError(f"topic {name} has {key}={actual}, wanted is {value}: use another run id or alter the topic")
 
@@ -167,24 +167,24 @@ class Admin:
             time.sleep(0.05)
 
     def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool) -> dict[Partition, int]:
-        """First or next offset of each partition; with `committed`, the end is where open transactions begin."""
+        """First offset of each partition, or with `end` the next one; with `committed`, the end is where open transactions begin."""
         wanted = list(partitions)
         if not wanted:
             return {}
         self.require(wanted)
         spec = OffsetSpec.LATEST if end else OffsetSpec.EARLIEST
         isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
-        asked = {TopicPartition(topic, partition): spec for topic, partition in wanted}
-        found = self._ask(
+        specs = {TopicPartition(topic, partition): spec for topic, partition in wanted}
+        offsets = self._ask(
             f"cannot look up offsets of {wanted[0][0]}",
-            lambda client: client.list_partition_offsets(asked, isolation_level=isolation, timeout_ms=15_000),
+            lambda client: client.list_partition_offsets(specs, isolation_level=isolation, timeout_ms=15_000),
         )
-        return {(tp.topic, tp.partition): value.offset for tp, value in found.items()}
+        return {(tp.topic, tp.partition): value.offset for tp, value in offsets.items()}
 
     def holder(self, transactional_id: str) -> Holder:
-        """Who took a transactional id last."""
-        found = self._ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
-        described = found[transactional_id]
+        """The producer that took a transactional id last."""
+        descriptions = self._ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
+        described = descriptions[transactional_id]
         return Holder(described.producer_id, described.producer_epoch, described.transaction_timeout_ms)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What waits between a member's polling thread and its user: events in order, and commits that are not acknowledged yet.
+"""The queue between a member's polling thread and its user: events in order, and commits that are not acknowledged yet.
 
 The rule: revoking drops the revoked partitions' waiting records and commits in the same step that queues the Revoked event.
 """
@@ -33,7 +33,7 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """Whether nothing more should be read."""
+        """True if nothing more should be read."""
         return self._records >= self.max_records or self._bytes >= self._max_bytes
 
     def put(self, records: Sequence[Record]) -> None:
@@ -73,7 +73,7 @@ class Buffer:
             self._change.notify_all()
 
     def wake(self) -> None:
-        """Let a waiting thread look again."""
+        """Wake a waiting thread, so that it checks its condition again."""
         with self._change:
             self._change.notify_all()
 
@@ -98,7 +98,7 @@ class Buffer:
             self._change.wait_for(lambda: not self.full, timeout_s)
 
     def want(self, offsets: Commits) -> bool:
-        """Remember what is to be committed; False, and nothing is, when a partition is not owned."""
+        """Remember offsets to commit; returns False and remembers none if a partition is not owned."""
         with self._change:
             if not self._owned.issuperset(offsets):
                 return False
@@ -107,14 +107,14 @@ class Buffer:
             return True
 
     def unsent_commits(self) -> Commits:
-        """Wanted commits that failed and are to be sent again; they count as on their way from now on."""
+        """Commits that failed and have to be sent again; from now on they count as sent."""
         with self._change:
             again = {partition: wanted for partition, wanted in self._wanted.items() if partition not in self._sending}
             self._sending.update(again)
             return again
 
     def committed(self, offsets: Mapping[Partition, tuple[int, str]]) -> None:
-        """The log has noted these."""
+        """Note that the log has stored these offsets."""
         with self._change:
             for partition, noted in offsets.items():
                 if self._wanted.get(partition) == noted:
@@ -122,7 +122,7 @@ class Buffer:
                     self._sending.discard(partition)
 
     def uncommitted(self, offsets: Mapping[Partition, tuple[int, str]], error: BaseException) -> None:
-        """The log has not noted these: the group is rebalancing (then they are void) or the broker is away (then again)."""
+        """Note that a commit failed: it is void if the group is rebalancing, and sent again if the broker is away."""
         log.debug("commit of %d partitions failed: %s", len(offsets), error)
         with self._change:
             for partition, failed in offsets.items():

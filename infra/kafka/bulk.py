@@ -1,6 +1,6 @@
-"""Whole partitions read and records written in bulk through librdkafka, for exports and imports.
+"""Reads whole partitions and writes records in bulk through librdkafka, for exports and imports.
 
-The rule: librdkafka's queues and one block of records are all that is in memory, however long a partition is; its errors become ours here.
+The rule: memory holds only librdkafka's queues and one block of records, however long a partition is; its errors become ours here.
 """
 
 import time
@@ -20,12 +20,12 @@ FETCH_BYTES = 8 << 20
 QUEUE_KIB = 24 << 10
 ANSWER_S = 60.0
 SILENT_S = 60.0
-"""A broker that sends nothing for so long, although there is more to read, is given up."""
+"""Give up on a broker that sends nothing for this long although there is more to read."""
 POLL_S = 0.5
 
 
 class _Client:
-    """What librdkafka says only to its callback: why there is no connection."""
+    """Keeps the reason for a missing connection, which librdkafka reports only to its error callback."""
 
     def __init__(self) -> None:
         self._problem: str | None = None
@@ -35,7 +35,7 @@ class _Client:
 
 
 class BulkReader(_Client):
-    """Reads one partition after the other; for one thread."""
+    """Reads one partition after another; for one thread."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class BulkReader(_Client):
             **librdkafka(connection),
             "group.id": f"{connection.client_id}-bulk",  # the client demands one; no group is joined and nothing is committed
             "enable.auto.commit": False,
-            "auto.offset.reset": "error",  # records that retention takes away meanwhile are an error, not a gap
+            "auto.offset.reset": "error",  # records that retention deletes during the read are an error, not a gap
             "isolation.level": "read_committed",
             "enable.partition.eof": True,
             "check.crcs": True,
             "fetch.message.max.bytes": FETCH_BYTES,
             "queued.max.messages.kbytes": QUEUE_KIB,
             "fetch.queue.backoff.ms": 5,  # the default of 1 s is a pause after every full queue
-            "fetch.wait.max.ms": 10,  # the default of 500 ms is how long the next partition waits for an answer about the last one
+            "fetch.wait.max.ms": 10,  # with the default of 500 ms the next partition waits that long for the last one's fetch
             "error_cb": self._note,
         }
         with _translated(f"{connection.bootstrap} cannot be read"):
@@ -60,18 +60,18 @@ class BulkReader(_Client):
         """The committed records from offset `first` on and below `end`, in blocks. Raises `LogError`."""
         self._consumer.assign([TopicPartition(topic, partition, first)])
         records: list[Record] = []
-        size, heard = 0, time.monotonic()
+        size, last_answer = 0, time.monotonic()
         position = first
         while position < end:
             message = self._consumer.poll(POLL_S)
             if message is None:
-                if time.monotonic() - heard > SILENT_S:
+                if time.monotonic() - last_answer > SILENT_S:
                     raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
                 continue
-            heard = time.monotonic()
+            last_answer = time.monotonic()
             if (error := message.error()) is not None:
                 if error.code() == KafkaError._PARTITION_EOF:
-                    break  # only marks of transactions are left below `end`
+                    break  # only transaction markers are left below `end`
                 raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
             record = _record(message)
             position = record.offset + 1
@@ -87,12 +87,12 @@ class BulkReader(_Client):
             yield records
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the consumer."""
         self._consumer.close()
 
 
 class BulkWriter(_Client):
-    """Appends records with their timestamps, in the order in which they are given; for one thread."""
+    """Appends records with their timestamps, in the order given; for one thread."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class BulkWriter(_Client):
             self._producer = Producer(settings)
 
     def append(self, record: Record) -> None:
-        """Hand a record over; its offset is ignored. Raises `LogError` once any record was refused."""
+        """Queue a record, ignoring its offset. Raises `LogError` once any record was refused."""
         self._produce(
             record.topic,
             partition=record.partition,
@@ -122,7 +122,7 @@ class BulkWriter(_Client):
         )
 
     def tombstone(self, topic: str, key: bytes) -> None:
-        """Remove what a compacted topic of one partition holds under a key."""
+        """Delete a key from a compacted topic of one partition."""
         self._produce(topic, partition=0, key=key, value=None)
 
     def flush(self) -> None:

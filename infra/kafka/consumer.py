@@ -1,6 +1,6 @@
-"""What tails and members share: making, polling and closing a consumer.
+"""Makes, polls and closes a consumer, for tails and members alike.
 
-The rule: a broker that is away is waited for, quietly and without spinning; only a refusal is an error.
+The rule: wait for a broker that is away, quietly and without spinning; only a refusal is an error.
 """
 
 import threading
@@ -19,12 +19,12 @@ from penstock.infra.log import Commits, Committed, Partition, check_commits
 from penstock.topics.wire.record import Record
 
 GATHER_S = 0.02
-"""After a poll that brought only a few records the next one waits this long: a round trip costs as much as 50 small records."""
+"""Wait this long after a poll that returned only a few records: a round trip costs as much as 50 small records."""
 GATHER_BELOW = 64
-"""Polls that brought more than this are followed by the next at once."""
+"""A poll that returned more records than this is followed by the next at once."""
 
 _SPIN_S, _AWAY_S = 0.02, 0.2
-"""A poll that waited less than this and brought nothing is followed by a pause, a longer one while no broker is connected."""
+"""Pause after a poll that waited less than this and returned nothing; the second one applies while no broker is connected."""
 
 
 def make_consumer(connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False) -> Any:
@@ -38,7 +38,7 @@ def make_consumer(connection: Connection, costs: Costs, *, group: str | None, co
 
 
 def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
-    """Leave the group and close, in `timeout_s` at most: a dead broker must not hold anybody up."""
+    """Leave the group and close within `timeout_s`: a dead broker must not delay the caller."""
     costs.unwatch(private_api.io_thread(consumer))
 
     def close() -> None:
@@ -53,7 +53,7 @@ def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
 
 
 def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
-    """Records, in offset order within each partition; perhaps none, also before `timeout_s`, or because the broker is away.
+    """Records, in offset order within each partition; possibly none, even before `timeout_s` or because the broker is away.
 
     Raises LogError when the broker refuses.
     """
@@ -79,10 +79,14 @@ def to_kafka(offsets: Commits) -> dict[Any, Any]:
 
 
 def partition_of(topic_partition: Any) -> Partition:
-    """A partition of the client library as ours."""
+    """Convert a partition of the client library."""
     return topic_partition.topic, topic_partition.partition
 
 
-def to_committed(noted: Any) -> Committed:
-    """What a group has noted, None for nothing, as ours."""
-    return Committed(offset=None) if noted is None else Committed(offset=noted.offset, metadata=noted.metadata or "")
+def to_committed(offset_and_metadata: Any) -> Committed:
+    """Convert a committed offset of the client library; None means nothing was committed."""
+    return (
+        Committed(offset=None)
+        if offset_and_metadata is None
+        else Committed(offset=offset_and_metadata.offset, metadata=offset_and_metadata.metadata or "")
+    )

@@ -10,7 +10,7 @@ Kind = Literal["send_s", "poll_s", "io_s"]
 
 @dataclass(slots=True)
 class Meter:
-    """Adds up CPU seconds of one client's calls; its client sees to it that one thread at a time adds."""
+    """Adds up CPU seconds of one client's calls; the client lets only one thread at a time add."""
 
     kind: Kind
     seconds: float = 0.0
@@ -33,7 +33,7 @@ class Costs:
         return meter
 
     def spend(self, kind: Kind, seconds: float) -> None:
-        """Count CPU time that was spent outside of any client, such as making one."""
+        """Count CPU time spent outside any client, such as making one."""
         with self._lock:
             self._ended[kind] += seconds
 
@@ -43,14 +43,14 @@ class Costs:
             self._threads[thread] = kind
 
     def unwatch(self, thread: threading.Thread) -> None:
-        """Keep what `thread` has used so far; to be called before it ends."""
+        """Keep the CPU time `thread` has used so far; call it before the thread ends."""
         with self._lock:
             kind = self._threads.pop(thread, None)
             if kind is not None:
                 self._ended[kind] += _cpu_s(thread)
 
     def retire(self, meter: Meter) -> None:
-        """Keep what a closed client's meter has counted."""
+        """Keep the CPU time that a closed client's meter has counted."""
         with self._lock:
             if meter in self._meters:
                 self._meters.remove(meter)

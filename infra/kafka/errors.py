@@ -1,4 +1,4 @@
-"""Where the client library's objects and errors end: clients are made here, and its errors become ours.
+"""Makes the client library's objects, and translates its errors into ours.
 
 The rule: a client that cannot be made leaves nothing running behind.
 """
@@ -38,7 +38,7 @@ AWAY = (
     errors.Cancelled,
     errors.UnknownBrokerIdError,  # a broker that has just come back does not lead its partitions yet
 )
-"""What a client says while no broker answers."""
+"""Errors a client raises while no broker answers."""
 OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
 _FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
 REFUSED = (
@@ -57,7 +57,7 @@ def one_line(error: BaseException) -> str:
 
 
 def translate(error: BaseException, what: str) -> LogError:
-    """The client library's `error` as one of ours; `what` names the attempt and its object."""
+    """Translate an `error` of the client library into ours; `what` names the attempt and its object."""
     if isinstance(error, LogError):
         return error
     text = f"{what}: {one_line(error)}"
@@ -73,7 +73,7 @@ def translate(error: BaseException, what: str) -> LogError:
 
 
 class _Reasons(logging.Handler):
-    """Keeps what the client library says only to its log while it fails to reach a broker."""
+    """Keeps the reasons that the client library only logs while it fails to reach a broker."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -115,7 +115,7 @@ def _unreachable(connection: Connection, reason: str) -> LogUnreachable:
 
 
 def probe(connection: Connection) -> None:
-    """Raise LogUnreachable at once when nothing listens at any of the addresses; says why."""
+    """Raise LogUnreachable with the reason, at once, if nothing listens at any of the addresses."""
     reason = ""
     servers = connection.servers()
     patience_s = min(5.0, connection.unreachable_after_s) / len(servers)
@@ -131,7 +131,7 @@ def probe(connection: Connection) -> None:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Errors of the client library inside come out as ours."""
+    """Translate errors of the client library that the block raises into ours."""
     try:
         yield
     except errors.KafkaError as error:

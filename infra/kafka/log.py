@@ -1,6 +1,6 @@
 """`KafkaLog`: the log on Apache Kafka.
 
-The rule: a log object is cheap and shared; each tail, member, producer and transactional writer is a client of its own.
+The rule: a log object is cheap and shared; each tail, member, producer and transactional writer has a client of its own.
 """
 
 import threading
@@ -26,7 +26,7 @@ from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Record
 
 _RUN_GAP = 64
-"""Offsets further apart than this are fetched by a seek of their own instead of reading what lies between."""
+"""Offsets further apart than this are fetched with a seek each, rather than by reading the records between them."""
 
 _LONGEST_S = 7 * 86400.0
 """Client settings count milliseconds in 32 bits."""
@@ -35,7 +35,7 @@ _AFTER_OUTAGE_S = 30.0
 """A read that an outage interrupted has at least this long after it."""
 
 _AT_ONCE_S = 0.25
-"""Records that exist come within this time; only those that do not are worth asking where the partition begins and ends."""
+"""Existing records arrive within this time; only for missing ones is it worth asking where the partition begins and ends."""
 
 
 class KafkaLog:
@@ -64,7 +64,7 @@ class KafkaLog:
         self.bootstrap = bootstrap
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
-        """How clients made from now on bear an outage: they wait for `give_up_s`, and `say` is told once of its begin and of its end."""
+        """Set how clients made from now on bear an outage: they wait for `give_up_s`, and `say` gets a line when it begins and when it ends."""
         self._contact.give_up_s = give_up_s
         if say is not None:
             self._contact.tell(say)
@@ -86,11 +86,11 @@ class KafkaLog:
         return self._admin.partitions(topic)
 
     def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """The first offset that is still kept, by partition."""
+        """Partition -> the first offset that is still kept."""
         return self._admin.offsets(partitions, end=False, committed=True)
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """One past the last readable offset, by partition; with `committed`, no further than the first open transaction."""
+        """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
         return self._admin.offsets(partitions, end=True, committed=committed)
 
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> KafkaTail:
@@ -99,7 +99,7 @@ class KafkaLog:
 
     @property
     def connection(self) -> Connection:
-        """Where the broker is and who we are, for `penstock.infra.kafka.bulk`."""
+        """Broker address and credentials, for `penstock.infra.kafka.bulk`."""
         return self._connection
 
     def member(
@@ -121,7 +121,7 @@ class KafkaLog:
     def producer(
         self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0
     ) -> KafkaProducerOfRecords:
-        """A writer of single records; `linger_ms` 0 for single records that somebody waits for."""
+        """A writer of single records; use `linger_ms` 0 when the caller waits for each record."""
         return KafkaProducerOfRecords(
             self._connection,
             self._costs,
@@ -136,7 +136,7 @@ class KafkaLog:
         return min(self._contact.give_up_s if give_up_s is None else give_up_s, _LONGEST_S)
 
     def transactions(self, transactional_id: str, *, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None) -> KafkaTransactions:
-        """A writer of transactions; it takes the id from any other process that has it."""
+        """A writer of transactions; it takes the id from any other process that holds it."""
         return KafkaTransactions(
             self._connection,
             self._costs,
@@ -149,44 +149,50 @@ class KafkaLog:
         )
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The committed records at exactly these offsets, in the order asked; raises RecordMissing naming those that are not there.
+        """The committed records at exactly these offsets, in the order given; raises RecordMissing naming those that are missing.
 
-        Waits for an open transaction that holds an offset up: each partition learns of a commit at a moment of its own.
+        Waits for an open transaction that holds back an offset: each partition learns of a commit at a different moment.
         """
-        found = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
-        missing = [offset for offset in offsets if offset not in found]
+        records = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
+        missing = [offset for offset in offsets if offset not in records]
         if missing:
             raise RecordMissing(self._missing((topic, partition), missing))
-        return [found[offset] for offset in offsets]
+        return [records[offset] for offset in offsets]
 
     def _missing(self, at: Partition, offsets: Sequence[int]) -> str:
-        """Why nothing stands at these offsets: deleted, or never written."""
-        place, first = f"{at[0]}/{at[1]}", self.begin_offsets([at])[at]
-        gone, never = [offset for offset in offsets if offset < first], [offset for offset in offsets if offset >= first]
-        told = []
-        if gone:
-            told.append(f"{place}: the records at offsets {_shown(gone)} were deleted, the first one that is kept is {first}")
+        """Say why these offsets hold no record: deleted, or never written."""
+        where, first = f"{at[0]}/{at[1]}", self.begin_offsets([at])[at]
+        deleted, never = [offset for offset in offsets if offset < first], [offset for offset in offsets if offset >= first]
+        reasons = []
+        if deleted:
+            reasons.append(f"{where}: the records at offsets {_shown(deleted)} were deleted, the first one that is kept is {first}")
         if never:
-            told.append(f"{place} has no committed record at offset {_shown(never)}")
-        return "; ".join(told)
+            reasons.append(f"{where} has no committed record at offset {_shown(never)}")
+        return "; ".join(reasons)
 
     def _fetch(self, topic: str, partition: int, offsets: Sequence[int], timeout_s: float) -> dict[int, Record]:
-        """What stands at these ascending offsets; those where nothing stands are left out."""
+        """Offset -> record, for these ascending offsets; those without a record are left out."""
         if not offsets:
             return {}
         deadline = time.monotonic() + timeout_s
-        found: dict[int, Record] = {}
-        self._fetch_runs(topic, partition, offsets, found, deadline, patience_s=_AT_ONCE_S)
-        if len(found) == len(offsets):
-            return found
+        records: dict[int, Record] = {}
+        self._fetch_runs(topic, partition, offsets, records, deadline, patience_s=_AT_ONCE_S)
+        if len(records) == len(offsets):
+            return records
         first = self.begin_offsets([(topic, partition)])[topic, partition]
         end = self.end_offsets([(topic, partition)], committed=False)[topic, partition]
         wanted = [offset for offset in offsets if first <= offset < end]
-        self._fetch_runs(topic, partition, wanted, found, deadline)
-        return found
+        self._fetch_runs(topic, partition, wanted, records, deadline)
+        return records
 
     def _fetch_runs(
-        self, topic: str, partition: int, offsets: Sequence[int], found: dict[int, Record], deadline: float, patience_s: float | None = None
+        self,
+        topic: str,
+        partition: int,
+        offsets: Sequence[int],
+        by_offset: dict[int, Record],
+        deadline: float,
+        patience_s: float | None = None,
     ) -> None:
         with self._reader_lock:
             if self._reader is None:
@@ -195,12 +201,12 @@ class KafkaLog:
                 )
                 self._reader_outage = Outage(self._contact)
             began = time.thread_time()
-            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in found]):
-                self._fetch_run(TopicPartition(topic, partition), run, found, deadline, patience_s)
+            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in by_offset]):
+                self._fetch_run(TopicPartition(topic, partition), run, by_offset, deadline, patience_s)
             self._reader_meter.seconds += time.thread_time() - began
 
-    def _fetch_run(self, tp: Any, run: Sequence[int], found: dict[int, Record], deadline: float, patience_s: float | None) -> None:
-        """Read what stands at `run`; gives up silently after `patience_s`, if that is said."""
+    def _fetch_run(self, tp: Any, run: Sequence[int], by_offset: dict[int, Record], deadline: float, patience_s: float | None) -> None:
+        """Read the records at the offsets of `run`; with `patience_s`, gives up silently after it."""
         wanted = set(run)
         patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
         self._reader.assign([tp])
@@ -211,10 +217,10 @@ class KafkaLog:
                 return
             left = min(deadline, patient_until) - now
             if now >= deadline:
-                place = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
-                raise LogError(f"reading {place} took too long; is the broker running, or a transaction open?")
+                where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
+                raise LogError(f"reading {where} took too long; is the broker running, or a transaction open?")
             records = consumer.poll(self._reader, min(1.0, left), 500)
-            found.update((record.offset, record) for record in records if record.offset in wanted)
+            by_offset.update((record.offset, record) for record in records if record.offset in wanted)
             if records:
                 self._reader_outage.over()
             elif self._reader_outage.look(self._reader) > 0:
@@ -225,7 +231,7 @@ class KafkaLog:
         return self._costs.totals()
 
     def close(self) -> None:
-        """Close what the log itself holds; tails, members and writers are closed by their users."""
+        """Close the log's own clients; users close their tails, members and writers."""
         with self._reader_lock:
             reader, self._reader = self._reader, None
         if reader is not None:
@@ -235,7 +241,7 @@ class KafkaLog:
 
 
 def _shown(offsets: Sequence[int]) -> str:
-    """Offsets in a line: ranges, and no more than ten of them.
+    """Offsets as one line, at most ten ranges.
 
     Example:
         _shown([3, 4, 5, 9])  # -> "3 to 5, 9"
@@ -251,7 +257,7 @@ def _shown(offsets: Sequence[int]) -> str:
 
 
 def _runs(offsets: Sequence[int]) -> list[list[int]]:
-    """Ascending offsets cut wherever a gap is worth a seek.
+    """Split ascending offsets wherever a gap is worth a seek.
 
     Example:
         _runs([3, 4, 900])  # -> [[3, 4], [900]]

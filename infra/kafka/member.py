@@ -25,11 +25,11 @@ from penstock.infra.log import Assigned, Commits, Event, Membership, StartAt
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""Longest wait of the owning thread for records; commits and rebalances do not wait for it."""
+"""Longest wait of the polling thread for records; it delays neither commits nor rebalances."""
 FULL_S = 0.1
-"""Pulse of the owning thread while the buffer is full: heartbeats go on."""
+"""Interval between polls while the buffer is full, so that heartbeats go on."""
 JOIN_LIMIT_S = 20.0
-"""A member that has been connected for so long without completing a join is made anew."""
+"""A member that has been connected for this long without completing a join is replaced."""
 
 
 class KafkaMember:
@@ -67,11 +67,11 @@ class KafkaMember:
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which no broker has answered; 0.0 in normal times."""
+        """Seconds since a broker last answered; 0.0 unless one is overdue."""
         return self._outage.seconds
 
     def take(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call, in order; waits up to `timeout_s` for something. Raises LogError when it has ended."""
+        """Events since the last call, in order; waits up to `timeout_s` for the first. Raises LogError once the member has failed."""
         began = time.thread_time()
         try:
             return self._buffer.take(timeout_s)
@@ -79,7 +79,7 @@ class KafkaMember:
             self._meter.seconds += time.thread_time() - began
 
     def commit(self, offsets: Commits) -> bool:
-        """Note offsets for the group, without waiting; False when a partition is not owned (any more): then none are noted.
+        """Commit offsets for the group without waiting; returns False and commits none if a partition is not owned (any more).
 
         They are sent at once and again after an outage, until newer ones take their place or the partition is revoked.
         """
@@ -90,18 +90,18 @@ class KafkaMember:
         return True
 
     def membership(self) -> Membership | None:
-        """Who this member was at the last Assigned it took; None before. A transaction with an old one is refused."""
+        """The membership as of the last Assigned that was taken; None before. A transaction with an outdated one is refused."""
         return self._buffer.membership
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Leave the group; takes `timeout_s` at most."""
+        """Leave the group, within `timeout_s`."""
         self._closing = True
         self._buffer.wake()
         self._thread.join(timeout_s)
         self._costs.unwatch(self._thread)
         self._costs.retire(self._meter)
 
-    # What follows runs on the owning thread.
+    # The methods below run on the polling thread.
 
     def _join(self) -> Any:
         consumer = reading.make_consumer(self._connection, self._costs, group=self._group, committed=True, member=True)
@@ -118,7 +118,7 @@ class KafkaMember:
                     self._rejoin()
         except LogError as error:
             self._buffer.end(error)
-        except Exception as error:  # the edge of a thread: whatever it is, its user must hear of it
+        except Exception as error:  # the edge of a thread: its user must get every error
             log.exception("group %s: the member's thread failed", self._group)
             self._buffer.end(LogError(f"member of group {self._group} failed: {edge.one_line(error)}"))
         finally:
@@ -141,7 +141,7 @@ class KafkaMember:
             self._buffer.wait_for_room(FULL_S)
 
     def _hold(self, full: bool) -> None:
-        """Pause what is owned while the buffer is full; the member goes on polling and stays in the group."""
+        """Pause the owned partitions while the buffer is full; the member goes on polling and stays in the group."""
         if full and not self._paused:
             self._paused = self._consumer.assignment() - self._consumer.paused()
             self._consumer.pause(*self._paused)
@@ -155,12 +155,12 @@ class KafkaMember:
         assert incoming is not None
         partitions, membership = incoming
         try:
-            found = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
+            offsets = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
         except errors.RetriableError:
-            return  # the broker is away: at the next turn
-        committed = {reading.partition_of(tp): reading.to_committed(found.get(tp)) for tp in sorted(partitions)}
+            return  # the broker is away: try at the next turn
+        committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
         starts = self._start_at(committed) if self._start_at is not None else {}
-        # Always a seek: what was fetched for an earlier assignment may have moved the position past records that nobody was given.
+        # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.
         for partition, noted in committed.items():
             offset = starts.get(partition, noted.offset)
             if offset is None:
@@ -181,7 +181,7 @@ class KafkaMember:
             future.add_errback(lambda error: self._buffer.uncommitted(sent, error))
 
     def _watch(self) -> None:
-        """Make the consumer anew when a join does not come to an end although a broker is connected."""
+        """Replace the consumer when a join does not complete although a broker is connected."""
         now, joined = time.monotonic(), private_api.has_joined(self._consumer)
         outage_s = self._outage.look(self._consumer, due=joined)
         if outage_s > 0 or joined:
@@ -197,7 +197,7 @@ class KafkaMember:
         self._consumer = self._contact.reach(self._join, ended=lambda: self._closing)
         self._joined_at = time.monotonic()
 
-    # What follows runs on the client's network thread while the owning thread waits in a poll: nothing here may wait for the broker.
+    # The methods below run on the client's network thread while the polling thread waits in a poll: nothing here may wait for the broker.
 
     def on_assigned(self, consumer: Any, partitions: Iterable[Any]) -> None:
         """Hold the new partitions until their start is known."""
@@ -208,7 +208,7 @@ class KafkaMember:
             self._incoming = (assigned, Membership(group=self._group, generation=joined.generation_id, member_id=joined.member_id))
 
     def on_revoked(self, consumer: Any) -> None:
-        """Everything is taken away at each rebalance (eager protocol); what stays comes back with the next assignment."""
+        """Give up all partitions, as at each rebalance (eager protocol); those that stay come back with the next assignment."""
         if consumer is self._consumer:
             self._incoming = None
             self._buffer.revoke()

@@ -1,7 +1,7 @@
-"""When a broker last answered the clients of one log, and how long they wait for one that does not.
+"""Tracks when a broker last answered the clients of one log, and how long they wait for one that does not.
 
-The rule: time limits of calls count while a broker answers; one that is away is waited for as long as `give_up_s` says, no longer,
-no shorter, by every client alike.
+The rule: time limits of calls count only while a broker answers; every client waits for one that is away for `give_up_s`, no longer and
+no shorter.
 """
 
 import threading
@@ -18,14 +18,14 @@ from penstock.infra.kafka.client_repairs import private_api
 T = TypeVar("T")
 
 AWAY_AFTER_S = 5.0
-"""Nobody who waits has had an answer for so long: said once."""
+"""An outage is reported, once, when no waiting client has had an answer for this long."""
 SILENT_S = 3.0
-"""A connected reader that polls hears from the broker at least twice a second; after so long without a word it is away."""
+"""The broker counts as away after this much silence: it answers a connected reader that polls at least twice a second."""
 _LOOK_EVERY_S = 1.0
 
 
 class Contact:
-    """What the clients of one log know together."""
+    """The state of the broker's answers that all clients of one log share."""
 
     def __init__(self, bootstrap: str, give_up_s: float) -> None:
         self.bootstrap, self.give_up_s = bootstrap, give_up_s
@@ -36,34 +36,34 @@ class Contact:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without an answer to anybody although somebody waits for one; 0.0 when nobody does."""
+        """Seconds without an answer to any client although one waits; 0.0 when none waits."""
         with self._lock:
             begun = [began for wait in self._waits if (began := wait.since) is not None]
         return max(0.0, time.monotonic() - max(self._answered, min(begun))) if begun else 0.0
 
     def join(self, wait: "Wait") -> None:
-        """Ask this one, too, whether it waits."""
+        """Include this wait in `silent_s`."""
         with self._lock:
             self._waits.add(wait)
 
     def answered(self) -> None:
-        """A broker has answered somebody just now."""
+        """Note that a broker has just answered one of the clients."""
         self._answered = time.monotonic()
 
     def gave_up(self, after_s: float | None = None) -> LogUnreachable:
-        """What to raise when the time is over."""
+        """The error to raise when the time is over."""
         return LogUnreachable(
             f"the broker at {self.bootstrap} has not answered for {after_s or self.give_up_s:.0f} s (kafka.give_up_s): giving up; "
             "what was not acknowledged is done again after a restart"
         )
 
     def reach(self, attempt: Callable[[], T], *, ended: Callable[[], bool] = lambda: False) -> T:
-        """What `attempt` returns, made again while no broker can be reached; raises LogUnreachable after `give_up_s` or when `ended`."""
+        """The result of `attempt`, retried while no broker can be reached; raises LogUnreachable after `give_up_s` or when `ended`."""
         wait = Wait(self)
         wait.begin()
         while True:
             try:
-                found = attempt()
+                result = attempt()
             except (LogUnreachable, errors.RetriableError) as error:
                 if ended():
                     raise self.gave_up() from error
@@ -71,29 +71,29 @@ class Contact:
                 time.sleep(0.1)
             else:
                 wait.answered()
-                return found
+                return result
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """From now on say once when the broker goes away and once when it is back."""
+        """From now on, `say` once when the broker goes away and once when it is back."""
         threading.Thread(target=self._tell, args=(say,), daemon=True, name="log-contact").start()
 
     def _tell(self, say: Callable[[str], None]) -> None:
-        gone: float | None = None
+        away_since: float | None = None
         looked = time.monotonic()
         while not self._closed.wait(_LOOK_EVERY_S):
             last, looked = looked, time.monotonic()
             if looked - last > AWAY_AFTER_S:
-                continue  # this process itself was stopped: nobody could hear anything
+                continue  # this process itself was suspended: no client could receive an answer
             silent_s = self.silent_s
-            if gone is None and silent_s >= AWAY_AFTER_S:
-                gone = time.monotonic() - silent_s
+            if away_since is None and silent_s >= AWAY_AFTER_S:
+                away_since = time.monotonic() - silent_s
                 say(f"the broker at {self.bootstrap} has not answered for {silent_s:.0f} s; waiting for it, {self.give_up_s:.0f} s at most")
-            elif gone is not None and self._answered > gone + AWAY_AFTER_S:
-                say(f"the broker answers again, after {self._answered - gone:.0f} s")
-                gone = None
+            elif away_since is not None and self._answered > away_since + AWAY_AFTER_S:
+                say(f"the broker answers again, after {self._answered - away_since:.0f} s")
+                away_since = None
 
     def close(self) -> None:
-        """Say nothing more."""
+        """Stop reporting outages."""
         self._closed.set()
 
 
@@ -107,22 +107,22 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """For how long it has waited; 0.0 when it does not."""
+        """Seconds this client has waited; 0.0 when it does not wait."""
         since = self.since
         return 0.0 if since is None else time.monotonic() - since
 
     def begin(self) -> None:
-        """An answer is due from now on, unless one was already."""
+        """Start waiting for an answer, unless already waiting."""
         if self.since is None:
             self.since = time.monotonic()
 
     def answered(self, *, more: bool = False) -> None:
-        """An answer came; with `more` the next one is due."""
+        """Note an answer; with `more`, start waiting for the next one."""
         self._contact.answered()
         self.since = time.monotonic() if more else None
 
     def end(self) -> None:
-        """Nothing is waited for any more."""
+        """Stop waiting."""
         self.since = None
 
     def check(self) -> None:
@@ -132,7 +132,7 @@ class Wait:
 
 
 class Outage:
-    """For how long no broker has answered a consumer, as seen by the thread that polls it."""
+    """Measures how long no broker has answered a consumer, for the thread that polls it."""
 
     def __init__(self, contact: Contact) -> None:
         self._contact, self._wait = contact, Wait(contact)
@@ -141,16 +141,16 @@ class Outage:
         self._down = False
 
     def look(self, consumer: Any, *, due: bool = True) -> float:
-        """Look at the consumer's connections now; returns `seconds`, raises LogUnreachable after `give_up_s`.
+        """Check the consumer's connections; returns `seconds`, raises LogUnreachable after `give_up_s`.
 
-        `due`: whether a connected broker owes this consumer an answer; it does not while a group gathers.
+        `due` is False while a connected broker owes this consumer no answer, as while a group gathers.
         """
-        now, heard = time.monotonic(), private_api.last_heard(consumer)
-        if heard > self._heard:
-            self._heard = self._since = heard
+        now, last_answer = time.monotonic(), private_api.last_heard(consumer)
+        if last_answer > self._heard:
+            self._heard = self._since = last_answer
             self._contact.answered()
         elif not self._down and now - self._looked > SILENT_S:
-            self._since = now  # nobody polled, so nothing could be heard
+            self._since = now  # no poll took place, so no answer could arrive
         connected = private_api.connected(consumer)
         if connected and not due:
             self._since = now
@@ -164,12 +164,12 @@ class Outage:
         return now - self._since
 
     def over(self) -> None:
-        """Records have come."""
+        """Note that records have arrived."""
         self._heard = self._since = self._looked = time.monotonic()
         self._down = False
         self._wait.answered()
 
     @property
     def seconds(self) -> float:
-        """Seconds since a broker was last heard of; 0.0 in normal times."""
+        """Seconds since a broker last answered; 0.0 unless one is overdue."""
         return time.monotonic() - self._since if self._down else 0.0

@@ -1,6 +1,6 @@
 """Writing single records.
 
-The rule: a record is either acknowledged by the log or its `Pending` and the next `flush` say otherwise; nothing is lost silently.
+The rule: a record is acknowledged by the log, or its `Pending` and the next `flush` raise; nothing is lost silently.
 """
 
 import threading
@@ -24,13 +24,13 @@ _RECORD_OVERHEAD = 512
 
 
 def send(kafka: Any, outgoing: Outgoing) -> Any:
-    """Hand a record to a client; returns its future. Raises KafkaError, also KafkaTimeoutError while the topic is not known."""
+    """Give a record to a client and return its future. Raises KafkaError; KafkaTimeoutError while the topic is unknown."""
     headers = list(outgoing.headers)
     return kafka.send(outgoing.topic, outgoing.value, key=outgoing.key, headers=headers, partition=outgoing.partition)
 
 
 class KafkaPending:
-    """A record on its way; `offset` waits for the acknowledgement."""
+    """A record that was sent; `offset` waits for the acknowledgement."""
 
     __slots__ = ("_future", "_owner", "_size", "_what")
 
@@ -45,7 +45,7 @@ class KafkaPending:
         self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
 
     def offset(self, timeout_s: float | None = None) -> int:
-        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError; None waits as long as it is tried."""
+        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError; None waits until the producer gives up."""
         try:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:
@@ -55,11 +55,11 @@ class KafkaPending:
         return offset
 
     def done(self) -> bool:
-        """Whether its fate is known."""
+        """True once the record is acknowledged or has failed."""
         return bool(self._future.is_done)
 
     def error(self) -> Exception | None:
-        """Why it was not written; None while on its way or when written."""
+        """The reason it was not written; None while in flight or when written."""
         failed = self._future.exception
         return None if failed is None else edge.translate(failed, f"cannot write to {self._what}")
 
@@ -90,7 +90,7 @@ class KafkaProducerOfRecords:
         self._failure: LogError | None = None
 
     def send(self, outgoing: Outgoing) -> KafkaPending:
-        """Hand a record over; blocks while the byte budget is used up. Raises LogError after `give_up_s`."""
+        """Send a record; blocks while the byte budget is used up. Raises LogError after `give_up_s`."""
         began = time.thread_time()
         size = len(outgoing.value) + _RECORD_OVERHEAD
         self._reserve(size)
@@ -117,7 +117,7 @@ class KafkaProducerOfRecords:
 
     def _append(self, outgoing: Outgoing) -> Any:
         """Give the record to the client, waiting for the topic's metadata while the broker is away."""
-        self._admin.require([(outgoing.topic, outgoing.partition)])  # a missing topic would be waited for in vain
+        self._admin.require([(outgoing.topic, outgoing.partition)])  # waiting for a missing topic would be in vain
         deadline = time.monotonic() + self._give_up_s
         while True:
             try:
@@ -129,7 +129,7 @@ class KafkaProducerOfRecords:
                 raise SendFailed(f"cannot write to {outgoing.topic}/{outgoing.partition}: {edge.one_line(error)}") from error
 
     def _settle(self, size: int, failure: LogError | None) -> None:
-        """The fate of a record is known."""
+        """Note that a record is acknowledged or has failed."""
         if failure is None:
             self._wait.answered(more=True)
         elif self._failure is None:
@@ -145,7 +145,7 @@ class KafkaProducerOfRecords:
                 self._room.notify_all()
 
     def check(self) -> None:
-        """Raise the first failure since the last flush: whoever sends without waiting asks now and then whether a record was lost."""
+        """Raise the first failure since the last flush; a caller that sends without waiting calls this from time to time."""
         if self._failure is not None:
             raise self._failure
 
@@ -161,7 +161,7 @@ class KafkaProducerOfRecords:
             raise failure
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Write what is on its way, for `timeout_s` at most, and stop."""
+        """Finish what is in flight, within `timeout_s`, and stop."""
         self._costs.unwatch(private_api.io_thread(self._kafka))
         self._costs.retire(self._meter)
         private_api.close_producer(self._kafka, timeout_s)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_RECORD_BYTES = 18 << 20
-"""The largest record any topic takes (a dead letter around a 16 MiB record)."""
+"""The largest record of any topic (a dead letter around a 16 MiB record)."""
 
 FETCH_BYTES = 32 << 20
 """One answer of the broker; room for the largest record and for thousands of small ones."""
@@ -45,10 +45,10 @@ class Connection:
                 raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
         if "ssl_check_hostname" in self.security:
             # The command line and TOML give strings, and "false" is true to a client.
-            given = str(self.security["ssl_check_hostname"])
-            if given.strip().lower() not in _SWITCHES:
-                raise ValueError(f"kafka security setting ssl_check_hostname={given!r} is neither true nor false")
-            object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[given.strip().lower()]})
+            check_hostname = str(self.security["ssl_check_hostname"])
+            if check_hostname.strip().lower() not in _SWITCHES:
+                raise ValueError(f"kafka security setting ssl_check_hostname={check_hostname!r} is neither true nor false")
+            object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[check_hostname.strip().lower()]})
 
     def servers(self) -> list[tuple[str, str]]:
         """Host and port of each bootstrap server, an IPv6 address without its brackets."""
@@ -66,11 +66,11 @@ _LIBRDKAFKA_SECURITY = {
     "ssl_keyfile": "ssl.key.location",
     "ssl_password": "ssl.key.password",
 }
-"""Our name of a security setting, which is kafka-python's -> librdkafka's."""
+"""Security settings: our name, which is kafka-python's -> librdkafka's."""
 
 
 def librdkafka(connection: Connection) -> dict[str, Any]:
-    """What the clients for bulk reading and writing have in common."""
+    """Settings of both clients for bulk reading and writing."""
     settings = {"bootstrap.servers": connection.bootstrap, "client.id": connection.client_id, "log_level": 0}
     settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in connection.security.items() if name in _LIBRDKAFKA_SECURITY}
     if "ssl_check_hostname" in connection.security:
@@ -79,7 +79,7 @@ def librdkafka(connection: Connection) -> dict[str, Any]:
 
 
 def common(connection: Connection) -> dict[str, Any]:
-    """What every client has."""
+    """Settings of every client."""
     return {
         "bootstrap_servers": [server.strip() for server in connection.bootstrap.split(",")],
         "client_id": connection.client_id,
@@ -94,50 +94,50 @@ def common(connection: Connection) -> dict[str, Any]:
 
 
 def connecting() -> dict[str, Any]:
-    """What the network part of every client has beyond the settings a client takes."""
+    """Settings of every client's network part that the client itself does not take."""
     # A frozen broker's queue of new connections fills up, and the system asks again ever more seldom: after a minute first half a
     # minute later. An attempt that is given up and begun anew comes through within seconds of the broker's return.
     return {"socket_connection_setup_timeout_ms": 5000, "socket_connection_setup_timeout_max_ms": 5000}
 
 
 def admin(connection: Connection) -> dict[str, Any]:
-    """Topics and offsets."""
+    """Settings of the client for topics and offsets."""
     return common(connection)
 
 
 def consumer(connection: Connection, *, group: str | None, committed: bool) -> dict[str, Any]:
-    """Reading: by hand when `group` is None or only keeps offsets, as a group member with `membership`."""
+    """Settings for reading: of named partitions when `group` is None or only keeps offsets, as a group member with `membership`."""
     return {
         **common(connection),
         "group_id": group,
-        "metrics_enabled": False,  # costs CPU on every fetch and nobody reads them
+        "metrics_enabled": False,  # they cost CPU on every fetch and are never read
         "isolation_level": "read_committed" if committed else "read_uncommitted",  # the client's own default is uncommitted
         "auto_offset_reset": "earliest",  # a first reader starts at the beginning; "latest" would lose records
         "enable_auto_commit": False,  # offsets are committed for work that is done, never for records merely read
         "fetch_max_bytes": FETCH_BYTES,
         "max_partition_fetch_bytes": FETCH_BYTES,
         "max_poll_records": 500,
-        "fetch_max_wait_ms": 500,  # the broker answers at once when there is data; this is only the pulse of an idle reader
+        "fetch_max_wait_ms": 500,  # the broker answers at once when there is data; this is only the interval of an idle reader
         # Offsets and positions of a consumer are retried this often.
         "retry_backoff_ms": 50,
     }
 
 
 def membership() -> dict[str, Any]:
-    """What a group member has on top of `consumer`."""
+    """Settings of a group member on top of `consumer`."""
     from kafka.coordinator.assignors.range import RangePartitionAssignor
 
     return {
         # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
         "partition_assignment_strategy": [RangePartitionAssignor()],
         "session_timeout_ms": 6000,  # the least a broker allows by default: a killed member's partitions move after this
-        "heartbeat_interval_ms": 500,  # how soon a member hears of a rebalance, and thus how long a joiner waits
-        "max_poll_interval_ms": 60_000,  # its own thread polls each second, so silence of a minute means it is dead
+        "heartbeat_interval_ms": 500,  # how soon a member learns of a rebalance, and thus how long a joiner waits
+        "max_poll_interval_ms": 60_000,  # a thread of its own polls each second, so a minute of silence means it is dead
     }
 
 
 def producer(connection: Connection, *, give_up_s: float, linger_ms: float) -> dict[str, Any]:
-    """Writing single records: idempotent, so a retry neither duplicates nor reorders."""
+    """Settings for writing single records: idempotent, so a retry neither duplicates nor reorders."""
     give_up_ms = int(give_up_s * 1000)
     return {
         **common(connection),
@@ -156,7 +156,7 @@ def producer(connection: Connection, *, give_up_s: float, linger_ms: float) -> d
 
 
 def transactional(connection: Connection, *, transactional_id: str, timeout_s: float, mark_ms: int = 0) -> dict[str, Any]:
-    """Writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass.
+    """Settings for writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass.
 
     The broker remembers the time-out of whoever took the id last: `mark_ms`, up to two seconds more, tells instances apart.
     """

@@ -1,4 +1,4 @@
-"""Reading partitions by name: no group, no rebalance; driven by one caller."""
+"""Reads named partitions: no group, no rebalance; driven by one caller."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from penstock.topics.wire.record import Record
 
 
 class KafkaTail:
-    """Records of the partitions its caller names, from where its caller says; for one thread."""
+    """Reads the partitions its caller names, from the offsets its caller gives; for one thread."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class KafkaTail:
 
     @property
     def outage_s(self) -> float:
-        """Seconds for which no broker has answered, as of the last poll; 0.0 in normal times."""
+        """Seconds since a broker last answered, as of the last poll; 0.0 unless one is overdue."""
         return self._outage.seconds
 
     def _resolve(self, starts: Mapping[Partition, Start]) -> dict[Partition, int]:
-        """First offsets as numbers, so that a record written after this call is always read."""
+        """Resolve starts to offsets, so that a record written after this call is always read."""
         self._admin.require(starts)
         offsets = {partition: start for partition, start in starts.items() if isinstance(start, int)}
         earliest = [partition for partition, start in starts.items() if start == "earliest"]
@@ -65,11 +65,11 @@ class KafkaTail:
             self._consumer.seek(TopicPartition(*partition), offset)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
-        """Read these partitions as well; one that is read already is moved."""
+        """Read these partitions as well; one that is already read moves to its new start."""
         self._assign(self._resolve(partitions))
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
-        """Records that are there within `timeout_s`, in offset order within each partition; possibly none.
+        """Records that arrive within `timeout_s`, in offset order within each partition; possibly none.
 
         Raises LogUnreachable when no broker has answered for the log's `give_up_s`.
         """
@@ -88,7 +88,7 @@ class KafkaTail:
         return records
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
-        """Everything up to the ends as they are now; raises LogError when that takes longer than `timeout_s`, outages apart."""
+        """Everything up to the current ends; raises LogError when that takes longer than `timeout_s`, not counting outages."""
         deadline = time.monotonic() + timeout_s
         held = [consumer.partition_of(tp) for tp in self._consumer.assignment()]
         ends = self._admin.offsets(held, end=True, committed=self._committed)
@@ -113,26 +113,26 @@ class KafkaTail:
         return offset
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """Go on with `offset`; records before it that were already fetched are not delivered."""
+        """Continue at `offset`; records before it that were already fetched are not delivered."""
         self._consumer.seek(TopicPartition(*partition), offset)
 
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
-        """Note offsets for the group; raises LogError when that fails or there is no group."""
+        """Commit offsets for the group; raises LogError when that fails or there is no group."""
         if self._group is None:
             raise LogError("a tail without a group cannot commit")
         with errors.translated(f"cannot commit offsets of group {self._group}"):
             self._consumer.commit(consumer.to_kafka(offsets), timeout_ms=int(timeout_s * 1000))
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
-        """What the group has noted for the partitions of this tail."""
+        """The group's committed offsets for the partitions of this tail."""
         if self._group is None:
             raise LogError("a tail without a group has no committed offsets")
         held: Sequence[Any] = list(self._consumer.assignment())
         with errors.translated(f"cannot read committed offsets of group {self._group}"):
-            found = private_api.fetch_committed(self._consumer, held, timeout_s)
-        return {consumer.partition_of(tp): consumer.to_committed(found.get(tp)) for tp in held}
+            offsets = private_api.fetch_committed(self._consumer, held, timeout_s)
+        return {consumer.partition_of(tp): consumer.to_committed(offsets.get(tp)) for tp in held}
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Stop reading; takes `timeout_s` at most."""
+        """Stop reading, within `timeout_s`."""
         self._costs.retire(self._meter)
         consumer.close_consumer(self._consumer, self._costs, timeout_s)

@@ -1,7 +1,7 @@
-"""Writing records and group offsets together or not at all.
+"""Writes records and group offsets together or not at all.
 
-The rule: a producer that met any error is never used again. Its successor takes the id only if nobody else did since, looks
-whether the last transaction was committed, and does it again only when it certainly was not.
+The rule: a producer that met any error is never used again. Its successor takes the id only if no other process has, checks
+whether the last transaction was committed, and repeats it only when it certainly was not.
 """
 
 import itertools
@@ -26,15 +26,15 @@ from penstock.infra.log import Commits, Membership
 from penstock.topics.wire.record import Outgoing
 
 Visible = Callable[[str, int, int], bool]
-"""Whether a committed record stands at (topic, partition, offset); raises LogError when that cannot be read."""
+"""Returns whether a committed record is at (topic, partition, offset); raises LogError when that cannot be read."""
 
 _INSTANCES = itertools.count()
 _FINAL = (*edge.NEVER_WRITTEN, *edge.REFUSED, ValueError, TypeError)
-"""Errors another attempt would meet again. All others pass; a fenced answer too, when only our own transaction took too long."""
+"""Errors that another attempt would meet again. All others are transient, even Fenced when only our own transaction took too long."""
 
 
 class KafkaTransactions:
-    """Transactions of one id, one at a time; whoever made the newest instance for an id is its only writer."""
+    """Transactions of one id, one at a time; the newest instance for an id is its only writer."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class KafkaTransactions:
         self._wait.answered()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
-        """Write all of it or nothing and return the records' offsets; a broker that is away is waited for.
+        """Write all of it or nothing and return the records' offsets; waits for a broker that is away.
 
-        Raises SendFailed when certainly nothing was written, OutcomeUnknown when that cannot be told, Fenced when another
+        Raises SendFailed when certainly nothing was written, OutcomeUnknown when that is uncertain, Fenced when another
         process has this id, LostPartition when `member`'s assignment is over, LogUnreachable when the broker stays away: what
         became of the records is unknown then, too.
         """
@@ -74,7 +74,7 @@ class KafkaTransactions:
         deadline = time.monotonic() + self._give_up_s
         self._wait.begin()
         try:
-            self._admin.require((record.topic, record.partition) for record in records)  # a missing one would be waited for in vain
+            self._admin.require((record.topic, record.partition) for record in records)  # waiting for a missing one would be in vain
         except LogUnreachable:
             raise
         except LogError as error:
@@ -99,7 +99,7 @@ class KafkaTransactions:
             self._meter.seconds += time.thread_time() - began
 
     def _attempt(self, records: Sequence[Outgoing], offsets: Commits, member: Membership | None, deadline: float) -> list[int]:
-        """One transaction from begin to end; on any error the producer is given up."""
+        """Run one transaction from begin to end; on any error the producer is discarded."""
         kafka = self._kafka
         end = time.monotonic() + self._timeout_s
         try:
@@ -110,7 +110,7 @@ class KafkaTransactions:
                 private_api.send_offsets(kafka, consumer.to_kafka(offsets), group, self._timeout_s)
             written = [future.get(max(0.01, end - time.monotonic())).offset for future in futures]
         except (errors.KafkaError, ValueError, TypeError) as error:
-            cause = private_api.first_error(kafka) or error  # what later calls say is only that something failed before
+            cause = private_api.first_error(kafka) or error  # later calls only report that something failed before
             self._drop()
             raise self._unwritten(cause) from cause
         faults.reach("transaction.sent")
@@ -123,7 +123,7 @@ class KafkaTransactions:
         return written
 
     def _unwritten(self, error: Exception) -> Exception:
-        """What to tell of an error before the commit was asked for; the successor aborts what was begun."""
+        """The error to raise for a failure before the commit was sent; the successor aborts what was begun."""
         what = f"nothing was written as {self._id}"
         if isinstance(error, edge.OVER):
             return LostPartition(f"{what}: the consumer group has moved on to another generation")
@@ -151,7 +151,7 @@ class KafkaTransactions:
         private_api.close_producer(kafka, 0)
 
     def _open(self, deadline: float) -> None:
-        """Make the producer unless there is one; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
+        """Make the producer if there is none; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
         fenced = Fenced(f"another process writes as {self._id} now: this one must stop")
         if self._fenced:
             raise fenced
@@ -178,9 +178,9 @@ class KafkaTransactions:
                 self._costs.watch(private_api.io_thread(kafka), "io_s")
 
     def _took_it_ourselves(self) -> bool:
-        """Whether the broker refuses our identity because it raised our epoch itself; then it is ours again.
+        """True if the broker refuses our identity only because it raised our epoch itself; then the id is ours again.
 
-        A broker that dies between raising the epoch and answering leaves us with the old one, and knows no better after its restart.
+        A broker that dies between raising the epoch and answering leaves us with the old one, also after its restart.
         """
         if self._identity is None:
             return False
@@ -192,7 +192,7 @@ class KafkaTransactions:
         return True
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Stop; takes `timeout_s` at most."""
+        """Stop, within `timeout_s`."""
         self._costs.retire(self._meter)
         if self._kafka is not None:
             kafka, self._kafka = self._kafka, None

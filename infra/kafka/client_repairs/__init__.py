@@ -1,1 +1,1 @@
-"""Faults of the client library, repaired in place, and the private parts of it that are used; nothing here is for speed alone."""
+"""Repairs of faults in the client library, and access to its private parts; nothing here is for speed alone."""

@@ -1,7 +1,7 @@
 """Repairs of faults in kafka-python, each with what goes wrong, a repro and the upstream report it waits for.
 
-The rule: a repair replaces only source it was written for. Where a version of the client has another source, `apply` refuses to start
-and names the function, until somebody has run the repro (`python -m tests.support.stock_faults FAULT stock BOOTSTRAP TOPIC`) and
+The rule: a repair replaces only the source it was written for. If the installed client has another source, `apply` refuses to start
+and names the function, until someone has run the repro (`python -m tests.support.stock_faults FAULT stock BOOTSTRAP TOPIC`) and
 entered the new digest: in `SOURCES` when the repair still fits, in `FIXED` when the fault is gone. No report of any of these faults in
 kafka-python 3 was open when they were repaired; each docstring ends with the title to report it under.
 """
@@ -45,7 +45,7 @@ def source_digest(name: str) -> str | None:
 
 
 def is_needed(repair: Callable[[], None], replaced: Sequence[str]) -> bool:
-    """Whether the installed client has the fault; raises Unrecoverable when `repair` was written for another source."""
+    """True if the installed client has the fault; raises Unrecoverable when `repair` was written for another source."""
     for name in replaced:
         digest = source_digest(name)
         if digest in FIXED.get(repair.__name__, ()):
@@ -130,7 +130,7 @@ def _running_join_is_remembered() -> None:
 
 
 def _finished_join_is_used() -> None:
-    """A join that ends between two polls is thrown away and begun again, so short polls never join and keep the whole group rebalancing.
+    """A join that ends between two polls is discarded and begun again, so short polls never join and keep the whole group rebalancing.
 
     Repro: short_polls. Report: "join_group_async() discards a join that succeeded between two polls".
     """
@@ -148,7 +148,7 @@ def _finished_join_is_used() -> None:
             task is not None
             and task.succeeded()
             and self.state is coordinator_base.MemberState.REBALANCING
-            # No heartbeats are sent since then: an older result is void.
+            # No heartbeats have been sent since then: an older result is void.
             and time.monotonic() - self._penstock_synced < self.config["session_timeout_ms"] / 1000
         ):
             self._join_task = None
@@ -164,7 +164,7 @@ def _finished_join_is_used() -> None:
 
 
 def _lost_batch_fails_its_transaction() -> None:
-    """A transaction commits although a record of it was lost: a batch out of time counts as retriable and changes no state.
+    """A transaction commits although one of its records was lost: an expired batch counts as retriable and changes no state.
 
     Every lost batch makes the transaction abortable, so that the commit raises; the abort takes a new epoch as well,
     because the old sequence numbers are unusable after a loss.
@@ -254,7 +254,7 @@ SOURCES = {
 """SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
 
 FIXED: dict[str, tuple[str, ...]] = {}
-"""Digests of the sources that no longer have a fault, by the repair that is left out with them."""
+"""Repair -> digests of the sources that no longer have its fault."""
 
 REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _idempotent_producer_gets_a_new_id: (f"{_MANAGER}.reset_producer_id",),
@@ -264,4 +264,4 @@ REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _lost_batch_fails_its_transaction: (f"{_MANAGER}.classify_batch_error", _END),
     _foreign_header_name_is_read: (_READ,),
 }
-"""What each repair replaces. Two wrap `classify_batch_error`, the later one around the earlier."""
+"""Repair -> the functions it replaces. Two wrap `classify_batch_error`, the later one around the earlier."""

@@ -1,6 +1,6 @@
-"""The private parts of kafka-python that are used rather than repaired: time limits and facts its public calls do not offer.
+"""Access to private parts of kafka-python: time limits and state that its public calls do not offer.
 
-The rule: whatever is not public is reached through `faults.py` or this file.
+The rule: only `faults.py` and this file touch what is not public.
 """
 
 import threading
@@ -21,12 +21,12 @@ def io_thread(client: Any) -> threading.Thread:
 
 
 def connected(consumer: Any) -> bool:
-    """Whether a connection to any broker is up."""
+    """True if a connection to any broker is up."""
     return any(connection.connected for connection in list(consumer._manager._conns.values()))
 
 
 def last_heard(consumer: Any) -> float:
-    """When, by the monotonic clock, a broker last sent anything over a connection that is up; 0.0 when none is."""
+    """Monotonic time at which a broker last sent anything over a connection that is up; 0.0 when none is."""
     transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]
     return max((transport.last_read for transport in transports if transport is not None), default=0.0)
 
@@ -38,7 +38,7 @@ def poll_once(consumer: Any, timeout_s: float, max_records: int) -> list[Record]
 
 
 def _record(record: Any) -> Record:
-    """A record of the client library as ours; what is null there is empty here, but for the key."""
+    """Convert a record of the client library; nulls become empty, except the key."""
     return Record(
         topic=record.topic,
         partition=record.partition,
@@ -51,7 +51,7 @@ def _record(record: Any) -> Record:
 
 
 def position(consumer: Any, topic_partition: Any) -> int | None:
-    """The next offset to be delivered, without asking the broker; None when not known (yet)."""
+    """The next offset to be delivered, without asking the broker; None while unknown."""
     state = consumer._subscription.assignment.get(topic_partition)
     return None if state is None or state.position is None else state.position.offset
 
@@ -68,7 +68,7 @@ def subscribe(consumer: Any, topics: Sequence[str], listener: Any) -> None:
 
 
 def has_joined(consumer: Any) -> bool:
-    """Whether a group member has a completed, current join."""
+    """True if a group member has a completed, current join."""
     return bool(consumer._coordinator.stable())
 
 
@@ -85,18 +85,18 @@ def commit_soon(consumer: Any, offsets: Mapping[Any, Any]) -> Any:
 
 
 def producer_identity(producer: Any) -> Any:
-    """Producer id and epoch, which prove to the broker that nobody took over the transactional id since."""
+    """Producer id and epoch, which prove to the broker that no other process has taken the transactional id since."""
     return producer._transaction_manager.producer_id_and_epoch
 
 
 def first_error(producer: Any) -> Exception | None:
-    """What put a transactional producer into its error state; None when it is in none."""
+    """The error that put a transactional producer into its error state, None when it is in none."""
     error: Exception | None = producer._transaction_manager.last_error
     return error
 
 
 def init_transactions(producer: Any, identity: Any, timeout_s: float) -> None:
-    """Take the transactional id; with an `identity`, only if nobody else took it since.
+    """Take the transactional id; with an `identity`, only if no other process has taken it since.
 
     The broker accepts the old id and epoch after it aborted an overdue transaction of ours (KIP-360, KIP-588), and
     refuses them with ProducerFencedError once another process has called `init_transactions`.
@@ -130,7 +130,7 @@ def _wait(producer: Any, result: Any, timeout_s: float, what: str) -> None:
 
 
 def close_producer(producer: Any, timeout_s: float) -> None:
-    """Close a producer in `timeout_s`, whatever state it is in; its own close raises when it cannot flush and then leaves its thread."""
+    """Close a producer within `timeout_s`, whatever its state; its own close raises when it cannot flush and leaves its thread running."""
     try:
         producer.close(timeout_s)
     except errors.KafkaError:
