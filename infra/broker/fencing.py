@@ -1,9 +1,9 @@
-"""A broker that died is struck off before its successor starts, by a controller that runs alone for a moment.
+"""Fences a broker that died before its successor starts, by running the controller alone for a moment.
 
-The rule: a broker does not start on metadata in which it leads its partitions already, and where that cannot be helped it is said.
+The rule: a broker does not start on metadata in which it already leads its partitions; where that is unavoidable, a line says so.
 
-Kafka 4.3.1 alone does: the successor takes over the transactions of its former self, cannot write their commit markers because it is
-not in service yet, and while the controller strikes its former self off, finds its partitions without a leader. It takes them for
+Kafka 4.3.1 would: the restarted broker takes over the transactions of its former self, cannot write their commit markers because it is
+not in service yet, and while the controller fences its former self, finds its partitions without a leader. It takes them for
 deleted, skips the markers and notes the transaction as complete: its readers wait for ever, and a later transaction may commit
 what was aborted.
 """
@@ -17,7 +17,7 @@ from penstock.infra.broker import process, settings
 from penstock.infra.broker.ports import Ports
 
 LIMIT_S = 30.0
-"""A controller that has not got so far by then is ended all the same."""
+"""A controller that has not fenced the broker by then is ended anyway."""
 
 _PROPERTIES = "fencing.properties"
 _PROCESS = "fencing.json"
@@ -26,7 +26,7 @@ _RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistratio
 
 
 def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> bool:
-    """Run the controller of the broker in `directory` until it has fenced the broker that died; returns whether it came to that."""
+    """Run the controller of the broker in `directory` until it has fenced the broker that died; returns False if it did not."""
     text = settings.fencing_properties(controller_port=ports.controller, data="data")
     (directory / _PROPERTIES).write_text(text)
     since = log.stat().st_size if log.exists() else 0
@@ -44,7 +44,7 @@ def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> 
     try:
         if not comes_true(lambda: is_struck_off(_after(log, since))):
             return False
-        # It said so before it wrote so; records are written in order, and another one follows soon.
+        # It logs this before it writes the record; records are written in order, and another one follows soon.
         before = _written(directory)
         return comes_true(lambda: _written(directory) > before)
     finally:
@@ -52,12 +52,12 @@ def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> 
 
 
 def end(directory: Path) -> None:
-    """End the controller, also that of a start that was killed itself; it has nothing to finish."""
+    """End the controller, also one left by a start that was killed; it has nothing to finish."""
     process.end(directory / _PROCESS, timeout_s=0.0)
 
 
 def is_struck_off(text: str) -> bool:
-    """Whether a controller that wrote this to its log is in office and knows no broker that is in service.
+    """True if a controller with this log is active and every broker it knows is fenced.
 
     Example:
         is_struck_off("Performing controller activation.\\nReplayed BrokerRegistrationChangeRecord(brokerId=1, fenced=1)")  # -> True
@@ -67,7 +67,7 @@ def is_struck_off(text: str) -> bool:
 
 
 def _written(directory: Path) -> int:
-    """Bytes in the controller's own log."""
+    """Bytes in the controller's metadata log."""
     return sum(file.stat().st_size for file in (directory / "data" / "__cluster_metadata-0").glob("*.log"))
 
 
@@ -75,7 +75,7 @@ def _after(log: Path, since: int) -> str:
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(since if since <= size else 0)  # smaller than before: it was rotated meanwhile
+            file.seek(since if since <= size else 0)  # smaller than before: it has been rotated
             return file.read().decode(errors="replace")
     except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""Kafka's class path: exactly the jars pinned in `jars.sha256`, and none is used before its SHA-256 was compared.
+"""Kafka's class path: exactly the jars pinned in `jars.sha256`; the SHA-256 of each is compared before it is used.
 
 Each line of the list is `<sha256>  <path in a Maven repository>`, so `sha256sum -c` reads it too. Jars live in the user's
 Maven cache ($M2_REPO, else ~/.m2/repository). `python -m penstock.infra.broker.jars --pin` resolves the set anew and rewrites the list.
@@ -47,14 +47,14 @@ def maven_cache() -> Path:
 
 
 def _download(wanted: dict[str, str], cache: Path) -> None:
-    """Fetch jars beside the cache and move each in once it is whole and right: an interrupted download leaves no half jar."""
+    """Fetch jars beside the cache and move each in once its digest is right: an interrupted download leaves no partial jar."""
     try:
         from jgo.config import GlobalSettings
         from jgo.constants import MAVEN_CENTRAL_URL
         from jgo.maven import MavenContext
     except ImportError:
         raise BrokerError("the embedded broker needs jgo: pip install 'penstock[broker]', or set kafka.bootstrap to your broker") from None
-    # A mirror named in jgo's settings comes first: without a way to Maven Central it has to serve alone.
+    # A mirror named in jgo's settings comes first: without access to Maven Central it is the only source.
     remotes = {**GlobalSettings.load().repositories, "central": MAVEN_CENTRAL_URL}
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,10 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
 
             with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
                 list(pool.map(fetch, wanted))
-    except (OSError, RuntimeError) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an artifact nobody has
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an artifact that no repository has
         raise BrokerError(
             f"cannot download Kafka's jars ({type(error).__name__}): connect to the network once, "
             "or set M2_REPO to a Maven cache that has them, or set kafka.bootstrap to a broker of yours"

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.infra.broker.settings import HOST
 from penstock.infra.errors import BrokerError
 
-# Below the ports that systems hand out to outgoing connections (32768 and up), where a remembered one would be taken by chance.
+# Below the ports that systems give to outgoing connections (32768 and up), where a remembered one could be taken by chance.
 _RANGE = range(20000, 30000)
 _TRIES = 200
 _FILE = "ports.json"
@@ -35,9 +35,9 @@ def remembered(directory: Path) -> Ports | None:
 
 
 def choose(directory: Path, port: int | None) -> Ports:
-    """Return the ports to start with and remember them; `BrokerError` when the client port is taken by somebody else.
+    """Return the ports to start with and remember them; `BrokerError` when another program has the client port.
 
-    Nobody else knows the controller's port: one that is taken is replaced without a word.
+    No client knows the controller's port, so one that is taken is replaced silently.
     """
     before = remembered(directory)
     client = port if port is not None else before.client if before else _free(avoid=0)
@@ -56,7 +56,7 @@ def choose(directory: Path, port: int | None) -> Ports:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on this loopback port now; `BrokerError` for what is no port."""
+    """True if a server could listen on this loopback port now; `BrokerError` for a number that is no port."""
     if not 1 <= port <= 65535:
         raise BrokerError(f"{port} is not a port: choose one between 1024 and 65535")
     with socket.socket() as server:

@@ -1,4 +1,4 @@
-"""Whether a Kafka broker really serves: it has answered a metadata request with itself among the live brokers.
+"""Checks that a Kafka broker serves: it answers a metadata request with itself among the live brokers.
 
 An accepted connection is not enough: the socket is open a second before the broker may be used.
 """
@@ -10,7 +10,7 @@ _METADATA, _VERSION, _CLIENT = 3, 2, b"penstock-probe"
 
 
 def cluster_id(host: str, port: int, *, timeout_s: float) -> str | None:
-    """Return the cluster id of the broker at this address, or None while there is none that serves."""
+    """Return the cluster id of the broker at this address, or None while none serves there."""
     # Header (api key, version, correlation id, client id), then an empty list of topics; Kafka protocol guide, Metadata version 2.
     request = struct.pack(">hhih", _METADATA, _VERSION, 1, len(_CLIENT)) + _CLIENT + struct.pack(">i", 0)
     try:

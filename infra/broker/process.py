@@ -1,4 +1,4 @@
-"""Processes by pid and start time: a pid that has been given to another program since is never taken for ours, let alone killed."""
+"""Processes by pid and start time: a reused pid is never taken for ours, let alone killed."""
 
 import fcntl
 import json
@@ -15,7 +15,7 @@ _children: dict[int, "subprocess.Popen[bytes]"] = {}
 
 
 def start_mark(pid: int) -> str | None:
-    """Return what tells this process from any other with its pid, or None when there is none alive (a zombie is not)."""
+    """Return a mark that distinguishes this process from any other with its pid, or None when none is alive (a zombie is not)."""
     child = _children.get(pid)
     if child is not None and child.poll() is not None:
         del _children[pid]
@@ -26,7 +26,7 @@ def start_mark(pid: int) -> str | None:
         except OSError:
             return None
         state, threads, ticks = fields[0], int(fields[17]), fields[19]  # proc(5): state, num_threads, starttime since the boot
-        if state in "ZX" and threads <= 1:  # with more, its other threads still hold ports and files
+        if state in "ZX" and threads <= 1:  # with more than one thread, the others still hold ports and files
             return None
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{ticks}"
     command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
@@ -37,7 +37,7 @@ def start_mark(pid: int) -> str | None:
 def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, log_bytes: int = 0) -> int:
     """Start a program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`.
 
-    `log_bytes` is the size of its log before: what it says itself stands behind.
+    `log_bytes` is the size of its log before the start: its own output follows from there.
     """
     with output.open("wb") as console:
         child = subprocess.Popen(
@@ -51,7 +51,7 @@ def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, 
 
 
 def running(pid_file: Path) -> int | None:
-    """Return the pid of the process noted in `pid_file` if it is that process which still runs."""
+    """Return the pid noted in `pid_file` if that very process still runs."""
     try:
         noted = json.loads(pid_file.read_text())
         pid, started = int(noted["pid"]), noted["started"]
@@ -61,7 +61,7 @@ def running(pid_file: Path) -> int | None:
 
 
 def log_bytes(pid_file: Path) -> int | None:
-    """Where the log of the process noted in `pid_file` begins, whether it runs or not; None when none is noted."""
+    """Return the offset at which the log of the process noted in `pid_file` begins, running or not; None when none is noted."""
     try:
         return int(json.loads(pid_file.read_text()).get("log_bytes", 0))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -88,7 +88,7 @@ def end(pid_file: Path, *, timeout_s: float) -> bool:
 
 @contextmanager
 def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path` against other processes and threads; `waiting` is called once if somebody else has it."""
+    """Hold an exclusive lock on `path` against other processes and threads; `waiting` is called once if another one holds it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,21 +35,21 @@ _BEHAVIOUR = {
     # partition without a leader for a moment, in which Kafka 4.3.1 can lose the end of a transaction (`fencing`).
     "broker.session.timeout.ms": "30000",
     "broker.heartbeat.interval.ms": "500",
-    # An overdue transaction of a dead worker holds up every read_committed reader: looked for each second, not every ten.
+    # An overdue transaction of a dead worker blocks every read_committed reader: check each second, not every ten.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
-    # A broker that was frozen for a minute finds the reconnections of all its clients waiting; 50 by default, and the rest has to ask anew.
+    # A broker that was frozen for a minute has the reconnections of all its clients queued; the default queue of 50 turns the others away.
     "socket.listen.backlog.size": "1000",
-    # A run may rest for months and go on: group offsets expire after 7 days by default.
+    # A run may be resumed after months: group offsets expire after 7 days by default.
     "offsets.retention.minutes": str(10 * 365 * 24 * 60),
 }
 
 _DISK = {
     # A plan names group records by offset and a checkpoint counts on the ledger records before it. With this, a record is on disk
-    # before it is acknowledged and before anyone can read it, so a power cut never takes a record that a checkpoint stands on; the
+    # before it is acknowledged and before anyone can read it, so a power cut never takes a record that a checkpoint depends on; the
     # same holds for transaction markers and group offsets. By default Kafka leaves that to the operating system (tens of seconds)
     # and to replicas, which a single broker does not have. Cost: one fsync per batch, not per record.
     "log.flush.interval.messages": "1",
-    # Old weights go segment by segment: looked at every 5 s instead of every 5 minutes, and from the first second on.
+    # Old weights are deleted segment by segment: check every 5 s instead of every 5 minutes, from the first second on.
     "log.retention.check.interval.ms": "5000",
     "log.initial.task.delay.ms": "1000",
     # The default takes 128 of the 512 MB heap for compaction, which here sees a few thousand keys.
@@ -60,11 +60,11 @@ JVM = (
     # Serves four clients with 16 records of 16 MiB each at once (measured; 192 MB is the least that does).
     "-Xmx512m",
     "-Xms128m",
-    # One small heap on few cores: starts quicker and takes less memory than G1.
+    # For a small heap on few cores: starts faster and takes less memory than G1.
     "-XX:+UseSerialGC",
-    # The quick compiler alone: start in 2.6 s instead of 4.1 s; the full one pays only for TLS, which a loopback does not use.
+    # C1 only: starts in 2.6 s instead of 4.1 s; C2 pays off only for TLS, which a loopback does not use.
     "-XX:TieredStopAtLevel=1",
-    # A broker out of memory answers with errors or not at all: better gone, and said so.
+    # A broker out of memory answers with errors or not at all: let it exit and log why.
     "-XX:+ExitOnOutOfMemoryError",
     # No files in the shared temporary directory.
     "-XX:-UsePerfData",
@@ -113,17 +113,17 @@ def server_properties(*, port: int, controller_port: int, data: str) -> str:
 
 
 def fencing_properties(*, controller_port: int, data: str) -> str:
-    """Return the properties of the same node as controller alone, which misses its broker as soon as can be."""
-    own = {
+    """Return the properties of the same node as a controller only, which fences a missing broker as soon as possible."""
+    properties = {
         "process.roles": "controller",
         "listeners": f"CONTROLLER://{HOST}:{controller_port}",
         "controller.quorum.bootstrap.servers": f"{HOST}:{controller_port}",
         "log.dirs": data,
         "broker.session.timeout.ms": "200",
         "broker.heartbeat.interval.ms": "50",
-        "metadata.max.idle.interval.ms": "100",  # how soon a record follows the last one
+        "metadata.max.idle.interval.ms": "100",  # interval between two records
     }
-    return _text({**_SINGLE_NODE, **own})
+    return _text({**_SINGLE_NODE, **properties})
 
 
 def _text(properties: Mapping[str, str]) -> str:
