@@ -1,4 +1,4 @@
-"""The log within one process: the same interface as `KafkaLog`, for tests and simulations, without a broker.
+"""The log within one process: the interface of `KafkaLog` without a broker, for tests and simulations.
 
 The rule: one lock makes every step atomic; what a test sees here holds on Kafka too, except for outages and for time.
 """
@@ -17,14 +17,14 @@ from penstock.topics.wire.record import Outgoing, Record
 class MemoryLog:
     """Topics, groups and transactional ids in this process's memory; share one object between threads.
 
-    `markers_late_s`: readers get a transaction so long after its commit returned, as on a broker that is slow to write the markers.
+    `markers_late_s`: readers get a transaction this long after its commit returned, as on a broker that is slow to write the markers.
     """
 
     def __init__(self, *, markers_late_s: float = 0.0) -> None:
         self._state, self._markers_late_s = State(), markers_late_s
 
     def open_transaction(self, records: Sequence[Outgoing]) -> Transaction:
-        """Write `records` as another process that has not committed them yet: they hold up readers of committed records."""
+        """Write `records` as another process that has not committed them yet would: they block readers of committed records."""
         return Transaction(self._state, records)
 
     def truncate(self, partition: Partition, end: int) -> None:
@@ -34,7 +34,7 @@ class MemoryLog:
             self._state.change.notify_all()
 
     def evict(self, group: str, member_id: str) -> None:
-        """Give up a member of a group, as a broker does with one that stays silent for its session's time."""
+        """Remove a member of a group, as a broker does with one that is silent for its session timeout."""
         with self._state.change:
             if self._state.group(group).members.pop(member_id, None) is not None:
                 self._state.rebalance(self._state.group(group))
@@ -68,33 +68,33 @@ class MemoryLog:
             return len(self._state.topics[topic][1]) if topic in self._state.topics else None
 
     def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """The first offset that is still kept, by partition."""
+        """Partition -> the first offset that is still kept."""
         with self._state.change:
             return {partition: 0 for partition in partitions if self._state.part(partition) is not None}
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """One past the last readable offset, by partition; with `committed`, no further than the first open transaction."""
+        """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
         with self._state.change:
             parts = {partition: self._state.part(partition) for partition in partitions}
             return {partition: part.stable_end if committed else part.end for partition, part in parts.items()}
 
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]:
-        """The committed records at exactly these offsets, in the order asked; waits for an open transaction that holds one up.
+        """The committed records at exactly these offsets, in the order given; waits for an open transaction that holds one back.
 
-        Raises RecordMissing naming those that are not there, or LogError after `timeout_s`.
+        Raises RecordMissing naming those that are missing, or LogError after `timeout_s`.
         """
-        place = f"{topic}/{partition}"
+        where = f"{topic}/{partition}"
         with self._state.change:
             part = self._state.part((topic, partition))
             if not self._state.change.wait_for(
                 lambda: max(offsets, default=-1) < part.stable_end or part.stable_end == part.end, timeout_s
             ):
-                raise LogError(f"reading {place} took too long; is a transaction open?")
-            found = {record.offset: record for record in part.records}
-        missing = [offset for offset in offsets if offset not in found]
+                raise LogError(f"reading {where} took too long; is a transaction open?")
+            records = {record.offset: record for record in part.records}
+        missing = [offset for offset in offsets if offset not in records]
         if missing:
-            raise RecordMissing(f"{place} has no committed record at offset {', '.join(map(str, missing[:10]))}")
-        return [found[offset] for offset in offsets]
+            raise RecordMissing(f"{where} has no committed record at offset {', '.join(map(str, missing[:10]))}")
+        return [records[offset] for offset in offsets]
 
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> MemoryTail:
         """A reader of exactly these partitions; `group` only keeps offsets for it."""
@@ -107,7 +107,7 @@ class MemoryLog:
         return MemoryMember(self._state, group, topics, max_records=max_records, start_at=start_at)
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
-        """There is no outage."""
+        """Do nothing: there are no outages."""
 
     def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> MemoryProducer:
         """A writer of single records."""
@@ -116,12 +116,12 @@ class MemoryLog:
     def transactions(
         self, transactional_id: str, *, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
     ) -> MemoryTransactions:
-        """A writer of transactions; it takes the id from any other that has it."""
+        """A writer of transactions; it takes the id from any other that holds it."""
         return MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
 
     def costs(self) -> dict[str, float]:
-        """No CPU time worth counting."""
+        """Return {}: the in-memory log costs no CPU time worth counting."""
         return {"send_s": 0.0, "poll_s": 0.0, "io_s": 0.0}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to close."""

@@ -1,6 +1,6 @@
 """Tails and group members of the in-memory log.
 
-The rule: both only hold positions; what is there and who owns what is decided by the log, under its one lock.
+The rule: both only hold positions; the log decides what is readable and who owns what, under its one lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ class _Reader:
         self._state, self._committed = state, committed
         self.positions: dict[Partition, int] = {}
         self._cuts: dict[Partition, int] = {}
-        """How many times each partition had been cut back when it was last looked at."""
+        """Number of times each partition had been cut back when it was last read."""
 
     def move(self, partition: Partition, offset: int) -> None:
-        """Go on with `offset`."""
+        """Continue at `offset`."""
         self.positions[partition] = offset
         self._cuts[partition] = len(self._state.part(partition).cuts)
 
@@ -41,14 +41,14 @@ class _Reader:
         return records
 
     def _valid(self, partition: Partition, part: Part, position: int) -> int:
-        """Where to go on: behind what is left of a partition that was cut back, at the beginning for an offset that never was."""
+        """A position that exists: the end of a partition that was cut back, the beginning for an offset that was never written."""
         seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
         position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
         return position if position <= part.end else 0
 
 
 class MemoryTail:
-    """Records of the partitions its caller names."""
+    """Reads the partitions its caller names."""
 
     outage_s = 0.0
 
@@ -58,7 +58,7 @@ class MemoryTail:
         self.add(starts)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
-        """Read these partitions as well; one that is read already is moved."""
+        """Read these partitions as well; one that is already read moves to its new start."""
         with self._state.change:
             for partition, start in partitions.items():
                 part = self._state.part(partition)
@@ -68,12 +68,12 @@ class MemoryTail:
                 self._reader.move(partition, start if isinstance(start, int) else 0 if start == "earliest" else latest)
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
-        """Records that are there within `timeout_s`, in offset order within each partition; possibly none."""
+        """Records that arrive within `timeout_s`, in offset order within each partition; possibly none."""
         with self._state.change:
             return self._state.change.wait_for(lambda: self._reader.advance(max_records), timeout_s)
 
     def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
-        """Everything up to the ends as they are now."""
+        """Everything up to the current ends."""
         with self._state.change:
             return self._reader.advance(1 << 62)
 
@@ -84,12 +84,12 @@ class MemoryTail:
         return self._reader.positions[partition]
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """Go on with `offset`."""
+        """Continue at `offset`."""
         self.position(partition)
         self._reader.move(partition, offset)
 
     def commit(self, offsets: Commits, timeout_s: float = 10.0) -> None:
-        """Note offsets for the group; raises LogError when there is no group."""
+        """Commit offsets for the group; raises LogError when there is no group."""
         check_commits(offsets)
         if self._group is None:
             raise LogError("a tail without a group cannot commit")
@@ -98,7 +98,7 @@ class MemoryTail:
             self._state.group(self._group).offsets |= noted
 
     def committed(self, timeout_s: float = 10.0) -> dict[Partition, Committed]:
-        """What the group has noted for the partitions of this tail."""
+        """The group's committed offsets for the partitions of this tail."""
         if self._group is None:
             raise LogError("a tail without a group has no committed offsets")
         with self._state.change:
@@ -106,11 +106,11 @@ class MemoryTail:
             return {partition: noted.get(partition, Committed(offset=None)) for partition in self._reader.positions}
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources to close."""
 
 
 class MemoryMember:
-    """One member of a consumer group; it hears of a rebalance at its next take: Revoked, then Assigned, then records."""
+    """One member of a consumer group; its next take after a rebalance returns Revoked, then Assigned, then records."""
 
     outage_s = 0.0
 
@@ -129,18 +129,18 @@ class MemoryMember:
             state.rebalance(self._group)
 
     def _share(self) -> list[Partition]:
-        """This member's partitions: of each topic a range of neighbouring numbers, as Kafka's range assignor gives them."""
+        """This member's partitions: a contiguous range of each topic, as Kafka's range assignor gives them."""
         share: list[Partition] = []
         for topic in self._topics:
             readers = [member for member, topics in self._group.members.items() if topic in topics]
-            mine = readers.index(self.member_id)
+            index = readers.index(self.member_id)
             count, extra = divmod(len(self._state.topics[topic][1]), len(readers))
-            first = mine * count + min(mine, extra)
-            share += [(topic, number) for number in range(first, first + count + (mine < extra))]
+            first = index * count + min(index, extra)
+            share += [(topic, number) for number in range(first, first + count + (index < extra))]
         return share
 
     def take(self, timeout_s: float) -> list[Event]:
-        """What happened since the last call, in order; waits up to `timeout_s` for something."""
+        """Events since the last call, in order; waits up to `timeout_s` for the first."""
         events: list[Event] = []
         with self._state.change:
             self._state.change.wait_for(lambda: self._look(events), timeout_s)
@@ -168,7 +168,7 @@ class MemoryMember:
         return bool(events)
 
     def commit(self, offsets: Commits) -> bool:
-        """Note offsets for the group; False, and none are noted, when a partition is not owned (any more)."""
+        """Commit offsets for the group; returns False and commits none if a partition is not owned (any more)."""
         check_commits(offsets)
         with self._state.change:
             current = self._membership is not None and self._membership.generation == self._group.generation
@@ -178,7 +178,7 @@ class MemoryMember:
             return True
 
     def membership(self) -> Membership | None:
-        """Who this member was at the last Assigned it took; None before."""
+        """The membership as of the last Assigned that was taken; None before."""
         return self._membership
 
     def close(self, timeout_s: float = 3.0) -> None:

@@ -1,4 +1,4 @@
-"""What the in-memory log holds: partitions with open transactions and lost tails, consumer groups, transactional ids.
+"""The state of the in-memory log: partitions with open transactions and lost tails, consumer groups, transactional ids.
 
 The rule: everything here is read and changed under the one lock, `State.change`.
 """
@@ -28,7 +28,7 @@ class Part:
     undecided: dict["Transaction", int] = field(default_factory=dict)
     """Transactions whose marker is not written here yet, and the offset of each one's first record."""
     cuts: list[int] = field(default_factory=list)
-    """The ends to which the partition was cut back, oldest first."""
+    """Ends to which the partition was cut back, oldest first."""
 
     @property
     def stable_end(self) -> int:
@@ -58,7 +58,7 @@ class Part:
         return self.records[low : min(high, low + count)]
 
     def cut(self, end: int) -> None:
-        """Lose every record from offset `end` on; what is written next takes their offsets."""
+        """Lose every record from offset `end` on; the next records take their offsets."""
         self.records = self.between(0, end, len(self.records))
         self.undecided = {transaction: first for transaction, first in self.undecided.items() if first < end}
         self.end = min(self.end, end)
@@ -76,10 +76,10 @@ class Group:
 
 
 class Transaction:
-    """Records that no reader of committed ones gets before this ends, nor anything written behind them."""
+    """Records that, with everything behind them, readers of committed records do not get before this transaction ends."""
 
     def __init__(self, state: "State", records: Sequence[Outgoing]) -> None:
-        """Write the records; raises LogError, and writes none, when one has no place."""
+        """Write the records; raises LogError, and writes none, if a topic or partition does not exist."""
         self._state = state
         with state.change:
             parts = [state.part((record.topic, record.partition)) for record in records]
@@ -99,7 +99,7 @@ class Transaction:
             self._state.change.notify_all()
 
     def abort(self) -> None:
-        """Take the records away; their offsets stay taken."""
+        """Remove the records; their offsets stay used."""
         with self._state.change:
             for part in self._parts:
                 part.records = [record for record in part.records if (id(part), record.offset) not in self._places]
@@ -129,10 +129,10 @@ class State:
         return parts[number]
 
     def group(self, name: str) -> Group:
-        """A consumer group; made when it is first named."""
+        """Return a consumer group, made when it is first named."""
         return self.groups.setdefault(name, Group())
 
     def rebalance(self, group: Group) -> None:
-        """Begin a new generation, in which every member hears its share anew."""
+        """Begin a new generation, in which every member gets a new assignment."""
         group.generation += 1
         self.change.notify_all()

@@ -35,17 +35,17 @@ class MemoryProducer:
         self._state = state
 
     def send(self, outgoing: Outgoing) -> MemoryPending:
-        """Write a record; raises LogError when there is no such topic or partition."""
+        """Write a record; raises LogError if the topic or partition does not exist."""
         with self._state.change:
             offset = self._state.part((outgoing.topic, outgoing.partition)).append(outgoing)
             self._state.change.notify_all()
         return MemoryPending(offset)
 
     def check(self) -> None:
-        """Nothing is ever lost."""
+        """Do nothing: no record is ever lost."""
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Everything is written already."""
+        """Do nothing: every record is already written."""
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Nothing is held."""
@@ -61,7 +61,7 @@ class MemoryTransactions:
             self._settle()
 
     def _settle(self) -> None:
-        """A broker begins no transaction of an id before the last one has its markers."""
+        """Complete the id's last transaction: a broker begins none before the last one has its markers."""
         last = self._state.pending.pop(self._id, None)
         if last is not None:
             last.commit()
