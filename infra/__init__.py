@@ -1,1 +1,1 @@
-"""What the pipeline stands on: the Kafka log, the embedded broker, engines, backends, trackers; knows `topics` and nothing above."""
+"""What the pipeline runs on: the Kafka log, the embedded broker, engines, backends, trackers. Imports `topics` and nothing above."""

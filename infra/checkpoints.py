@@ -1,6 +1,6 @@
-"""Checkpoints in a directory: written aside, made durable, known to the ledger, and only then given their name.
+"""Checkpoints in a directory: written aside, made durable, recorded in the ledger, and only then given their name.
 
-The rule: what is used was verified whole, file by file, and agrees with the ledger; what is broken is named and the one before is used.
+The rule: a checkpoint is used only if every file verifies and it agrees with the ledger; a broken one is named and the one before is used.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ BACKEND = "backend"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 _ASIDE = ".aside-"
-"""How the names begin of what is being written or removed; the next start clears it away."""
+"""Name prefix of a directory that is being written or removed; the next start deletes it."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Where a run stood; every other counter follows from the ledger up to here."""
+    """A run's position at a checkpoint; every other counter follows from the ledger up to here."""
 
     run: str
     steps: int
@@ -37,27 +37,27 @@ class State:
     version: int
     """The newest published version."""
     digest: str
-    """Of the weights."""
+    """Digest of the weights."""
     seq: int
-    """The ledger's last entry before this checkpoint's own."""
+    """Number of the ledger's last entry before the checkpoint's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What the ledger says, for a checkpoint to agree with."""
+    """The ledger's record of a run, with which a checkpoint has to agree."""
 
     run: str
     steps: int
     """Committed steps."""
     seq: int
     versions: Collection[int]
-    """Those that are published."""
+    """Published versions."""
     digests: Mapping[int, Collection[str]]
-    """Steps done -> the digests of the checkpoints that were recorded there."""
+    """Steps done -> digests of the checkpoints recorded at that point."""
 
 
 def objection(state: State, recorded: Recorded) -> str | None:
-    """Why a whole checkpoint does not belong to this ledger; None when it does."""
+    """Return why a whole checkpoint does not belong to this ledger; None when it does."""
     if state.run != recorded.run:
         return f"it is of run {state.run}"
     if state.steps > recorded.steps or state.seq >= recorded.seq:
@@ -72,7 +72,7 @@ def objection(state: State, recorded: Recorded) -> str | None:
 
 
 def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = None) -> set[int]:
-    """Which checkpoints stay: the newest `keep_last`, and those whose number of steps is a multiple of `keep_every`.
+    """Return the checkpoints to keep: the newest `keep_last`, and those whose number of steps is a multiple of `keep_every`.
 
     Example:
         to_keep({10, 20, 30, 40}, keep_last=1, keep_every=20)  # -> {20, 40}
@@ -84,7 +84,7 @@ class CheckpointStore:
     """One run's checkpoints, in a directory of its own; one process writes to it."""
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_every: int | None = None, to_read: bool = False) -> None:
-        """Make the directory and clear away what an earlier process left half-done; `to_read` does neither. Raises `CheckpointError`."""
+        """Make the directory and delete what an earlier process left incomplete; `to_read` does neither. Raises `CheckpointError`."""
         self.directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         self._refused: set[int] = set()
         if to_read:
@@ -95,11 +95,11 @@ class CheckpointStore:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def path(self, steps: int) -> Path:
-        """Where the checkpoint after so many steps is, or would be."""
+        """Path of the checkpoint after `steps` steps, existing or not."""
         return self.directory / f"step-{steps:08d}"
 
     def steps(self) -> list[int]:
-        """The checkpoints that are there, newest first."""
+        """Steps of the existing checkpoints, newest first."""
         if not self.directory.is_dir():
             return []
         names = (_NAME.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
@@ -111,35 +111,35 @@ class CheckpointStore:
         self._refused.add(steps)
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())["files"]
-            found = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file() and file != path / MANIFEST}
-            if odd := sorted(found.keys() ^ manifest.keys()):
+            files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file() and file != path / MANIFEST}
+            if odd := sorted(files.keys() ^ manifest.keys()):
                 raise CheckpointError(f"{odd[0]} is {'missing' if odd[0] in manifest else 'not in its manifest'}")
-            _check_file(STATE, found[STATE], manifest[STATE])
-            state = State(**json.loads(found[STATE].read_bytes()))
+            _check_file(STATE, files[STATE], manifest[STATE])
+            state = State(**json.loads(files[STATE].read_bytes()))
             if why := (objection(state, recorded) if state.steps == steps else f"it is of step {state.steps}"):
                 raise CheckpointError(why)
-            for name, file in found.items():
+            for name, file in files.items():
                 _check_file(name, file, manifest[name])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of a manifest that is missing, torn or not JSON
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the manifest is missing, torn or not JSON
             raise CheckpointError(f"its manifest or state cannot be read ({type(error).__name__}: {error})") from error
         self._refused.discard(steps)
         return state
 
     def refuse(self, steps: int) -> None:
-        """Take note that a checkpoint cannot be used: it counts no more, and goes when the next one is written."""
+        """Mark a checkpoint as unusable: it no longer counts, and is deleted when the next one is written."""
         self._refused.add(steps)
 
     def write(self, state: State, *, save: Callable[[Path], None], record: Callable[[int], None], about_bytes: int = 0) -> int:
-        """Write a checkpoint and return its size; `record` gets the size and commits it to the ledger before it is given its name.
+        """Write a checkpoint and return its size; `record` gets the size and commits it to the ledger before the checkpoint gets its name.
 
-        Afterwards those that are not to be kept are removed. Raises `CheckpointError`, and whatever `record` raises; then nothing of it
+        Then deletes those that are not to be kept. Raises `CheckpointError`, and whatever `record` raises; then nothing of it
         is left and what was there before is untouched.
         """
         aside = self._aside(state.steps)
         doing = f"write the checkpoint of step {state.steps}"
         try:
             with self._explained(doing, run=state.run, about_bytes=about_bytes):
-                if shutil.disk_usage(self.directory).free < about_bytes:  # not begun: a full disk would stop the broker as well
+                if shutil.disk_usage(self.directory).free < about_bytes:  # do not begin: a full disk would stop the broker as well
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 (aside / BACKEND).mkdir(parents=True)
                 save(aside / BACKEND)
@@ -159,7 +159,7 @@ class CheckpointStore:
         return size
 
     def _name(self, aside: Path, steps: int) -> None:
-        """Give a durable checkpoint its name; one of that name that was refused makes room first."""
+        """Give a durable checkpoint its name, after moving away a refused one of that name."""
         if self.path(steps).exists():
             self._remove(steps)
         aside.rename(self.path(steps))
@@ -173,7 +173,7 @@ class CheckpointStore:
                 self._remove(steps)
 
     def _remove(self, steps: int) -> None:
-        """Take the name away first: half a directory never has one."""
+        """Remove a checkpoint, its name first, so that no incomplete directory ever has one."""
         aside = self._aside(steps)
         self.path(steps).rename(aside)
         faults.reach("checkpoint.removing")
@@ -181,12 +181,12 @@ class CheckpointStore:
         self._refused.discard(steps)
 
     def _aside(self, steps: int) -> Path:
-        # A name of its own for each: a process that was only suspended must not meet the files of its successor.
+        # Each gets a unique name: a process that was only suspended must not touch the files of its successor.
         return self.directory / f"{_ASIDE}{steps}-{os.getpid()}-{secrets.token_hex(4)}"
 
     @contextlib.contextmanager
     def _explained(self, doing: str, *, run: str | None = None, about_bytes: int = 0) -> Iterator[None]:
-        """Turn what the disk refuses into one line with the directory, what is needed and what to do."""
+        """Turn an error of the disk into one line with the directory, what is needed and what to do."""
         try:
             yield
         except (OSError, BackendError) as error:
@@ -217,7 +217,7 @@ def sync(path: Path) -> None:
 
 
 def _write_manifest(directory: Path) -> int:
-    """Describe every file in `manifest.json`; returns the bytes of all of them."""
+    """Describe every file in `manifest.json`; returns their total size in bytes."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     described = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
     (directory / MANIFEST).write_text(json.dumps({"files": described}, indent=1), encoding="utf-8")

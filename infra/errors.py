@@ -1,4 +1,4 @@
-"""What can go wrong beneath the workers: one small tree, each message one line that says what to do.
+"""The tree of our error types; each message is one line that says what to do.
 
     PenstockError
     ├── LogError             the log refused or did not answer in time
@@ -61,7 +61,7 @@ class EngineError(PenstockError):
 
 
 class Unrecoverable(PenstockError):
-    """What is recorded and what was found contradict each other: starting again cannot help, a person has to look."""
+    """The recorded and the actual state contradict each other: a restart cannot help, a person has to look."""
 
 
 class EngineRefused(EngineError, Unrecoverable):

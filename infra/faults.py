@@ -1,6 +1,6 @@
-"""Fault points: named places at which a process kills itself, so that tests can let it die between any two lines.
+"""Fault points: named points at which a process kills itself, so that a test can end it between any two lines.
 
-The rule: without the environment variable nothing here happens and next to nothing is spent.
+The rule: without the environment variable nothing happens, at almost no cost.
 """
 
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 VARIABLE = "PENSTOCK_FAULT"
-"""Names the point, and after a colon at which passing of it the process dies: `ledger.step.after:3`; the first if that is left out."""
+"""Names the point and, after a colon, the pass at which the process dies: `ledger.step.after:3`; the first pass by default."""
 
 POINTS = {
     "ledger.run-opened.before": "the model is loaded, nothing is written",
@@ -34,19 +34,19 @@ POINTS = {
     "ledger.run-closed.before": "all steps are done, the run is not closed",
     "ledger.run-closed.after": "the ledger is closed, the register of runs does not say so",
 }
-"""Name -> what has happened when the process dies there."""
+"""Name -> what has happened by the time the process dies there."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """A point at which this process is to die, and how many passings of it are left."""
+    """The point at which this process dies, and the number of passes left."""
 
     name: str
     left: int
 
 
 def reach(name: str) -> None:
-    """Die here by SIGKILL if the environment says so; `ValueError` when what it names is not a point."""
+    """Die here by SIGKILL if the environment asks for it; `ValueError` when it names no point."""
     fault = _chosen()
     if fault is None:
         return
@@ -62,13 +62,13 @@ def reach(name: str) -> None:
 
 @cache
 def _chosen() -> Fault | None:
-    """What the environment asked for when the first point was reached."""
+    """The fault the environment asked for when the first point was reached."""
     text = os.environ.get(VARIABLE)
     return None if text is None else parse(text)
 
 
 def parse(text: str) -> Fault:
-    """The fault that the variable's text asks for.
+    """Parse the variable's text.
 
     Example:
         parse("ledger.step.after:3")  # -> Fault(name="ledger.step.after", left=3)

@@ -1,6 +1,6 @@
-"""What a worker asks of the log; `KafkaLog` and `MemoryLog` both give it, and one test file runs on both.
+"""The protocol of the log; `KafkaLog` and `MemoryLog` implement it, and one test file runs on both.
 
-The rule: every call has a time limit and ends in a value or a `LogError` that says what happened.
+The rule: every call has a time limit and returns a value or raises a `LogError` that says what happened.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,24 +11,24 @@ from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
 GIVE_UP_S = 600.0
-"""For how long a broker that is away is waited for, unless the run says otherwise (kafka.give_up_s)."""
+"""How long clients wait for a broker that is away, unless the run sets kafka.give_up_s."""
 
 TRANSACTION_S = 10.0
-"""The broker ends a transaction that has been open for longer: this is how long a dead writer holds up readers of committed records."""
+"""The broker aborts a transaction that has been open for longer: a dead writer blocks readers of committed records for this long."""
 
 Partition = tuple[str, int]
 """Topic name and partition number."""
 
 Start = int | Literal["earliest", "latest"]
-"""Where a tail begins: an offset, the first kept record, or only what is written from now on."""
+"""Where a tail begins: an offset, the first kept record, or the end, for records written from now on."""
 
 MAX_COMMIT_METADATA = 4096
-"""[bytes] of text a group may keep beside a committed offset; brokers refuse more by default (offset.metadata.max.bytes)."""
+"""[bytes] Longest text a group may store with a committed offset; brokers refuse more by default (offset.metadata.max.bytes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a consumer group has noted for one partition."""
+    """The offset and metadata a consumer group has committed for one partition."""
 
     offset: int | None
     """The next record to read; None when nothing was ever committed."""
@@ -36,12 +36,12 @@ class Committed:
 
 
 StartAt = Callable[[Mapping[Partition, Committed]], Mapping[Partition, int]]
-"""Chooses first offsets from what was committed; a partition it leaves out starts at its committed offset, else at the beginning."""
+"""Chooses start offsets, given the commits; a partition it leaves out starts at its committed offset, else at the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Who a member was at its last `Assigned`; a transaction carries it so that the log refuses a member whose time is over."""
+    """A member's identity as of its last `Assigned`; a transaction carries it so that the log refuses a member of an earlier generation."""
 
     group: str
     generation: int
@@ -58,7 +58,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoked:
-    """The member owns these partitions no longer; none of their records follow."""
+    """The member no longer owns these partitions; none of their records follow."""
 
     partitions: frozenset[Partition]
 
@@ -85,7 +85,7 @@ def check_commits(offsets: Commits) -> None:
 
 
 class Pending(Protocol):
-    """A record on its way."""
+    """A record that was sent but may not be acknowledged yet."""
 
     def offset(self, timeout_s: float | None = None) -> int: ...
     def done(self) -> bool: ...
@@ -104,7 +104,7 @@ class Producer(Protocol):
 class Transactions(Protocol):
     """Writes records and group offsets together or not at all; for one thread.
 
-    Readers see a transaction some milliseconds after `commit` returned; whoever takes the id next sees all of it.
+    Readers see a transaction some milliseconds after `commit` returned; the next holder of the id sees all of it.
     """
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]: ...
@@ -112,7 +112,7 @@ class Transactions(Protocol):
 
 
 class Tail(Protocol):
-    """Reads partitions its caller names; for one thread."""
+    """Reads the partitions its caller names; for one thread."""
 
     @property
     def outage_s(self) -> float: ...
@@ -140,8 +140,8 @@ class Member(Protocol):
 class Log(Protocol):
     """An append-only log of topics with partitions, groups and transactions.
 
-    Where no broker answers, each call waits for one as long as `wait_out` says, however short its own time limit, and then raises
-    LogUnreachable; `give_up_s` of a producer or a writer stands for it there.
+    While no broker answers, each call waits as long as `wait_out` says, however short its own time limit, and then raises
+    LogUnreachable; `give_up_s` of a producer or a writer replaces that limit.
     """
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None: ...

@@ -1,4 +1,4 @@
-"""The one directory in which Penstock keeps what belongs to this user on this machine; nothing is written elsewhere."""
+"""The directory in which Penstock keeps this user's data on this machine; nothing is written elsewhere."""
 
 import os
 import tempfile
@@ -28,7 +28,7 @@ def run_directory(run: str) -> Path:
 
 
 def writable(directory: Path) -> Path:
-    """Return `directory`, made if need be, once a file could be written in it."""
+    """Return `directory`, made if need be, after checking that a file can be written in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -1,7 +1,7 @@
-"""Which record a process has in hand while it decodes it, noted where a SIGKILL cannot reach: in a page of a file that is mapped.
+"""Poison-record guard: an mmapped file names the record being decoded, so that one that killed its reader three times is skipped.
 
-The rule: a record that was in hand when a process of this name died has one death more to answer for; it is forgiven once it was read to
-the end. What the kernel holds of the file outlives any process, and a machine that is switched off took no record's blame with it.
+The rule: a record counts one more death each time a process of this name dies while decoding it; the count is cleared once it was decoded to
+the end. The kernel keeps the page when a process dies; a machine that loses power loses only counts.
 """
 
 import json
@@ -16,18 +16,18 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 DEADLY = 3
-"""Deaths after which a record is not read again."""
+"""Number of deaths after which a record is not decoded again."""
 
 Place = tuple[str, int, int]
 """Topic, partition and offset of a record."""
 
 _IN_HAND = struct.Struct("<qqH")
-"""Partition, offset and length of the topic's name, which follows; before them one byte that says whether they count."""
+"""Partition, offset and length of the topic's name, which follows; a byte before them says whether they are valid."""
 _SIZE = mmap.PAGESIZE
 
 
 class Attempts:
-    """A block that notes which record is in hand; to be used by one thread, and not to be nested.
+    """Notes which record is being decoded, in a with block; for one thread, not to be nested.
 
     Example:
         with attempts.reading(record):  # raises Unusable(kind="killer") for a record that has killed three times
@@ -35,9 +35,9 @@ class Attempts:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Read what the process before this one left at `path`; None, or a place that cannot be written, keeps nothing."""
+        """Read what the previous process left at `path`; with None, or a path that cannot be written, nothing is kept."""
         self.deaths: dict[Place, int] = {}
-        """What is known of records that were in hand at a death."""
+        """Record -> number of deaths while it was being decoded."""
         self._counts = path.with_name(f"{path.name}.json") if path else None
         self._page = _page(path)
         self._topic = ""
@@ -45,7 +45,7 @@ class Attempts:
         self._load()
 
     def reading(self, record: Record) -> "Attempts":
-        """Note that the record is taken in hand when the block begins. Raises `Unusable` for a killer."""
+        """Note when the block begins that the record is being decoded. Raises `Unusable` for a killer."""
         if self.deaths:
             self._refuse(record)
         self._record = record
@@ -63,14 +63,14 @@ class Attempts:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None and not issubclass(kind, Unusable):
-            return  # whatever it is ends the process: the record is still in hand
+            return  # any other error ends the process: the record stays noted
         self._page[0] = 0
         if self.deaths and self._record is not None and _place(self._record) in self.deaths:
             del self.deaths[_place(self._record)]
             self._save()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._page.close()
 
     def _refuse(self, record: Record) -> None:
@@ -80,7 +80,7 @@ class Attempts:
 
     def _load(self) -> None:
         if self._counts is not None:
-            with suppress(OSError, ValueError, TypeError):  # what is lost is a count
+            with suppress(OSError, ValueError, TypeError):  # only a count is lost
                 self.deaths = {(topic, int(p), int(offset)): int(count) for topic, p, offset, count in json.loads(self._counts.read_text())}
         if self._page[0] != 1:
             return
@@ -105,7 +105,7 @@ def _place(record: Record) -> Place:
 
 
 def _page(path: Path | None) -> mmap.mmap:
-    """A page of the file, or of memory alone where the file cannot be had: then nothing outlives the process, and it works as well."""
+    """A page of the file, or of anonymous memory if the file cannot be opened: then nothing outlives the process."""
     if path is None:
         return mmap.mmap(-1, _SIZE)
     try:
@@ -114,7 +114,7 @@ def _page(path: Path | None) -> mmap.mmap:
     except OSError:
         return mmap.mmap(-1, _SIZE)
     try:
-        os.posix_fallocate(file, 0, _SIZE)  # a full disk says so here, not by SIGBUS at the first note
+        os.posix_fallocate(file, 0, _SIZE)  # a full disk raises here, not as SIGBUS at the first write
         return mmap.mmap(file, _SIZE)
     except OSError:
         return mmap.mmap(-1, _SIZE)
