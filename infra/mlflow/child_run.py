@@ -1,6 +1,6 @@
-"""A child run in MLflow, beneath the MLflow run of a pipeline run: what was done with a run's records afterwards.
+"""A child run beneath a pipeline run's MLflow run: the result of working on the run's records afterwards.
 
-The rule: it never bears the tag by which a pipeline run finds its own; the parent is only referred to.
+The rule: it never carries the tag by which a pipeline run finds its own MLflow run; the parent is only referred to.
 """
 
 import importlib
@@ -24,7 +24,7 @@ PARENT_TAG = "mlflow.parentRunId"
 
 
 class ChildRun:
-    """A new MLflow run; `target` is of the pipeline run it belongs to, with the child's own parameters and tags.
+    """A new MLflow run; `target` names the parent pipeline run and holds the child's own parameters and tags.
 
     Every method may raise `TrackingError`.
     """
@@ -57,12 +57,12 @@ class ChildRun:
                 self._client.log_batch(self.run_id, metrics=metrics[start : start + MAX_POINTS])
 
     def finish(self, status: str, *, tags: Mapping[str, str]) -> None:
-        """Set FINISHED, KILLED or FAILED, and tags that say what it came to."""
+        """Set FINISHED, KILLED or FAILED, and tags with the result."""
         with translated(self._uri):
             self._client.log_batch(self.run_id, tags=[self._entities.RunTag(key, value) for key, value in tags.items()])
             self._client.set_terminated(self.run_id, status=status)
 
     def _parent(self, experiment: str, run: str) -> str | None:
         existing = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run}'", max_results=10)
-        first = min(existing, key=lambda one: (one.info.start_time, one.info.run_id), default=None)
+        first = min(existing, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
         return None if first is None else str(first.info.run_id)

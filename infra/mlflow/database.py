@@ -1,6 +1,6 @@
-"""An MLflow database file on this machine: there with all its tables, or not there at all.
+"""Makes an MLflow database file on this machine: with all its tables, or not at all.
 
-The rule: tables are made in a file beside it, which takes its name when it is whole. MLflow makes them over seconds and without
+The rule: tables are made in a file beside it, which is renamed when it is complete. MLflow makes them over seconds and without
 transactions; a process killed meanwhile would leave a database that no MLflow opens again.
 """
 
@@ -12,13 +12,13 @@ PREFIX = "sqlite:///"
 
 
 def make_database(uri: str, *, fill: Callable[[str], None]) -> None:
-    """Make the file that a `sqlite:///` address names, if there is none; `fill` makes the tables at an address it is given."""
+    """Make the file that a `sqlite:///` address names, if there is none; `fill` makes the tables at the address it gets."""
     path = _file(uri)
     if path is None or _there(path):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
-    # Whoever is killed lets go of the lock; what it left behind is started over.
+    # A killed process releases the lock; the next one starts over.
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _there(path):

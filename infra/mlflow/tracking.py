@@ -1,7 +1,7 @@
 """MLflow: one MLflow run per pipeline run.
 
-The rule: a pipeline run never has a second one. How far its points were delivered is noted in a tag after them, so that a restarted
-tracker goes on there; a point delivered twice is one point, as MLflow's databases keep one row for each (name, step, time, value).
+The rule: a pipeline run never has a second one. After its points a tag notes how far they were delivered, so that a restarted
+tracker continues there; a point delivered twice is one point, as MLflow's databases keep one row for each (name, step, time, value).
 """
 
 import importlib
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
-    # The client would hide an outage for minutes behind its own retries; ours are seen by the person and end with the run.
+    # The client's own retries would hide an outage for minutes; ours are reported and end with the run.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One value of one metric; logged twice it is still one point, as its time is its record's."""
+    """One value of one metric; logged twice it is still one point, because its time is that of its record."""
 
     key: str
     value: float
@@ -59,7 +59,7 @@ class Target:
     uri: str
     experiment: str
     artifacts: str | None = None
-    """URI of the artifact store for a new experiment; the server's own choice without."""
+    """URI of the artifact store for a new experiment; None leaves the choice to the server."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     start_ms: int | None = None
@@ -77,11 +77,11 @@ class MlflowRun:
             make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
             self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
             self._entities = importlib.import_module("mlflow.entities")
-            found = self._find_or_create()
-            self.run_id: str = found.info.run_id
-            self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
+            run = self._find_or_create()
+            self.run_id: str = run.info.run_id
+            self.position: dict[str, int] = _position(run.data.tags.get(POSITION_TAG))
             self._describe()
-            if found.info.status != "RUNNING" and not target.over:  # a tracker before this one was told to stop
+            if run.info.status != "RUNNING" and not target.over:  # an earlier tracker was told to stop
                 self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:
@@ -89,7 +89,7 @@ class MlflowRun:
         now = {**self.position, **position}
         metrics = [self._entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
         tag = self._entities.RunTag(POSITION_TAG, json.dumps(now))
-        limit = MAX_POINTS - 1  # one request takes so many items of all kinds together
+        limit = MAX_POINTS - 1  # the server's limit is on items of all kinds together; one is the tag
         with translated(self.target.uri):
             for start in range(0, max(1, len(metrics)), limit):
                 last = start + limit >= len(metrics)
@@ -97,9 +97,9 @@ class MlflowRun:
         self.position = now
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
-        """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, now without it."""
+        """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, by default now."""
         with translated(self.target.uri):
-            # An answer that was given up on may have made a second run after we had looked.
+            # A request that timed out may have made a second run after we searched.
             if self._find_or_create().info.run_id != self.run_id:
                 shown = without_credentials(self.target.uri)
                 raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
@@ -120,13 +120,13 @@ class MlflowRun:
             tags = {**target.tags, RUN_TAG: target.run}
             self._client.create_run(number, start_time=target.start_ms, tags=tags, run_name=target.run)
         first, *others = self._runs(number)
-        for other in others:  # made in the same instant, by a second tracker or by a request whose answer was given up on
+        for other in others:  # made at the same instant by a second tracker, or by a request that timed out
             self._client.delete_run(other.info.run_id)
         return first
 
     def _runs(self, experiment: str) -> list[Any]:
-        found = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{self.target.run}'", max_results=10)
-        return sorted(found, key=lambda run: (run.info.start_time, run.info.run_id))
+        runs = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{self.target.run}'", max_results=10)
+        return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
 
     def _describe(self) -> None:
         params = [self._entities.Param(key, value[:MAX_PARAM_CHARS]) for key, value in sorted(self.target.params.items())]
@@ -145,7 +145,7 @@ def without_credentials(uri: str) -> str:
 
 
 def nameable(key: str) -> str:
-    """A metric's name as MLflow takes it; one that it refuses would hold up every point behind it.
+    """A metric's name as MLflow accepts it; a refused one would block every point behind it.
 
     Example:
         nameable("train/a//b?")  # -> "train/a/_/b_"
@@ -184,19 +184,19 @@ def translated(uri: str) -> Iterator[None]:
         raise
     except _foreign_errors() as error:
         cause = _CREDENTIALS.sub("//", " ".join(str(error).split()))
-        # The client wraps whatever the connection ran into in sentences of its own.
+        # The client wraps connection errors in messages of its own.
         silent = isinstance(error, OSError) or "failed with exception" in cause
-        said = "does not answer" if silent else f"refuses: {cause[:200]}"
-        raise TrackingError(f"MLflow at {without_credentials(uri)} {said}") from error
+        outcome = "does not answer" if silent else f"refuses: {cause[:200]}"
+        raise TrackingError(f"MLflow at {without_credentials(uri)} {outcome}") from error
 
 
 def _foreign_errors() -> tuple[type[BaseException], ...]:
     """Exception types that MLflow's client raises; the small client comes without a database."""
-    found: list[type[BaseException]] = [OSError]
+    kinds: list[type[BaseException]] = [OSError]
     names = (("mlflow.exceptions", "MlflowException"), ("sqlalchemy.exc", "SQLAlchemyError"), ("alembic.util.exc", "CommandError"))
     for module, name in names:
         try:
-            found.append(getattr(importlib.import_module(module), name))
+            kinds.append(getattr(importlib.import_module(module), name))
         except ImportError:
             continue
-    return tuple(found)
+    return tuple(kinds)

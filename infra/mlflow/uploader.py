@@ -1,6 +1,6 @@
-"""A thread that brings points to MLflow, however often the server goes away.
+"""Delivers points to MLflow from a thread of its own, however often the server goes away.
 
-The rule: nobody waits for MLflow, and no point is lost or held in memory: what is not delivered is read again from the journal.
+The rule: no caller waits for MLflow, and no point is lost or held in memory: undelivered ones are read again from the journal.
 """
 
 import threading
@@ -16,7 +16,7 @@ from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target,
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 GATHER_S = 2.0
-"""Points of so long go into one request, which costs as much as a single one."""
+"""Collect points for this long into one request: a full request costs as much as one with a single point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Delivery:
 
 
 class Journal(Protocol):
-    """Everything there is to deliver, in order, on disk: it is read again as often as needed."""
+    """All points to deliver, in order, on disk, to be read as often as needed."""
 
     @property
     def end(self) -> int: ...
@@ -41,7 +41,7 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Final work for when every point is delivered."""
+    """The work left for when every point is delivered."""
 
     status: str
     end_ms: int | None
@@ -49,7 +49,7 @@ class Ending:
 
 
 class Uploader:
-    """Brings a journal to MLflow from a thread of its own, with growing pauses while the server does not answer."""
+    """Delivers a journal to MLflow from a thread of its own, with growing pauses while the server does not answer."""
 
     def __init__(self, target: Target, journal: Journal, *, say: Callable[[str], None]) -> None:
         self.shown_uri = without_credentials(target.uri)
@@ -57,7 +57,7 @@ class Uploader:
         self.failing = False
         """True if MLflow refused or did not answer the last request."""
         self._target, self._journal, self._say = target, journal, say
-        self._place = self._passed = 0
+        self._offset = self._passed = 0
         self._delivered: Mapping[str, int] = {}
         self._mlflow_run: MlflowRun | None = None
         self._changed = threading.Condition()
@@ -68,22 +68,22 @@ class Uploader:
 
     @property
     def queued(self) -> int:
-        """Points of the journal that MLflow has not got yet, as far as is known."""
+        """Number of the journal's points that are not known to have reached MLflow."""
         return self._journal.points - self._passed
 
     def more(self) -> None:
-        """Say that the journal has grown."""
+        """Wake the thread: the journal has grown."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_for_run(self, timeout_s: float) -> str | None:
-        """The MLflow run's id, as soon as the server has answered."""
+        """The MLflow run's id; waits for it up to `timeout_s`, None if the server has not answered by then."""
         with self._changed:
             self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
             return self.run_id
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
-        """Deliver what is left, set the status, attach the files, and end; `wait` tells when that is done."""
+        """Ask the thread to deliver the remaining points, set the status, attach the files and end; `wait` waits for that."""
         with self._changed:
             self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts))
             self._changed.notify_all()
@@ -100,7 +100,7 @@ class Uploader:
                 self._advance()
             except TrackingError as error:
                 self._failed(str(error))
-            except Exception as error:  # the thread's edge: artifact stores raise whatever their own clients raise
+            except Exception as error:  # the thread's edge: artifact stores raise any error of their own clients
                 self._failed(f"MLflow at {self.shown_uri}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             else:
                 if self.failing:
@@ -114,46 +114,46 @@ class Uploader:
         if not self.failing:
             self._say(f"{cause}; the run goes on, and its points wait in metrics.jsonl")
         self.failing = True
-        self._mlflow_run = None  # what arrived is unknown now: the server is asked when it answers again
+        self._mlflow_run = None  # how much arrived is unknown: ask the server when it answers again
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next try; asked to end, it tries on at once: the caller has set a limit."""
+        """Wait before the next attempt; once asked to end, hardly at all: the caller limits the time."""
         with self._changed:
             if self._ending is None and self._changed.wait_for(lambda: self._ending, seconds):
                 return
         time.sleep(min(seconds, FIRST_PAUSE_S))
 
     def _advance(self) -> None:
-        """One step towards MLflow having everything: connect, send a batch, or end."""
+        """Connect if needed, send the next batch, and end if everything is delivered."""
         if self._mlflow_run is None:
             self._mlflow_run = self._connect()
         self._gather()
         end, ending = self._journal.end, self._ending
-        found, place = self._journal.read(self._place, max_points=MAX_POINTS - 1)
-        new = [delivery for delivery in found if delivery.number >= self._mlflow_run.position.get(delivery.source, 0)]
+        deliveries, offset = self._journal.read(self._offset, max_points=MAX_POINTS - 1)
+        new = [delivery for delivery in deliveries if delivery.number >= self._mlflow_run.position.get(delivery.source, 0)]
         if new:
-            self._journal.sync()  # MLflow never knows a point that the journal could lose in a power cut
+            self._journal.sync()  # MLflow must not have a point that the journal could lose in a power cut
             position = {delivery.source: delivery.number + 1 for delivery in new}
             self._mlflow_run.log([point for delivery in new for point in delivery.points], position=position)
         self._delivered = self._mlflow_run.position
-        self._passed += sum(len(delivery.points) for delivery in found)
-        self._place = place
-        if ending is not None and place >= end:
+        self._passed += sum(len(delivery.points) for delivery in deliveries)
+        self._offset = offset
+        if ending is not None and offset >= end:
             self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts)
             self._done = True
 
     def _connect(self) -> MlflowRun:
-        """Find MLflow's run; where it has less than was delivered, the journal is read from its beginning."""
-        found = MlflowRun(self._target)
-        if found.run_id != self.run_id or any(found.position.get(source, 0) < number for source, number in self._delivered.items()):
-            self._place = self._passed = 0
+        """Find the MLflow run; if it has less than was delivered, restart the journal from its beginning."""
+        run = MlflowRun(self._target)
+        if run.run_id != self.run_id or any(run.position.get(source, 0) < number for source, number in self._delivered.items()):
+            self._offset = self._passed = 0
         with self._changed:
-            self.run_id = found.run_id
+            self.run_id = run.run_id
             self._changed.notify_all()
-        return found
+        return run
 
     def _gather(self) -> None:
-        """Wait until there is something to do, and a moment more for what comes with it."""
+        """Wait until there is something to do, and `GATHER_S` more for further points."""
         with self._changed:
-            self._changed.wait_for(lambda: self._journal.end > self._place or self._ending)
+            self._changed.wait_for(lambda: self._journal.end > self._offset or self._ending)
             self._changed.wait_for(lambda: self._ending or self.queued >= MAX_POINTS, GATHER_S)
