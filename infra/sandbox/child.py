@@ -1,6 +1,6 @@
-"""The child's side of `penstock.infra.sandbox.pool`: answer one JSON line with one JSON line, until the parent is gone.
+"""The child's side of `penstock.infra.sandbox.pool`: answers each JSON line with one JSON line until the parent ends.
 
-The rule: what the code it runs prints, hangs on or leaves behind never reaches the two pipes or outlives the parent.
+The rule: nothing that the code prints reaches the two pipes, and nothing it starts outlives the parent.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ F_SETSIG = 10
 def main() -> None:
     """Serve `sys.argv[1]` (`module:function`), with the lifeline's descriptor in `sys.argv[2]`."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    # A user's print goes to stderr and a user's input() reads nothing: the pipes are ours alone.
+    # A user's print goes to stderr and a user's input() reads nothing: only our messages use the pipes.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -46,13 +46,13 @@ def main() -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line, with where it was raised; our own errors are such a line already."""
+    """An exception in one line, with the place it was raised at; our own errors already are one line."""
     text = " ".join(str(error).split())[:600]
     if type(error).__module__.partition(".")[0] == "penstock":
         return text
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{place}"
+    where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def _reply(replies: Any, answer: dict[str, Any]) -> None:
@@ -66,16 +66,16 @@ def _reply(replies: Any, answer: dict[str, Any]) -> None:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """Have this process group killed when the other end of `lifeline` closes, which it does however the parent ends."""
+    """Arrange that this process group is killed when the other end of `lifeline` closes, as it does however the parent ends."""
     if sys.platform == "linux":
-        # The kernel's own signal: a watching thread would never run under a regular expression that holds the interpreter for hours,
+        # A signal from the kernel: a watching thread would never run under a regular expression that holds the interpreter for hours,
         # and PR_SET_PDEATHSIG fires already when the parent's *thread* that started us ends.
         fcntl.fcntl(lifeline, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        gone = select.poll()
-        gone.register(lifeline, select.POLLHUP)
-        if gone.poll(0):
+        poller = select.poll()
+        poller.register(lifeline, select.POLLHUP)
+        if poller.poll(0):
             _end_group()
     else:
         threading.Thread(target=lambda: (os.read(lifeline, 1), _end_group()), daemon=True).start()

@@ -1,6 +1,6 @@
-"""Child processes that run code which may hang, crash or print, each call with a time limit on its own clock.
+"""Child processes that run code which may hang, crash or print; each call has a time limit of its own.
 
-The rule: a call ends in bounded time, as `Done` or as `Failed` with the reason; a child that overran is killed with all it started.
+The rule: a call ends in bounded time, as `Done` or as `Failed` with the reason; a child that overran is killed with everything it started.
 One thread drives a pool; children speak JSON lines over pipes, so nothing they send is ever executed.
 """
 
@@ -28,7 +28,7 @@ READ_BYTES = 1 << 16
 
 
 class ChildError(PenstockError):
-    """No child can be started at all: what it serves does not load."""
+    """No child can be started: its target does not load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class _Child(Generic[Key]):
 
 
 class ChildPool(Generic[Key]):
-    """`size` children that serve `target`, a `module:function` which makes of `init` the handler of one payload.
+    """`size` children that serve `target`, a `module:function` that takes `init` and returns the handler of one payload.
 
     Not thread-safe. `init`, payloads and results are JSON values. A call that fails, overruns `timeout_s` or kills its child is tried
     again `retries` times. The limit runs from when a started child has the call, so imports (limit `start_timeout_s`) do not count.
@@ -94,7 +94,7 @@ class ChildPool(Generic[Key]):
 
     @property
     def pending(self) -> int:
-        """Calls that have not been returned by `poll` yet."""
+        """Number of calls that `poll` has not returned yet."""
         return len(self._waiting) + len(self._ended) + sum(child.call is not None for child in self._children)
 
     def submit(self, key: Key, payload: object) -> None:
@@ -103,7 +103,7 @@ class ChildPool(Generic[Key]):
         self._dispatch()
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
-        """Calls that have ended, in that order; waits up to `timeout_s` for the first. With nothing pending it does not wait.
+        """Finished calls, in the order they finished; waits up to `timeout_s` for the first, and not at all if none is pending.
 
         Raises:
             ChildError: the target itself does not load, or three children in a row died before they were ready.
@@ -114,14 +114,14 @@ class ChildPool(Generic[Key]):
             now = time.monotonic()
             patience = 0.0 if self._ended or not self.pending else max(0.0, min([end, *(child.deadline for child in self._children)]) - now)
             for key, events in self._selector.select(patience):
-                # A child replaced in this very round has given its descriptors back.
+                # A child that was replaced in this loop has closed its descriptors.
                 if key.data not in self._children:
                     continue
                 if events & selectors.EVENT_WRITE:
                     self._write(key.data)
                 else:
                     self._read(key.data)
-            # After reading: an answer that lay in the pipe while the caller was busy elsewhere is not late.
+            # Check limits after reading: an answer that was in the pipe while the caller was busy is not late.
             self._kill_overdue()
             if self._ended or not self.pending or time.monotonic() >= end:
                 self._dispatch()
@@ -129,7 +129,7 @@ class ChildPool(Generic[Key]):
                 return ended
 
     def close(self) -> None:
-        """Kill the children. What was pending is forgotten."""
+        """Kill the children and drop pending calls."""
         for child in list(self._children):
             self._end(child)
         self._waiting.clear()
@@ -149,7 +149,7 @@ class ChildPool(Generic[Key]):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(lifeline,),
-                # Its own session: Ctrl-C goes to the parent alone, and a kill reaches whatever the child has started.
+                # Its own session: Ctrl-C goes to the parent only, and a kill reaches everything the child has started.
                 start_new_session=True,
                 env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
                 bufsize=0,
@@ -201,7 +201,7 @@ class ChildPool(Generic[Key]):
             while data := os.read(child.stdout, READ_BYTES):
                 child.unread += data
             ended = True
-        # What a child said before it ended counts, also when both are read at once.
+        # An answer that a child sent before it ended counts, even when both are read at once.
         while (cut := child.unread.find(b"\n")) >= 0:
             line = bytes(child.unread[:cut])
             del child.unread[: cut + 1]
@@ -246,7 +246,7 @@ class ChildPool(Generic[Key]):
             self._ended.append(Failed(key=call.key, reason=reason))
 
     def _last_words(self, child: _Child[Key]) -> str:
-        # End the group before its leader is waited for: until then nobody else can have got its number.
+        # End the group before waiting for its leader: until then its number cannot be reused.
         _kill_group(child.process.pid)
         status = child.process.wait()
         return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
