@@ -16,7 +16,7 @@ from penstock.infra.engines.packages import Package
 from penstock.infra.tensors.stream import TensorBytes
 
 LossFunction = Callable[[Any], tuple[Any, dict[str, float]]]
-"""Logprobs, a float32 tensor [B, L-1] (0 where nothing is trained) -> (un-normalised scalar loss sum, statistics to hand back)."""
+"""Logprobs, a float32 tensor [B, L-1] (0 where nothing is trained) -> (un-normalised scalar loss sum, statistics)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Backend(Protocol):
         ...
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """The same under version 0; needs `reference=True`."""
+        """[B, L-1] log-probabilities under version 0, 0 where nothing is trained; needs `reference=True`."""
         ...
 
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
@@ -68,11 +68,11 @@ class Backend(Protocol):
         ...
 
     def save(self, directory: str | Path) -> None:
-        """Write weights, optimizer, step count and random state into `directory`; making it durable is the caller's. Raises `OSError`."""
+        """Write weights, optimizer, step count and random state into `directory`; the caller makes it durable. Raises `OSError`."""
         ...
 
     def load(self, directory: str | Path) -> None:
-        """Go on exactly from what `save` wrote."""
+        """Restore exactly the state that `save` wrote."""
         ...
 
     def export(self, directory: str | Path) -> None:
@@ -84,23 +84,23 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the model and what belongs to it."""
+        """Release the model and its resources."""
         ...
 
 
 def _accept(_: Mapping[str, Any]) -> str | None:
-    """Settings that every backend has go together."""
+    """Accept any settings."""
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendKind:
-    """How a backend is opened and what it needs; declared where nothing heavy is imported."""
+    """Declares how a backend is opened and what it needs, without importing it."""
 
     open: Callable[..., Backend]
     """Imports the backend; takes the fields of `BackendSettings`, and `own`."""
     own: tuple[str, ...] = ()
-    """Keys of the section `trainer` that only this backend takes."""
+    """Keys of the config section `trainer` that only this backend takes."""
     check: Callable[[Mapping[str, Any]], str | None] = _accept
-    """Takes the section `trainer`; returns one line about values that do not go together, else None."""
+    """Takes the config section `trainer`; returns one line about values that contradict each other, else None."""
     packages: tuple[Package, ...] = ()

@@ -15,7 +15,7 @@ class TokenBatch:
     """B sequences of at most L tokens; everything per token is aligned to *next-token positions*: column t is about token t + 1."""
 
     input_ids: npt.NDArray[np.int64]
-    """[B, L] prompt then completion, zeros behind."""
+    """[B, L] prompt, completion, zero padding."""
     attention_mask: npt.NDArray[np.bool_]
     """[B, L] True on real tokens."""
     completion_mask: npt.NDArray[np.bool_]
@@ -23,9 +23,9 @@ class TokenBatch:
     behaviour_logprobs: npt.NDArray[np.float32]
     """[B, L-1] log-probability token t + 1 was sampled with; 0 outside `completion_mask`."""
     advantages: npt.NDArray[np.float32]
-    """[B] one advantage a sequence."""
+    """[B] one advantage per sequence."""
     temperatures: npt.NDArray[np.float32]
-    """[B] what the learner's logits are divided by, as they were for sampling."""
+    """[B] sampling temperatures, by which the learner's logits are divided too."""
     groups: npt.NDArray[np.int64]
     """[B] group number of each row."""
     samples: npt.NDArray[np.int64]
@@ -33,10 +33,10 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """How many tokens this batch trains."""
+        """Number of tokens this batch trains."""
         return int(self.completion_mask.sum())
 
     def logit_columns(self) -> npt.NDArray[np.int64]:
-        """The columns of the L-1 next-token positions that any row trains; at least one, so that every batch has a loss."""
+        """Columns of the L-1 next-token positions that any row trains; at least one, so that every batch has a loss."""
         columns: npt.NDArray[Any] = np.flatnonzero(self.completion_mask.any(axis=0))
         return columns if len(columns) else np.zeros(1, np.int64)

@@ -1,7 +1,7 @@
-"""The common half of all backends: open the policy, run it forward, keep frozen copies, describe the arithmetic, export.
+"""The part that all backends share: opens the policy, runs it forward, keeps frozen copies, describes the arithmetic, exports.
 
-The rule: nothing here is random. Dropout is off and deterministic kernels are asked for, so the same micro-batches on the
-same machine end in the same bits.
+The rule: nothing here is random. Dropout is off and kernels are deterministic, so the same micro-batches on the
+same machine give the same bits.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ def choose_device(device: str) -> torch.device:
 
 
 def fix_arithmetic(settings: BackendSettings) -> None:
-    """Threads, seed and deterministic kernels, for the whole process; an operation that has no deterministic form only warns."""
+    """Set threads, seed and deterministic kernels for the whole process; an operation without a deterministic form only warns."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
-    # transformers imports deepspeed where it is installed, which prints a guess unless it is told
+    # transformers imports deepspeed if it is installed, which guesses the accelerator and prints it unless this is set
     os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads what it has not written; filling costs 15 %
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
     _keep_freed_memory()
 
 
@@ -57,7 +57,7 @@ def _keep_freed_memory() -> None:
 
 
 def open_model(settings: BackendSettings, *, device: torch.device, path: str | None = None) -> Any:
-    """The causal language model of `path`, or else `model_path`, in `dtype`, without dropout."""
+    """Open the causal language model in `path`, or else `model_path`, in `dtype`, without dropout."""
     path = path or settings.model_path
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -75,15 +75,15 @@ def open_model(settings: BackendSettings, *, device: torch.device, path: str | N
 
 
 class FrozenPolicy:
-    """A copy of the model at one version that is only ever run forward."""
+    """A copy of the model at one version that is never trained."""
 
     def __init__(self, settings: BackendSettings, *, device: torch.device, path: str | None = None) -> None:
-        """Open the model of `path`, or else version 0 from `model_path`."""
+        """Open the model in `path`, or else version 0 from `model_path`."""
         self.model = open_model(settings, device=device, path=path).eval().requires_grad_(False)
         self.device = device
 
     def load(self, tensors: Iterable[TensorBytes]) -> None:
-        """Become another version."""
+        """Replace the weights by another version's."""
         copy_into(self.model, tensors)
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class FrozenPolicy:
 
 
 class LocalModel:
-    """The half of a backend that does not depend on who runs the optimizer; subclasses set `module` to what is called forward."""
+    """The part of a backend that does not depend on its optimizer; subclasses set `module` to the module that runs forward."""
 
     name = "?"
 
@@ -114,13 +114,13 @@ class LocalModel:
         self.steps = 0
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """For AdamW: weight decay on matrices, none on norms and biases."""
+        """Parameter groups for AdamW: weight decay on matrices, none on norms and biases."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if not self.settings.weight_decay:
             return [{"params": parameters}]
         matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-        rest = [parameter for parameter in parameters if parameter.ndim < 2]
-        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": rest}]
+        vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": vectors}]
         return [group for group in groups if group["params"]]
 
     def adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -186,20 +186,20 @@ class LocalModel:
         }
 
     def random_state(self) -> dict[str, torch.Tensor]:
-        """States of torch's generators."""
+        """States of torch's random generators."""
         state = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def set_random_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Put torch's generators back where `random_state` found them."""
+        """Restore torch's random generators to states that `random_state` returned."""
         torch.set_rng_state(state["cpu"].cpu())
         if "cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"].cpu(), self.device)
 
     def close(self) -> None:
-        """Let go of the models."""
+        """Release the models."""
         self.module = self.model = self.reference = self.snapshot = None
 
 
@@ -209,14 +209,14 @@ def _host(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
 
 
 def checked_denominator(denominator: float) -> float:
-    """`ValueError` unless it is a positive number: a step of no tokens is no step."""
+    """The step's denominator; `ValueError` unless it is a positive number, because a step needs tokens."""
     if not denominator > 0 or denominator == float("inf"):
         raise ValueError(f"a step's loss cannot be divided by {denominator}")
     return float(denominator)
 
 
 def checked_norm(norm: float, *, step: int) -> float:
-    """`BackendError` for a gradient that is not finite: applying it would destroy the weights."""
+    """The gradient norm; `BackendError` unless it is finite, because applying the gradient would destroy the weights."""
     if not np.isfinite(norm):
         raise BackendError(f"the gradient of optimizer step {step} has the norm {norm}: lower trainer.lr or look at its samples")
     return norm
@@ -224,7 +224,7 @@ def checked_norm(norm: float, *, step: int) -> float:
 
 @contextlib.contextmanager
 def saving(directory: Path) -> Iterator[None]:
-    """Raise the disk's own `OSError`, which torch hides behind a RuntimeError of its writer, or else `BackendError`."""
+    """Raise the disk's `OSError`, which torch's writer hides behind a RuntimeError, or else `BackendError`."""
     try:
         yield
     except RuntimeError as error:

@@ -29,7 +29,7 @@ class DeepSpeedBackend(LocalModel):
     divides_late = True
 
     def __init__(self, *, zero_stage: int = 2, **settings: Any) -> None:
-        """Takes the fields of `BackendSettings` and `zero_stage`."""
+        """Open the model; `settings` are the fields of `BackendSettings`."""
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
         self.zero_stage = zero_stage
@@ -47,7 +47,7 @@ class DeepSpeedBackend(LocalModel):
         self.has_gradient = False
 
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of `loss_fn`'s sum; times the number of processes, for DeepSpeed averages over them."""
+        """Add the gradient of `loss_fn`'s sum, times the number of processes, because DeepSpeed averages over them."""
         logprobs, entropy = self.run_forward(batch)
         loss, stats = loss_fn(logprobs)
         self.engine.backward(loss * self.world_size)
@@ -89,22 +89,22 @@ class DeepSpeedBackend(LocalModel):
         """Replace all parameters, or none, and the float32 masters with them."""
         parameters = dict(self.model.named_parameters())
         shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()}
-        given = fitting(tensors, shapes=shapes)
+        new_weights = fitting(tensors, shapes=shapes)
         for name, parameter in parameters.items():
             with self._whole(parameter, writer=0):
-                parameter.copy_(from_bytes(given[name]))
+                parameter.copy_(from_bytes(new_weights[name]))
         if self.zero_stage:
             self.optimizer.refresh_fp32_params()
 
     def save(self, directory: str | Path) -> None:
-        """Write DeepSpeed's checkpoint of weights, optimizer and random state, one shard a process."""
+        """Write DeepSpeed's checkpoint of weights, optimizer and random state, one shard per process."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         with saving(target):
             self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
 
     def load(self, directory: str | Path) -> None:
-        """Go on exactly where `save` stood; `BackendError` when the state is missing or of another model."""
+        """Restore exactly the state that `save` wrote; `BackendError` when it is missing or of another model."""
         try:
             path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
         except (OSError, RuntimeError, EOFError, KeyError, AssertionError) as error:
@@ -115,7 +115,7 @@ class DeepSpeedBackend(LocalModel):
         self.steps, self.has_gradient = state["steps"], False
 
     def fingerprint(self) -> dict[str, str | int]:
-        """As for every backend, with DeepSpeed's version and the ZeRO stage."""
+        """The fingerprint of every backend, with DeepSpeed's version and the ZeRO stage."""
         return super().fingerprint() | {"deepspeed": self.deepspeed.__version__, "zero_stage": self.zero_stage}
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class DeepSpeedBackend(LocalModel):
 
     @torch.no_grad()
     def _divide_and_clip(self) -> None:
-        """Stage 0 runs the plain optimizer: after DeepSpeed has averaged the gradients, before AdamW sees them."""
+        """For stage 0, which runs the plain optimizer: called after DeepSpeed has averaged the gradients, before AdamW uses them."""
         parameters = [parameter for parameter in self._trained() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         torch._foreach_div_(gradients, self.denominator)

@@ -1,4 +1,4 @@
-"""From token ids to log-probabilities of the tokens that were drawn.
+"""Computes log-probabilities of the sampled tokens.
 
 The rule: logits become float32 before anything is summed over the vocabulary, a chunk of rows at a time, so that no
 float32 copy of all logits ever exists.
@@ -10,11 +10,11 @@ import torch
 
 from penstock.infra.backends.batch import TokenBatch
 
-CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 logits in work at a time: large enough to be fast, small beside any model
+CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 logits at a time: large enough to be fast, small beside any model
 
 
 class _DrawnLogprobs(torch.autograd.Function):
-    """Log-softmax at one column of each row: keeps the logits as they came and the row's normaliser, nothing else."""
+    """Log-softmax at one column of each row; saves only the logits in their own dtype and each row's normaliser."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, token_ids: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: t
 
 @torch.no_grad()
 def token_entropy(logits: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """Entropy in nats of softmax(logits / temperature), float32 [...], without gradient: for reports."""
+    """Entropy in nats of softmax(logits / temperature), float32 [...], without gradient, for reports."""
     flat = logits.detach().reshape(-1, logits.shape[-1])
     scale = _scale(flat, logits.shape[:-1], temperature)
     out = torch.empty_like(scale)

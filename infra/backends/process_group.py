@@ -1,6 +1,6 @@
-"""DeepSpeed imported quietly and given a process group, without a compiler, a port or a launcher for one process.
+"""Imports DeepSpeed quietly and gives it a process group; a single process needs no compiler, port or launcher.
 
-The rule: one process needs no network at all; several take theirs from the launcher's environment (torchrun's variables).
+The rule: one process uses no network; several read their addresses from the launcher's environment (torchrun's variables).
 """
 
 import atexit
@@ -17,14 +17,14 @@ import torch
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """The deepspeed module for this device's kind, with its log held down to errors."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; else it guesses and prints a warning
+    """Import deepspeed for this kind of device, with its log limited to errors."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, at import; otherwise it guesses and prints a warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's collectives, once a parameter
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's collectives warn once per parameter
     deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
-        # Plain gloo serves on a CPU; the shared-memory extension would call a C++ compiler at run time.
+        # Plain gloo works on a CPU; the shared-memory extension would call a C++ compiler at run time.
         importlib.import_module("deepspeed.comm.torch")
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     return deepspeed

@@ -1,6 +1,6 @@
-"""A model directory made of an architecture and weights that come from elsewhere.
+"""Writes a model directory from an architecture and separate weights.
 
-The rule: the directory gives the very weights it was made of, bit for bit.
+The rule: the directory loads to the given weights, bit for bit.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""The trainer backends by the name that `trainer.backend` has."""
+"""The trainer backends, by the name used in `trainer.backend`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,7 @@ BACKENDS: Mapping[str, BackendKind] = {
 
 
 def open_backend(name: str, **settings: Any) -> Backend:
-    """The backend called `name` with `BackendSettings`' fields and its own; imports torch. Raises `ValueError`, `BackendError`."""
+    """Open the backend `name` with `BackendSettings`' fields and its own; imports torch. Raises `ValueError`, `BackendError`."""
     if name not in BACKENDS:
         raise ValueError(f"unknown trainer backend {name!r}: choose one of {', '.join(BACKENDS)}")
     if mistake := BACKENDS[name].check(settings):

@@ -10,39 +10,39 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSettings:
-    """Model, arithmetic and optimizer of a trainer; `ValueError` names the value that cannot be."""
+    """Model, arithmetic and optimizer of a trainer; `ValueError` names an invalid value."""
 
     model_path: str
     """Directory of a Hugging Face causal language model: the policy's version 0."""
     lr: float
     dtype: str = "float32"
-    """Type of the weights that are used and published; with bfloat16 the optimizer keeps float32 masters and gradient sums."""
+    """Type of the weights in use and published; with bfloat16 the optimizer keeps float32 masters and gradient sums."""
     device: str = "auto"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    """AdamW's (arXiv 1711.05101), on matrices only."""
+    """Weight decay of AdamW (arXiv 1711.05101), on matrices only."""
     lr_schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
     """Step at which linear and cosine schedules reach zero."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
+    """Gradients are scaled down to this norm; 0 switches clipping off."""
     threads: int = 1
-    """CPU threads of the arithmetic; another number gives other last bits."""
+    """CPU threads for the arithmetic; another number changes the last bits."""
     seed: int = 0
     gradient_checkpointing: bool = False
     reference: bool = False
-    """Keep a frozen copy of version 0, for KL."""
+    """Keep a frozen copy of version 0, for the KL term."""
     reference_path: str | None = None
-    """Directory of the model that is kept as the reference instead."""
+    """Directory of the model to keep as the reference instead of version 0."""
     snapshot: bool = False
     """Keep a second frozen copy, for the proximal policy; it is version 0 until `take_snapshot`."""
     entropy: bool = False
     """Report `entropy_sum` with every backward pass."""
 
     def __post_init__(self) -> None:
-        """Refuse what no backend can do."""
+        """Raise `ValueError` for values that no backend supports."""
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown trainer dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
         if self.threads < 1:

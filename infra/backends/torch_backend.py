@@ -26,7 +26,7 @@ class TorchBackend(LocalModel):
     divides_late = True
 
     def __init__(self, **settings: Any) -> None:
-        """Takes the fields of `BackendSettings`."""
+        """Open the model; `settings` are the fields of `BackendSettings`."""
         super().__init__(**settings)
         groups = self.parameter_groups()
         self.parameters = [parameter for group in groups for parameter in group["params"]]
@@ -96,7 +96,7 @@ class TorchBackend(LocalModel):
 
     @torch.no_grad()
     def load(self, directory: str | Path) -> None:
-        """Go on exactly where `save` stood; `BackendError` when the state is missing or of another model."""
+        """Restore exactly the state that `save` wrote; `BackendError` when it is missing or of another model."""
         file = Path(directory) / STATE_FILE
         try:
             state = torch.load(file, map_location=self.device, weights_only=True)
@@ -105,10 +105,10 @@ class TorchBackend(LocalModel):
         if [master.shape for master in self.masters] != [saved.shape for saved in state["masters"]]:
             raise BackendError(f"{file} is the state of another model")
         torch._foreach_copy_(self.masters, state["masters"])
-        own = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        settings_by_group = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(settings)  # of the run that goes on; another one's state may have been saved under others
+        for group, settings in zip(self.optimizer.param_groups, settings_by_group, strict=True):
+            group.update(settings)  # the settings of the current run: the state may have been saved under others
         self.optimizer.zero_grad(set_to_none=True)
         self.set_random_state(state["random"])
         self._publish_masters()
