@@ -1,7 +1,7 @@
-"""Poison-record guard: an mmapped file names the record being decoded, so that one that killed its reader three times is skipped.
+"""Poison-record guard: an mmapped file names the record being decoded, so that one that killed its reader thrice is skipped.
 
-The rule: a record counts one more death each time a process of this name dies while decoding it; the count is cleared once it was decoded to
-the end. The kernel keeps the page when a process dies; a machine that loses power loses only counts.
+The rule: a record counts one more death each time a process of this name dies while decoding it; decoding it to the end clears
+the count. The kernel keeps the page when a process dies; a machine that loses power loses only counts.
 """
 
 import json

@@ -64,7 +64,7 @@ class KafkaLog:
         self.bootstrap = bootstrap
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
-        """Set how clients made from now on bear an outage: they wait for `give_up_s`, and `say` gets a line when it begins and when it ends."""
+        """Set how clients made from now on bear an outage: they wait for `give_up_s`; `say` gets a line at its begin and its end."""
         self._contact.give_up_s = give_up_s
         if say is not None:
             self._contact.tell(say)

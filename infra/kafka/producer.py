@@ -45,7 +45,7 @@ class KafkaPending:
         self._owner._settle(self._size, edge.translate(error, f"cannot write to {self._what}"))
 
     def offset(self, timeout_s: float | None = None) -> int:
-        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError; None waits until the producer gives up."""
+        """The record's offset; raises SendFailed, OutcomeUnknown or, after `timeout_s`, LogError; None waits as long as the producer."""
         try:
             offset: int = self._future.get(timeout_s).offset
         except errors.KafkaError as error:

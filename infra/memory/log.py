@@ -120,7 +120,7 @@ class MemoryLog:
         return MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
 
     def costs(self) -> dict[str, float]:
-        """Return {}: the in-memory log costs no CPU time worth counting."""
+        """Zeros: the in-memory log costs no CPU time worth counting."""
         return {"send_s": 0.0, "poll_s": 0.0, "io_s": 0.0}
 
     def close(self) -> None:
