@@ -1,5 +1,5 @@
-"""`penstock audit`: what a run promises, recomputed from its log alone.
+"""`penstock audit`: recomputes from the log alone what a run promises.
 
-The rule: nothing in here imports any of our code but `topics`, and the log is read by a foreign client, so that the audit shares no
+The rule: the audit imports none of our code but `topics` and reads the log with another client, so that it shares no
 error with what it checks.
 """

@@ -11,7 +11,7 @@ from penstock.pipeline.audit.facts import Facts, Where
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A promise that the log shows broken, and where."""
+    """A broken promise, and the record that shows it."""
 
     text: str
     group: int | None = None
@@ -25,11 +25,11 @@ Rule = Callable[[Facts], Iterator[Violation]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One promise."""
+    """One promise, and how to check it."""
 
     name: str
     promise: str
     counts: str
-    """What was examined, in words."""
+    """Noun for what was examined, in the plural."""
     examined: Callable[[Facts], int]
     rule: Rule

@@ -1,4 +1,4 @@
-"""The chunks of `weights`, read once and in step with the manifests, so that every version's digest is recomputed in one chunk's memory.
+"""Reads the chunks of `weights` once, in step with the manifests, so that recomputing every digest takes one chunk's memory.
 
 The rule: a digest is SHA-256 over name, type, shape, size and bytes of each tensor in name order, whatever the chunks.
 """
@@ -24,16 +24,16 @@ Refuse = Callable[[Record, errors.Unusable], None]
 
 
 def weigh(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
-    """Read every chunk partition to its end and recompute the digest of each version that stands alone."""
+    """Read every chunk partition to its end and recompute the digest of each full version."""
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
-    for fact in sorted(facts.first_manifests().values(), key=lambda found: found.where.offset):
+    for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
         facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts)
     for cursor in cursors.values():
         cursor.to_end()
 
 
 class Cursor:
-    """One partition of chunks; every record that is passed becomes a fact."""
+    """One partition of chunks; every record it passes becomes a fact."""
 
     def __init__(self, source: Source, partition: int, facts: Facts, note: Note, refuse: Refuse) -> None:
         self._records = source.read("weights", [partition])
@@ -41,13 +41,13 @@ class Cursor:
         self._last: tuple[int, memoryview | bytes | None] = (-1, None)
 
     def at(self, offset: int) -> memoryview | bytes | None:
-        """The data of the chunk at an offset; None where there is no chunk, or it was passed already."""
+        """The data of the chunk at an offset; None if there is no chunk, or it was already passed."""
         while self._last[0] < offset and self._step():
             pass
         return self._last[1] if self._last[0] == offset else None
 
     def to_end(self) -> None:
-        """Pass what is left."""
+        """Pass the remaining records."""
         while self._step():
             pass
 

@@ -1,6 +1,6 @@
-"""Records become facts, topic by topic, read by `topics`' own functions and hashed at once.
+"""Turns records into facts, topic by topic: decoded by `topics`' functions and hashed at once.
 
-The rule: whatever cannot be read is itself a fact; nothing in a record ends the audit.
+The rule: a record that cannot be read is itself a fact; no record ends the audit.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from penstock.topics.wire.record import RawHeaders, Record
 def gather(source: Source) -> Facts:
     """Read a whole run; raises `Unreadable`."""
     gatherer = Gatherer(_begin(source))
-    # Dead letters first: of every record that one of them names, the bytes are hashed when it is met.
+    # Dead letters first: the bytes of every record they name are hashed when it is read.
     for topic in ("dead-letters", RUNS_TOPIC, "metrics", "ledger", "groups", "rollouts", "prompts"):
         for record in source.read(topic):
             gatherer.take(record, topic)
@@ -47,28 +47,28 @@ def gather(source: Source) -> Facts:
 
 
 def _begin(source: Source) -> Facts:
-    """The run's terms: from the register, or else from the ledger's first entry."""
-    found: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """Facts with the run's terms, from the register or else from the ledger's first entry."""
+    config_and_info: tuple[dict[str, Any], dict[str, Any]] | None = None
     status: str | None = None
     for record in source.read(RUNS_TOPIC):
         if record.key == source.run.encode():
             try:
-                known = runs.read(record, run=source.run)[1]
+                record_of_run = runs.read(record, run=source.run)[1]
             except errors.Unusable:
                 continue
-            found, status = (as_object(known.config), as_object(known.info)), known.status
-    for record in () if found else source.read("ledger"):
+            config_and_info, status = (as_object(record_of_run.config), as_object(record_of_run.info)), record_of_run.status
+    for record in () if config_and_info else source.read("ledger"):
         try:
             entry = ledger.read(record, run=source.run)[1]
         except errors.Unusable:
             continue
         if entry.kind == "run-opened":
-            told = as_object(entry.details)
-            found = told.get("config", {}), told.get("info", {})
+            details = as_object(entry.details)
+            config_and_info = details.get("config", {}), details.get("info", {})
             break
-    if found is None:
+    if config_and_info is None:
         raise Unreadable(f"neither the register of runs nor the ledger says how run {source.run} was configured")
-    config, info = found
+    config, info = config_and_info
     begins = {("weights", partition): source.begin("weights", partition) for partition in source.partitions("weights")}
     return Facts(
         run=source.run,
@@ -80,7 +80,7 @@ def _begin(source: Source) -> Facts:
 
 
 class Gatherer:
-    """The facts so far, and the groups of several parts that are not whole yet."""
+    """The facts so far, and the groups whose parts are not all read yet."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -88,7 +88,7 @@ class Gatherer:
         """Records that dead letters name -> class of the reason."""
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
         self._known: dict[tuple[str, int, int], bytes] = {}
-        """(topic, partition, group or number) -> hash of the first record of it."""
+        """(topic, partition, group or number) -> hash of its first record."""
 
     def take(self, record: Record, topic: str) -> None:
         """Note one record of a topic."""
@@ -118,7 +118,7 @@ class Gatherer:
         self.facts.unusable.append(Unusable(where, kind, reason, group, sample))
 
     def end_of_groups(self) -> None:
-        """Parts whose rest never came."""
+        """Note the parts of groups whose other parts never came."""
         for records in self._parts.values():
             headers = groups.check(records[0], run=self.facts.run)
             problem = f"only {len(records)} of the {headers.parts} parts of group {headers.group} are there"
@@ -225,24 +225,26 @@ class Gatherer:
             self.facts.manifests.append(ManifestFact(where, manifest, body))
 
     def _refused(self, where: Where) -> None:
-        """Leave out an entry or manifest of a stranger: one beyond a gap, which its readers have set aside."""
+        """Leave out a foreign entry or manifest: one beyond a gap, which its readers have set aside."""
         if self._named.get(where) == "mismatch":
             raise errors.Unusable("set aside as one beyond a gap", kind="mismatch")
 
     def _measurement(self, record: Record, where: Where) -> None:
-        found = metrics.read(record, run=self.facts.run)[1]
-        key = (found.worker, found.incarnation)
-        fresh = WorkerFact(found.worker, found.role, found.incarnation, found.labels.get("host"), found.time_ns)
+        measurement = metrics.read(record, run=self.facts.run)[1]
+        key = (measurement.worker, measurement.incarnation)
+        fresh = WorkerFact(
+            measurement.worker, measurement.role, measurement.incarnation, measurement.labels.get("host"), measurement.time_ns
+        )
         worker = self.facts.workers.setdefault(key, fresh)
-        worker.host = worker.host or found.labels.get("host")
-        if found.seq in worker.seqs:
+        worker.host = worker.host or measurement.labels.get("host")
+        if measurement.seq in worker.seqs:
             self._count_repeat("metrics")
-        worker.seqs.add(found.seq)
-        if found.kind == "final":
+        worker.seqs.add(measurement.seq)
+        if measurement.kind == "final":
             worker.final = where.offset
 
     def _repeats(self, topic: str, partition: int, number: int, body: bytes) -> bool:
-        """Whether the first record of this number said the same; then it is counted and forgotten."""
+        """True if this record is identical to the first of its number; it is then only counted."""
         key = (topic, partition, number)
         if key not in self._known:
             self._known[key] = body
@@ -267,19 +269,19 @@ _FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
 
 
 def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
-    """Hash of a record's bytes; a header that is absent and one without a value differ."""
-    found = hashlib.blake2b(digest_size=16)
+    """Hash of a record's bytes; an absent header and one without a value differ."""
+    digest = hashlib.blake2b(digest_size=16)
     for name, text in (("", key), *headers):
-        found.update(f"{len(name)}:{name};{-1 if text is None else len(text)}:".encode("utf-8", "surrogatepass"))
-        found.update(text or b"")
-    found.update(value)
-    return found.digest()
+        digest.update(f"{len(name)}:{name};{-1 if text is None else len(text)}:".encode("utf-8", "surrogatepass"))
+        digest.update(text or b"")
+    digest.update(value)
+    return digest.digest()
 
 
 def sample_hash(rollout: Rollout) -> bytes:
-    """Hash of everything that is said of a sample."""
+    """Hash of all of a sample's fields."""
     logprobs = np.array(rollout.behaviour_logprobs, np.float32)
-    logprobs[np.isnan(logprobs)] = np.nan  # one pattern of bits for all of them
+    logprobs[np.isnan(logprobs)] = np.nan  # one bit pattern for every NaN
     arrays = (
         np.asarray(rollout.token_ids, np.int32),
         logprobs,
@@ -287,12 +289,12 @@ def sample_hash(rollout: Rollout) -> bytes:
         np.asarray(rollout.span_versions, np.int32),
         np.asarray(rollout.span_starts, np.int32),
     )
-    rest = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
-    found = hashlib.blake2b(repr((*rest, rollout.started_ns, rollout.ended_ns, rollout.worker)).encode(), digest_size=16)
+    fields = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
+    digest = hashlib.blake2b(repr((*fields, rollout.started_ns, rollout.ended_ns, rollout.worker)).encode(), digest_size=16)
     for array in arrays:
-        found.update(len(array).to_bytes(8, "little"))
-        found.update(array.tobytes())
-    return found.digest()
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(array.tobytes())
+    return digest.digest()
 
 
 def _told(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What is kept of each record: numbers and hashes.
+"""The facts kept of each record: numbers and hashes.
 
 The rule: facts, never payloads: a run of 100,000 samples is judged in a few hundred megabytes.
 """
@@ -11,18 +11,18 @@ from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
 
 INCOMPLETE = "incomplete"
-"""Kind of a record that is a part of a group whose other parts are missing."""
+"""Kind of an unusable record: a part of a group whose other parts are missing."""
 
 
 class Where(NamedTuple):
-    """A record's place."""
+    """Topic, partition and offset of a record."""
 
     topic: str
     partition: int
     offset: int
 
     def __str__(self) -> str:
-        """As people write it: topic/partition/offset."""
+        """Format it as topic/partition/offset."""
         return f"{self.topic}/{self.partition}/{self.offset}"
 
 
@@ -36,7 +36,7 @@ class PromptFact(NamedTuple):
     samples: int
     created_ns: int
     told: bytes
-    """Hash of what the group's outcome has to repeat."""
+    """Hash of the fields that the group's outcome has to repeat."""
     body: bytes
     """Hash of the payload."""
 
@@ -53,21 +53,21 @@ class SampleFact(NamedTuple):
     timestamp_ms: int
     worker: str
     body: bytes
-    """Hash of everything about it."""
+    """Hash of all its fields."""
 
 
 class OutcomeFact(NamedTuple):
-    """A group in `groups`, all parts together."""
+    """A group in `groups`, all parts joined."""
 
     where: Where
-    """Of its first part."""
+    """Topic, partition and offset of its first part."""
     group: int
     outcome: str
     told: bytes
     sha256: str
-    """Recomputed over the payloads of all parts."""
+    """SHA-256 recomputed over the payloads of all parts."""
     samples: tuple[tuple[int, bytes], ...]
-    """Number and hash of each."""
+    """Number and hash of each sample."""
     version_min: int | None
     """Oldest version that any trained token of any sample was drawn under."""
 
@@ -89,7 +89,7 @@ class ManifestFact(NamedTuple):
 
 
 class ChunkFact(NamedTuple):
-    """A chunk as it lies in the log."""
+    """A chunk of a version's weights."""
 
     version: int
     place: int
@@ -99,13 +99,13 @@ class ChunkFact(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-    """What a version's chunks amount to."""
+    """A version's digest, recomputed from its chunks."""
 
     digest: str | None
     problem: str | None
     """Why there is no digest."""
     released: bool = False
-    """Whether retention has deleted a chunk, so that nothing can be said."""
+    """True if retention has deleted a chunk, so that the digest cannot be judged."""
 
 
 class LetterFact(NamedTuple):
@@ -117,7 +117,7 @@ class LetterFact(NamedTuple):
     worker: str
     time_ns: int
     body: bytes
-    """Hash of key, headers and value it carries."""
+    """Hash of the key, headers and value it carries."""
 
 
 class Unusable(NamedTuple):
@@ -127,13 +127,13 @@ class Unusable(NamedTuple):
     kind: str
     reason: str
     group: int | None
-    """As far as its headers can be believed."""
+    """Group named by its headers, None if they are invalid."""
     sample: int | None
 
 
 @dataclass(slots=True)
 class WorkerFact:
-    """One process, as its measurements tell it."""
+    """One worker process, from its measurements."""
 
     worker: str
     role: str
@@ -152,9 +152,9 @@ class Facts:
     run: str
     terms: Terms
     schedule: object
-    """The schedule's section as the register of runs has it."""
+    """The run's `schedule` section in the register of runs."""
     status: str | None
-    """What the register of runs says of it; None when it is not registered."""
+    """The run's status in the register of runs; None when it is not registered."""
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Facts:
     samples: list[SampleFact] = field(default_factory=list)
     outcomes: list[OutcomeFact] = field(default_factory=list)
     entries: list[EntryFact] = field(default_factory=list)
-    """Each number once: the first record of it."""
+    """Entries of the ledger; of each number only the first record."""
     manifests: list[ManifestFact] = field(default_factory=list)
     chunks: dict[Where, ChunkFact] = field(default_factory=dict)
     recomputed: dict[int, Recomputed] = field(default_factory=dict)
@@ -171,10 +171,10 @@ class Facts:
     bodies: dict[Where, bytes] = field(default_factory=dict)
     """Hash of key, headers and value of every record that a dead letter names."""
     killers: set[Where] = field(default_factory=set)
-    """Records that were set aside because they had ended their readers: sound, and used by nobody."""
+    """Valid records that were set aside, and used by no worker, because they had killed their readers."""
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
-    """Records that repeat another one word for word, by topic, where nothing else is kept of them."""
+    """Topic -> number of records identical to an earlier one, where nothing else is kept of them."""
 
     @property
     def closed(self) -> Entry | None:
@@ -187,48 +187,48 @@ class Facts:
 
     def first_prompts(self) -> dict[int, PromptFact]:
         """Group -> its prompt."""
-        found: dict[int, PromptFact] = {}
+        prompts: dict[int, PromptFact] = {}
         for prompt in self.prompts:
-            found.setdefault(prompt.group, prompt)
-        return found
+            prompts.setdefault(prompt.group, prompt)
+        return prompts
 
     def first_samples(self) -> dict[tuple[int, int, int], SampleFact]:
         """(partition, group, sample) -> its first record: the one that counts."""
-        found: dict[tuple[int, int, int], SampleFact] = {}
+        samples: dict[tuple[int, int, int], SampleFact] = {}
         for sample in self.samples if not self.killers else [sample for sample in self.samples if sample.where not in self.killers]:
-            found.setdefault((sample.where.partition, sample.group, sample.sample), sample)
-        return found
+            samples.setdefault((sample.where.partition, sample.group, sample.sample), sample)
+        return samples
 
     def first_outcomes(self) -> dict[int, OutcomeFact]:
         """Group -> its outcome."""
-        found: dict[int, OutcomeFact] = {}
+        outcomes: dict[int, OutcomeFact] = {}
         for outcome in self.outcomes:
-            found.setdefault(outcome.group, outcome)
-        return found
+            outcomes.setdefault(outcome.group, outcome)
+        return outcomes
 
     def first_manifests(self) -> dict[int, ManifestFact]:
         """Version -> its manifest."""
-        found: dict[int, ManifestFact] = {}
+        manifests: dict[int, ManifestFact] = {}
         for fact in self.manifests:
-            found.setdefault(fact.manifest.version, fact)
-        return found
+            manifests.setdefault(fact.manifest.version, fact)
+        return manifests
 
     def trained(self) -> dict[int, int]:
         """Group -> the first step that trained it."""
-        found: dict[int, int] = {}
+        steps: dict[int, int] = {}
         for fact in self.steps():
             for planned in fact.entry.plan:
-                found.setdefault(planned.group, fact.entry.step or 0)
-        return found
+                steps.setdefault(planned.group, fact.entry.step or 0)
+        return steps
 
     def stale(self) -> dict[int, int]:
-        """Group -> number of the ledger's entry that first called it stale."""
-        found: dict[int, int] = {}
+        """Group -> number of the ledger entry that first lists it as stale."""
+        entries: dict[int, int] = {}
         for fact in self.entries:
             for group in fact.entry.groups if fact.entry.kind == "stale" else ():
-                found.setdefault(group, fact.entry.seq)
-        return found
+                entries.setdefault(group, fact.entry.seq)
+        return entries
 
     def dropped(self) -> set[int]:
-        """Groups that were not to be trained: another prompt was admitted for each."""
+        """Groups that were dropped instead of trained: another prompt was admitted for each."""
         return {group for group, fact in self.first_outcomes().items() if fact.outcome in DROPS} | set(self.stale())

@@ -1,6 +1,6 @@
-"""A run's topics read by confluent-kafka, a client that no worker uses.
+"""Reads a run's topics with confluent-kafka, a client that no worker uses.
 
-The rule: every record from the beginning to the end that was there when the audit began, committed transactions only; nothing is
+The rule: every record from the beginning to the end as of the audit's start, committed transactions only; nothing is
 written, no group is joined.
 """
 
@@ -16,7 +16,7 @@ from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.wire.record import Record
 
 ORDER = (RUNS_TOPIC, "dead-letters", "metrics", "ledger", "groups", "rollouts", "prompts", "weights")
-"""Ends are taken from the effect to the cause, so that what a record refers to lies before the ends as well, also while the run goes on."""
+"""Ends are read from effect to cause, so that the records a record refers to are below the ends too, even while the run goes on."""
 
 SECURITY = {
     "security_protocol": "security.protocol",
@@ -28,11 +28,11 @@ SECURITY = {
     "ssl_keyfile": "ssl.key.location",
     "ssl_password": "ssl.key.password",
 }
-"""Our name of a security setting -> librdkafka's."""
+"""Our name of a security setting -> librdkafka's name."""
 
 ANSWER_S = 15.0
 SILENT_S = 60.0
-"""A broker that sends nothing for so long, although there is more to read, is given up."""
+"""Give up on a broker that sends nothing for this long although there is more to read."""
 SAY_AFTER_S = 3.0
 AGAIN_S = 0.2
 PASSING = frozenset(
@@ -44,26 +44,26 @@ PASSING = frozenset(
         KafkaError._TRANSPORT,
     }
 )
-"""What a broker says while a topic is new or a leader is changing."""
+"""Error codes of a broker while a topic is new or a leader is changing."""
 FETCH_BYTES = 32 << 20
 
 
 def client_settings(bootstrap: str, security: Mapping[str, str]) -> dict[str, Any]:
-    """What both clients have; raises `ValueError` for a security setting that librdkafka has no name for.
+    """Settings of both clients; raises `ValueError` for a security setting unknown to librdkafka.
 
     Example:
         client_settings("h:1", {"sasl_mechanism": "PLAIN"})  # -> {"bootstrap.servers": "h:1", ..., "sasl.mechanism": "PLAIN"}
     """
-    found: dict[str, Any] = {"bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
+    settings: dict[str, Any] = {"bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
     for name, value in security.items():
         if name == "ssl_check_hostname":
             checked = str(value).strip().lower() not in ("false", "0", "no", "off")
-            found["ssl.endpoint.identification.algorithm"] = "https" if checked else "none"
+            settings["ssl.endpoint.identification.algorithm"] = "https" if checked else "none"
         elif name in SECURITY:
-            found[SECURITY[name]] = value
+            settings[SECURITY[name]] = value
         else:
             raise ValueError(f"kafka security setting {name!r} is unknown; known are {', '.join([*SECURITY, 'ssl_check_hostname'])}")
-    return found
+    return settings
 
 
 class KafkaSource:
@@ -77,23 +77,23 @@ class KafkaSource:
         self._problem: str | None = None
         admin = AdminClient(self._settings | {"error_cb": self._note})
         try:
-            known = admin.list_topics(timeout=ANSWER_S).topics
+            topics = admin.list_topics(timeout=ANSWER_S).topics
         except KafkaException as error:
             raise Unreadable(f"cannot read {bootstrap}: {self._problem or error.args[0].str()}") from error
-        if missing := [topic for topic in ORDER if self._kafka_name(topic) not in known]:
+        if missing := [topic for topic in ORDER if self._kafka_name(topic) not in topics]:
             raise Unreadable(f"run {run} has no topic {self._kafka_name(missing[0])!r}; its log is gone or may not be read")
         self._begins: dict[str, dict[int, int]] = {}
         self._ends: dict[str, dict[int, int]] = {}
         for topic in ORDER:
             name = self._kafka_name(topic)
-            places = [TopicPartition(name, partition) for partition in known[name].partitions]
+            places = [TopicPartition(name, partition) for partition in topics[name].partitions]
             self._ends[topic] = _offsets(admin, places, OffsetSpec.latest())
             self._begins[topic] = _offsets(admin, places, OffsetSpec.earliest())
         self._whole = sum(self._ends[topic][partition] - begin for topic in ORDER for partition, begin in self._begins[topic].items())
         self._read, self._said = 0, time.monotonic() + SAY_AFTER_S
 
     def partitions(self, topic: str) -> range:
-        """Its partitions."""
+        """Partition numbers of a topic."""
         return range(len(self._ends[topic]))
 
     def begin(self, topic: str, partition: int) -> int:
@@ -101,7 +101,7 @@ class KafkaSource:
         return self._begins[topic][partition]
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """Every record there was when the audit began."""
+        """Every record that existed when the audit began."""
         ends = {partition: self._ends[topic][partition] for partition in (self.partitions(topic) if partitions is None else partitions)}
         left = {partition for partition, end in ends.items() if end > self._begins[topic][partition]}
         if not left:
@@ -110,13 +110,13 @@ class KafkaSource:
         consumer = self._consumer()
         try:
             consumer.assign([TopicPartition(name, partition, self._begins[topic][partition]) for partition in sorted(left)])
-            heard = time.monotonic()
+            last_answer = time.monotonic()
             while left:
                 messages = consumer.consume(500, timeout=0.5)
                 if not messages:
-                    self._check_silence(heard, name)
+                    self._check_silence(last_answer, name)
                     continue
-                heard = time.monotonic()
+                last_answer = time.monotonic()
                 for message in messages:
                     if (error := message.error()) is not None and error.code() != KafkaError._PARTITION_EOF:
                         raise Unreadable(f"{name}/{message.partition()} cannot be read: {error.str()}")
@@ -125,7 +125,7 @@ class KafkaSource:
                     if error is None and place[1] < ends[place[0]]:
                         yield to_record(message)
                         self._progress(topic)
-                    # At the end, or at its mark: what is left below the end are marks of transactions.
+                    # At the end, or only transaction markers are left below it.
                     if error is not None or place[1] >= ends[place[0]] - 1:
                         left.discard(place[0])
         finally:
@@ -135,7 +135,7 @@ class KafkaSource:
         return Consumer(
             {
                 **self._settings,
-                "group.id": f"{self.run}.audit",  # asked for by the client; nothing is joined or committed
+                "group.id": f"{self.run}.audit",  # the client requires one; no group is joined and nothing is committed
                 "enable.auto.commit": False,
                 "auto.offset.reset": "error",
                 "isolation.level": "read_committed",
@@ -150,8 +150,8 @@ class KafkaSource:
     def _note(self, error: KafkaError) -> None:
         self._problem = str(error.str())
 
-    def _check_silence(self, heard: float, name: str) -> None:
-        if time.monotonic() - heard > SILENT_S:
+    def _check_silence(self, last_answer: float, name: str) -> None:
+        if time.monotonic() - last_answer > SILENT_S:
             raise Unreadable(f"{name}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
 
     def _progress(self, topic: str) -> None:
@@ -165,23 +165,23 @@ class KafkaSource:
 
 
 def _offsets(admin: AdminClient, places: Sequence[TopicPartition], spec: OffsetSpec) -> dict[int, int]:
-    """The offset that is asked for of each partition; a partition that is changing its leader is asked again for a while."""
-    found: dict[int, int] = {}
+    """Partition -> the offset that `spec` asks for; retries for a while partitions whose leader is changing."""
+    offsets: dict[int, int] = {}
     give_up = time.monotonic() + ANSWER_S
-    while left := [place for place in places if place.partition not in found]:
-        asked = admin.list_offsets(dict.fromkeys(left, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S)
-        for place, future in asked.items():
+    while left := [place for place in places if place.partition not in offsets]:
+        answers = admin.list_offsets(dict.fromkeys(left, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=ANSWER_S)
+        for place, future in answers.items():
             try:
-                found[place.partition] = int(future.result().offset)
+                offsets[place.partition] = int(future.result().offset)
             except KafkaException as error:
                 if error.args[0].code() not in PASSING or time.monotonic() > give_up:
                     raise Unreadable(f"{place.topic}/{place.partition}: {error.args[0].str()}") from error
                 time.sleep(AGAIN_S)
-    return dict(sorted(found.items()))
+    return dict(sorted(offsets.items()))
 
 
 def to_record(message: Any) -> Record:
-    """A message of this client as everybody else reads it."""
+    """Convert a message of this client to our record."""
     return Record(
         topic=message.topic(),
         partition=message.partition(),

@@ -1,6 +1,6 @@
-"""What an audit says beside violations: duplicates, samples drawn again, what could not be judged.
+"""The notes of an audit beside its violations: duplicates, samples drawn again, what could not be judged.
 
-The rule: a note breaks no promise; whatever is one-sided or rests on clocks is said here, with its figures.
+The rule: a note is no broken promise; evidence that is one-sided or depends on clocks is reported here, with its figures.
 """
 
 from collections import Counter
@@ -28,14 +28,14 @@ class Redrawn(NamedTuple):
 
 
 def later_samples(facts: Facts) -> list[tuple[SampleFact, SampleFact]]:
-    """(first record, later record) of every sample that stands in its partition more than once."""
+    """(first record, later record) of every sample that is in its partition more than once."""
     first = facts.first_samples()
     pairs = [(first.get((sample.where.partition, sample.group, sample.sample)), sample) for sample in facts.samples]
     return [(before, sample) for before, sample in pairs if before is not None and before is not sample]
 
 
 def redrawn(facts: Facts) -> list[Redrawn]:
-    """Samples drawn again although they were in the log, as far as clocks tell: a record's timestamp is that of its sending."""
+    """Samples drawn again although they were in the log, judged by clocks: a record's timestamp is its sending time."""
     return [
         Redrawn(again.group, again.sample, first, again)
         for first, again in later_samples(facts)
@@ -44,7 +44,7 @@ def redrawn(facts: Facts) -> list[Redrawn]:
 
 
 def duplicates(facts: Facts) -> dict[str, int]:
-    """Records that repeat others, by kind; readers drop them all."""
+    """Kind -> number of records that repeat others; readers drop them all."""
     later = later_samples(facts)
     copies = sum(first.body == again.body for first, again in later)
     listed = {
@@ -52,7 +52,7 @@ def duplicates(facts: Facts) -> dict[str, int]:
         for fact in facts.manifests
         for partition, offset in zip(fact.manifest.chunk_partitions, fact.manifest.chunk_offsets, strict=True)
     }
-    found = {
+    counts = {
         "prompts": facts.repeats.get("prompts", 0),
         "samples sent twice": copies,
         "samples drawn twice": len(later) - copies,
@@ -63,16 +63,16 @@ def duplicates(facts: Facts) -> dict[str, int]:
         "metrics": facts.repeats.get("metrics", 0),
         "dead letters": len(facts.letters) - len({letter.about for letter in facts.letters}),
     }
-    return {name: count for name, count in found.items() if count}
+    return {name: count for name, count in counts.items() if count}
 
 
 def letters(facts: Facts) -> dict[str, int]:
-    """Records that were set aside, by the class of the reason."""
+    """Class of the reason -> number of records that were set aside."""
     return dict(sorted(Counter({letter.about: letter.kind for letter in facts.letters}.values()).items()))
 
 
 def notes(facts: Facts) -> Iterator[str]:
-    """Whatever a person should know, a line each."""
+    """Facts a person should know, a line each."""
     for note in _NOTES:
         yield from note(facts)
 

@@ -1,6 +1,6 @@
 """The whole audit of a run, as plain data and as text.
 
-The rule: the last line says it all; whatever is a violation has coordinates.
+The rule: the last line is the summary; every violation has coordinates.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ from penstock.pipeline.audit.notes import duplicates, letters, notes, redrawn
 from penstock.pipeline.audit.source import Source, Unreadable
 
 SHOWN = 5
-"""Violations of one check that are printed; --json has them all."""
+"""Number of violations of one check that are printed; --json has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What was found."""
+    """The facts of a run and the result of every check."""
 
     facts: Facts
     results: tuple[Result, ...]
 
     @property
     def clean(self) -> bool:
-        """Whether no promise is broken."""
+        """True if no promise is broken."""
         return not any(result.violations for result in self.results)
 
 
@@ -41,19 +41,19 @@ def audit(source: Source) -> Audit:
 
 
 def audit_kafka(bootstrap: str, run: str, *, security: dict[str, str] | None = None, say: Callable[[str], None] = lambda _: None) -> Audit:
-    """The same for a run on a broker."""
+    """Read a run on a broker and judge it; raises `Unreadable`."""
     from penstock.pipeline.audit.kafka_reader import KafkaSource
 
     return audit(KafkaSource(bootstrap, run, security=security, say=say))
 
 
-def summary(found: Audit) -> str:
-    """The one line.
+def summary(audited: Audit) -> str:
+    """The audit in one line.
 
     Example:
-        summary(found)  # -> "audit: clean, 96 groups, 12 steps, 7 versions, 0 duplicates, 0 dead letters"
+        summary(audited)  # -> "audit: clean, 96 groups, 12 steps, 7 versions, 0 duplicates, 0 dead letters"
     """
-    facts, broken = found.facts, sum(len(result.violations) for result in found.results)
+    facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
     counts = [
         (len(facts.first_prompts()), "group"),
         (len({fact.entry.step for fact in facts.steps()}), "step"),
@@ -61,19 +61,19 @@ def summary(found: Audit) -> str:
         (sum(duplicates(facts).values()), "duplicate"),
         (sum(letters(facts).values()), "dead letter"),
     ]
-    verdict = "clean" if found.clean else _count(broken, "violation")
+    verdict = "clean" if audited.clean else _count(broken, "violation")
     under_way = "" if facts.closed else f", {fates(facts)['open']} groups open, the run is under way"
     return f"audit: {verdict}, {', '.join(_count(number, what) for number, what in counts)}{under_way}"
 
 
-def as_table(found: Audit) -> dict[str, Any]:
-    """Everything, ready for JSON."""
-    facts = found.facts
+def as_table(audited: Audit) -> dict[str, Any]:
+    """The whole audit as plain data for JSON."""
+    facts = audited.facts
     return {
         "run": facts.run,
-        "clean": found.clean,
+        "clean": audited.clean,
         "closed": facts.closed is not None,
-        "summary": summary(found),
+        "summary": summary(audited),
         "records": dict(sorted(facts.counts.items())),
         "fates": fates(facts),
         "steps": len(facts.steps()),
@@ -82,13 +82,13 @@ def as_table(found: Audit) -> dict[str, Any]:
         "dead_letters": letters(facts),
         "redrawn": [
             {
-                "group": one.group,
-                "sample": one.sample,
-                "first": {"where": str(one.first.where), "worker": one.first.worker, "sent_s": one.first.timestamp_ms / 1000},
-                "again": {"where": str(one.again.where), "worker": one.again.worker, "started_s": one.again.started_ns / 1e9},
-                "after_s": one.after_s,
+                "group": sample.group,
+                "sample": sample.sample,
+                "first": {"where": str(sample.first.where), "worker": sample.first.worker, "sent_s": sample.first.timestamp_ms / 1000},
+                "again": {"where": str(sample.again.where), "worker": sample.again.worker, "started_s": sample.again.started_ns / 1e9},
+                "after_s": sample.after_s,
             }
-            for one in redrawn(facts)
+            for sample in redrawn(facts)
         ],
         "checks": [
             {
@@ -98,38 +98,38 @@ def as_table(found: Audit) -> dict[str, Any]:
                 "of": result.check.counts,
                 "violations": [_plain(violation) for violation in result.violations],
             }
-            for result in found.results
+            for result in audited.results
         ],
         "notes": list(notes(facts)),
     }
 
 
-def as_text(found: Audit) -> str:
-    """A table of the checks, what was told beside it, and the one line."""
-    facts, width = found.facts, max(len(result.check.name) for result in found.results)
+def as_text(audited: Audit) -> str:
+    """A table of the checks, the notes, and the summary line."""
+    facts, width = audited.facts, max(len(result.check.name) for result in audited.results)
     lines = [f"{'check':<{width}}  violations  examined"]
-    for result in found.results:
+    for result in audited.results:
         examined = f"{result.examined:,} {result.check.counts}"
         lines.append(f"{result.check.name:<{width}}  {len(result.violations) or '-':>10}  {examined:<24}  {result.check.promise}")
         lines += [f"    {_line(violation)}" for violation in result.violations[:SHOWN]]
         if len(result.violations) > SHOWN:
             lines.append(f"    and {len(result.violations) - SHOWN} more; --json lists them")
     for title, counts in (("groups by fate", fates(facts)), ("duplicates", duplicates(facts)), ("dead letters", letters(facts))):
-        told = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
-        lines.append(f"{title}: {told}")
+        figures = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "none"
+        lines.append(f"{title}: {figures}")
     lines += [f"note: {note}" for note in notes(facts)]
-    return "\n".join([*lines, summary(found)])
+    return "\n".join([*lines, summary(audited)])
 
 
 def _line(violation: Violation) -> str:
-    places = [f"{name} {value}" for name in ("group", "step", "version") if (value := getattr(violation, name)) is not None]
-    place = ", ".join([*places, *([str(violation.where)] if violation.where else [])])
-    return f"{place}: {violation.text}" if place else violation.text
+    coordinates = [f"{name} {value}" for name in ("group", "step", "version") if (value := getattr(violation, name)) is not None]
+    where = ", ".join([*coordinates, *([str(violation.where)] if violation.where else [])])
+    return f"{where}: {violation.text}" if where else violation.text
 
 
 def _plain(violation: Violation) -> dict[str, Any]:
-    place = {name: getattr(violation, name) for name in ("group", "step", "version")}
-    return {"text": violation.text, **place, "where": str(violation.where) if violation.where else None}
+    coordinates = {name: getattr(violation, name) for name in ("group", "step", "version")}
+    return {"text": violation.text, **coordinates, "where": str(violation.where) if violation.where else None}
 
 
 def _count(number: int, what: str) -> str:

@@ -1,4 +1,4 @@
-"""What was agreed when the run was created, and the rules that follow from it, stated anew.
+"""The sizes agreed when the run was created, and the rules that follow from them, restated independently.
 
 The rule: every decision of a worker that the log shows can be recomputed from these integers.
 """
@@ -11,10 +11,10 @@ from typing import Any
 from penstock.pipeline.audit.source import Unreadable
 
 LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
-"""How old a sample may be where the configuration does not say it."""
+"""Mode -> max_lag, where the configuration does not set it."""
 
 BY_ARRIVAL = frozenset({"in_flight", "bounded"})
-"""Modes that train groups in the order they are scored in where the configuration does not say it."""
+"""Modes that train groups in the order of scoring, where the configuration does not set the order."""
 
 DROPS = frozenset({"filtered", "failed", "abandoned"})
 """Outcomes of a group that is not trained and makes room for another."""
@@ -33,7 +33,7 @@ class Terms:
     max_lag: int
     order: str
     steps: int
-    """Optimizer steps that were planned."""
+    """Planned optimizer steps."""
     oversample: int = 0
     """r: a group may be begun as K + r samples; the first K in the log count."""
 
@@ -43,7 +43,7 @@ class Terms:
         return self.prompts_per_step * self.steps_per_version
 
     def learner_version(self, step: int) -> int:
-        """The version that is trained in the step with this 0-based number: floor(step / S)."""
+        """The version that the 0-based `step` trains: floor(step / S)."""
         return step // self.steps_per_version
 
     def min_version(self, slot: int) -> int:
@@ -51,20 +51,20 @@ class Terms:
         return max(0, slot // self.round_groups - self.max_lag)
 
     def needed_version(self, slot: int) -> int:
-        """The version that must be out before a prompt for this slot may be: from slot < U·S·(v + 1 + max_lag). Negative: none."""
+        """The version that must be published before a prompt for this slot: from slot < U·S·(v + 1 + max_lag). Negative: none."""
         return slot // self.round_groups - self.max_lag
 
     def step_of(self, version: int) -> int:
-        """How many steps are done when a version is published; the last version follows the last step."""
+        """Number of steps done when a version is published; the last version follows the last step."""
         return min(version * self.steps_per_version, self.steps)
 
     def newest_version(self, steps: int) -> int:
-        """The version that is out once so many steps are done."""
+        """The newest published version once this many steps are done."""
         return -(-steps // self.steps_per_version) if steps >= self.steps else steps // self.steps_per_version
 
 
 def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
-    """The sizes in a run's configuration and in what was found out at its creation; raises `Unreadable`."""
+    """The sizes from a run's configuration and from the info recorded at its creation; raises `Unreadable`."""
     try:
         schedule = config["schedule"]
         max_lag = schedule["max_lag"]
@@ -84,7 +84,7 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
 def as_object(text: str | None) -> dict[str, Any]:
     """A JSON object; {} for anything else."""
     try:
-        found = json.loads(text or "{}")
+        value = json.loads(text or "{}")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

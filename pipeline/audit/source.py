@@ -1,4 +1,4 @@
-"""Where the records come from: a protocol, and its twin in memory.
+"""The source of the records: a protocol, and its in-memory implementation.
 
 The rule: within a partition records come in order and whole transactions only; between partitions there is no order.
 """
@@ -20,7 +20,7 @@ class Source(Protocol):
     run: str
 
     def partitions(self, topic: str) -> range:
-        """Its partitions; none when the topic does not exist."""
+        """Partition numbers of a topic; none when it does not exist."""
         ...
 
     def begin(self, topic: str, partition: int) -> int:
@@ -28,7 +28,7 @@ class Source(Protocol):
         ...
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """Every record there was when the audit began, of all partitions or of these."""
+        """Every record that existed when the audit began, of the given partitions or all."""
         ...
 
 
@@ -45,7 +45,7 @@ class Listed:
                 held.sort(key=lambda record: record.offset)
 
     def partitions(self, topic: str) -> range:
-        """Up to the last one that holds a record."""
+        """Partition numbers up to the last one that holds a record."""
         return range(max(self._topics.get(topic, {}), default=-1) + 1)
 
     def begin(self, topic: str, partition: int) -> int:

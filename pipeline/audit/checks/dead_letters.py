@@ -1,4 +1,4 @@
-"""Checks on dead letters: that each is true, and that nobody's record is missing among them.
+"""Checks on dead letters: that each is true, and that no unusable record lacks one.
 
 The rule: a record without a dead letter is a violation only where the log proves that its reader has passed it.
 """
@@ -16,7 +16,7 @@ def true(facts: Facts) -> Iterator[Violation]:
         body = facts.bodies.get(letter.about)
         if letter.about.offset < facts.begins.get(letter.about[:2], 0):
             continue  # released by retention
-        if body is None and letter.about.topic != RUNS_TOPIC:  # the register is compacted: the record may be gone
+        if body is None and letter.about.topic != RUNS_TOPIC:  # the register is compacted: the record may be deleted
             yield Violation(text=f"a dead letter about {letter.about}, where there is no record", where=letter.where)
         elif body is not None and body != letter.body:
             yield Violation(text=f"a dead letter about {letter.about} carries other bytes than lie there", where=letter.where)
@@ -24,17 +24,17 @@ def true(facts: Facts) -> Iterator[Violation]:
 
 def once(facts: Facts) -> Iterator[Violation]:
     """One process sets a record aside once; another process that takes over may do so again."""
-    seen: dict[tuple[Where, str], LetterFact] = {}
+    first_letters: dict[tuple[Where, str], LetterFact] = {}
     for letter in facts.letters:
         key = (letter.about, letter.worker)
-        if key in seen and _processes(facts, letter) < 2:
-            text = f"{letter.worker} has set {letter.about} aside already, at {seen[key].where}"
+        if key in first_letters and _processes(facts, letter) < 2:
+            text = f"{letter.worker} has set {letter.about} aside already, at {first_letters[key].where}"
             yield Violation(text=text, where=letter.where)
-        seen.setdefault(key, letter)
+        first_letters.setdefault(key, letter)
 
 
 def _processes(facts: Facts, letter: LetterFact) -> int:
-    """How many processes had borne the writer's name by then."""
+    """Number of processes that had run under the writer's name by then."""
     return sum(worker == letter.worker and fact.began_ns <= letter.time_ns for (worker, _), fact in facts.workers.items())
 
 
@@ -64,71 +64,71 @@ def unaccounted(facts: Facts) -> list[Unusable]:
 
 
 def _dropped_unread(record: Unusable, outcomes: Mapping[int, OutcomeFact], samples: Mapping[tuple[int, int, int], SampleFact]) -> bool:
-    """Whether its reader took it for a duplicate, from headers that it could believe."""
+    """True if its reader dropped it as a duplicate, by headers that were valid."""
     topic, partition, offset = record.where
     if record.group is None:
         return False
     outcome = outcomes.get(record.group)
     if topic == "groups":
-        # Nobody knows which of two partitions was read first.
+        # It is unknown which of two partitions was read first.
         return outcome is not None and (outcome.where.partition != partition or outcome.where.offset < offset)
     if topic == "rollouts":
         if outcome is not None and not outcome.samples:
-            return True  # the group may have ended before the sample came
+            return True  # the group may have ended before the sample arrived
         first = samples.get((partition, record.group, -1 if record.sample is None else record.sample))
         return first is not None and first.where.offset < offset
     return False
 
 
 def _passed(facts: Facts, topic: str, partition: int) -> int:
-    """An offset up to which a partition was read, certainly; -1 where nothing shows it."""
+    """The offset up to which a partition was certainly read; -1 if nothing shows any."""
     read = _READ.get(topic)
     return max(read(facts, partition), default=-1) if read is not None else -1
 
 
 def _drawn_prompts(facts: Facts, partition: int) -> list[int]:
-    """Prompts that samples were drawn from."""
+    """Offsets of the prompts that samples were drawn from."""
     drawn = {sample.group for sample in facts.samples}
     return [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in drawn]
 
 
 def _scored_samples(facts: Facts, partition: int) -> list[int]:
-    """Samples of groups whose outcome holds samples."""
+    """Offsets of the samples of groups whose outcome holds samples."""
     ended = {group for group, outcome in facts.first_outcomes().items() if outcome.samples}
     return [sample.where.offset for (at, group, _), sample in facts.first_samples().items() if at == partition and group in ended]
 
 
 def _used_groups(facts: Facts, partition: int) -> list[int]:
-    """Outcomes that were trained or found stale."""
+    """Offsets of the outcomes that were trained or stale."""
     used = facts.trained().keys() | facts.stale().keys()
     return [fact.where.offset for group, fact in facts.first_outcomes().items() if group in used and fact.where.partition == partition]
 
 
 def _listed_weights(facts: Facts, partition: int) -> list[int]:
-    """Chunks of manifests; of the manifests themselves all but the last two."""
+    """Offsets of the manifests' chunks; on partition 0, of the manifests except the last two."""
     if partition == 0:
-        # A round was trained since: its groups came by the same reader, behind this record.
+        # A round was trained since: the same reader read its groups, behind this record.
         return sorted(fact.where.offset for fact in facts.manifests)[:-2]
-    # Before a manifest is written, what lies between its chunks and the last version's is looked at.
+    # Before a manifest is written, the records between its chunks and the last version's are read.
     manifests = [fact.manifest for fact in facts.manifests]
-    places = [place for listed in manifests for place in zip(listed.chunk_partitions, listed.chunk_offsets, strict=True)]
-    return [offset for at, offset in places if at == partition]
+    chunks = [chunk for listed in manifests for chunk in zip(listed.chunk_partitions, listed.chunk_offsets, strict=True)]
+    return [offset for at, offset in chunks if at == partition]
 
 
 def _tracked_ledger(facts: Facts, _: int) -> list[int]:
-    """The closing entry, if a tracker has ended in order: it reads the ledger to its end."""
+    """Offset of the closing entry, if a tracker ended in order: it reads the ledger to its end."""
     closing = [fact.where.offset for fact in facts.entries if fact.entry.kind == "run-closed"]
     return closing if _tracker_end(facts) >= 0 else []
 
 
 def _tracked_metrics(facts: Facts, _: int) -> list[int]:
-    """The others' last measurements, as far as they came before the tracker's own."""
+    """Offsets of the other workers' last measurements before the tracker's own."""
     others = [worker.final for worker in facts.workers.values() if worker.role != "tracker" and worker.final is not None]
     return [offset for offset in others if offset < _tracker_end(facts)]
 
 
 def _tracker_end(facts: Facts) -> int:
-    """The offset of the last measurement of a tracker that ended in order; -1 if none did."""
+    """Offset of the last measurement of a tracker that ended in order; -1 if none did."""
     return max((worker.final or -1 for worker in facts.workers.values() if worker.role == "tracker"), default=-1)
 
 

@@ -1,6 +1,6 @@
 """Checks on how groups end.
 
-The rule: an outcome is judged against the prompt and the samples that stand in the log, not against what it says of itself.
+The rule: an outcome is judged against the prompt and the samples in the log, not against its own fields.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ WITH_SAMPLES = frozenset({"scored", "filtered"})
 
 
 def one_outcome(facts: Facts) -> Iterator[Violation]:
-    """A group has one outcome, all parts of it; word-for-word repetitions are duplicates."""
+    """A group has one outcome, complete with all its parts; identical repetitions are duplicates."""
     first = facts.first_outcomes()
     for outcome in facts.outcomes:
         other = first[outcome.group]
@@ -28,17 +28,17 @@ def one_outcome(facts: Facts) -> Iterator[Violation]:
 
 
 def place(facts: Facts) -> Iterator[Violation]:
-    """An outcome stands in its prompt's partition and repeats what the prompt says."""
+    """An outcome is in its prompt's partition and repeats the prompt's fields."""
     admitted = facts.first_prompts()
     for outcome in facts.outcomes:
         prompt = admitted.get(outcome.group)
         if prompt is None:
-            continue  # one-fate says so
-        found = partial(Violation, group=outcome.group, where=outcome.where)
+            continue  # the check one-fate reports it
+        violation = partial(Violation, group=outcome.group, where=outcome.where)
         if prompt.where.partition != outcome.where.partition:
-            yield found(text=f"its prompt stands at {prompt.where}, in another partition")
+            yield violation(text=f"its prompt stands at {prompt.where}, in another partition")
         if prompt.told != outcome.told:
-            yield found(text=f"prompt, slot, version or row differ from the prompt at {prompt.where}")
+            yield violation(text=f"prompt, slot, version or row differ from the prompt at {prompt.where}")
 
 
 def samples(facts: Facts) -> Iterator[Violation]:
@@ -46,32 +46,32 @@ def samples(facts: Facts) -> Iterator[Violation]:
     first, admitted, count = facts.first_samples(), facts.first_prompts(), facts.terms.samples_per_prompt
     drawn_of = _drawn(facts) if facts.terms.oversample else {}
     for outcome in facts.outcomes:
-        found = partial(Violation, group=outcome.group, where=outcome.where)
+        violation = partial(Violation, group=outcome.group, where=outcome.where)
         prompt = admitted.get(outcome.group)
         partition = prompt.where.partition if prompt else outcome.where.partition
         numbers = [number for number, _ in outcome.samples]
         drawn_first = drawn_of.get((partition, outcome.group), [])[:count]
         wanted = (sorted(drawn_first) if len(drawn_first) == count else list(range(count))) if outcome.outcome in WITH_SAMPLES else []
         if numbers != wanted:
-            yield found(text=f"{outcome.outcome} with samples {numbers}, not {wanted}")
+            yield violation(text=f"{outcome.outcome} with samples {numbers}, not {wanted}")
         for number, body in outcome.samples:
             drawn = first.get((partition, outcome.group, number))
             if drawn is None:
-                yield found(text=f"sample {number} stands nowhere in rollouts/{partition}")
+                yield violation(text=f"sample {number} stands nowhere in rollouts/{partition}")
             elif drawn.body != body:
-                yield found(text=f"sample {number} differs from its first record at {drawn.where}")
+                yield violation(text=f"sample {number} differs from its first record at {drawn.where}")
 
 
 def _drawn(facts: Facts) -> dict[tuple[int, int], list[int]]:
-    """(partition, group) -> the numbers of its samples in the order in which they stand in `rollouts`."""
-    found: dict[tuple[int, int], list[int]] = {}
+    """(partition, group) -> the numbers of its samples, in the order of `rollouts`."""
+    numbers: dict[tuple[int, int], list[int]] = {}
     for (partition, group, number), _ in sorted(facts.first_samples().items(), key=lambda item: item[1].where.offset):
-        found.setdefault((partition, group), []).append(number)
-    return found
+        numbers.setdefault((partition, group), []).append(number)
+    return numbers
 
 
 def one_fate(facts: Facts) -> Iterator[Violation]:
-    """Trained, filtered, stale, failed, abandoned or unused: each admitted group is one of them, and nobody else has a fate."""
+    """Each admitted group is trained, filtered, stale, failed, abandoned or unused, and no other group has a fate."""
     admitted, outcomes, trained, stale = facts.first_prompts(), facts.first_outcomes(), facts.trained(), facts.stale()
     for group in sorted({*admitted, *outcomes, *trained, *stale}):
         outcome = outcomes.get(group)
@@ -89,15 +89,15 @@ def one_fate(facts: Facts) -> Iterator[Violation]:
 
 
 def fates(facts: Facts) -> dict[str, int]:
-    """How many admitted groups ended how; those without a fate are `unused` once the run is closed and `open` before."""
+    """Fate -> number of admitted groups; those without a fate are `unused` once the run is closed and `open` before."""
     outcomes, trained, stale = facts.first_outcomes(), facts.trained(), facts.stale()
-    rest = "open" if facts.closed is None else "unused"
-    found = dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", rest), 0)
+    undecided = "open" if facts.closed is None else "unused"
+    counts = dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", undecided), 0)
     for group in facts.first_prompts():
         outcome = outcomes.get(group)
-        dropped = outcome.outcome if outcome and outcome.outcome in DROPS else rest
-        found["trained" if group in trained else "stale" if group in stale else dropped] += 1
-    return found
+        dropped = outcome.outcome if outcome and outcome.outcome in DROPS else undecided
+        counts["trained" if group in trained else "stale" if group in stale else dropped] += 1
+    return counts
 
 
 CHECKS = (

@@ -1,6 +1,6 @@
-"""Checks on admission and on what was sampled.
+"""Checks on admission and on samples.
 
-The rule: what feeder and rollout workers may do follows from integers in the log; clocks are compared on one machine only.
+The rule: integers in the log decide what feeder and rollout workers may do; clocks are compared on one machine only.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from penstock.pipeline.audit.facts import Facts
 
 
 def numbers(facts: Facts) -> Iterator[Violation]:
-    """Admitted groups are numbered without gap, and each has one prompt."""
+    """Admitted groups are numbered without gaps, and each has one prompt."""
     first = facts.first_prompts()
     for prompt in facts.prompts:
         other = first[prompt.group]
@@ -32,41 +32,41 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
     before, could = 0, 0
     for group in sorted(first):
         prompt = first[group]
-        said = group - prompt.slot
-        place = partial(Violation, group=group, where=prompt.where)
+        dropped = group - prompt.slot
+        violation = partial(Violation, group=group, where=prompt.where)
         # While the run goes on, drops may lie behind the ends that were read: groups that have an outcome were admitted well before.
-        if said > could and (facts.closed is not None or group in outcomes):
-            yield place(text=f"slot {prompt.slot} counts {said} dropped groups, at most {could} were")
-        elif said < before:
-            yield place(text=f"slot {prompt.slot} counts {said} dropped groups, an earlier prompt counted {before}")
+        if dropped > could and (facts.closed is not None or group in outcomes):
+            yield violation(text=f"slot {prompt.slot} counts {dropped} dropped groups, at most {could} were")
+        elif dropped < before:
+            yield violation(text=f"slot {prompt.slot} counts {dropped} dropped groups, an earlier prompt counted {before}")
         else:
-            before = said
+            before = dropped
         could += group in dropped
         if prompt.min_version != (oldest := terms.min_version(prompt.slot)):
-            yield place(text=f"oldest version {prompt.min_version} where slot {prompt.slot} makes it {oldest}")
+            yield violation(text=f"oldest version {prompt.min_version} where slot {prompt.slot} makes it {oldest}")
         if prompt.samples != terms.samples_per_prompt:
-            yield place(text=f"{prompt.samples} samples are asked for, the run has {terms.samples_per_prompt}")
+            yield violation(text=f"{prompt.samples} samples are asked for, the run has {terms.samples_per_prompt}")
 
 
 def backpressure(facts: Facts) -> Iterator[Violation]:
-    """No prompt is out before the version that makes room for it, and none beyond what the run's steps need."""
+    """No prompt is published before the version that makes room for it, and none beyond what the run's steps need."""
     terms, manifests = facts.terms, facts.first_manifests()
     needed_slots, comparable = terms.steps * terms.prompts_per_step, one_clock(facts)
     for group, prompt in sorted(facts.first_prompts().items()):
-        place = partial(Violation, group=group, where=prompt.where)
+        violation = partial(Violation, group=group, where=prompt.where)
         needed = terms.needed_version(prompt.slot)
         if prompt.slot >= needed_slots:
-            yield place(text=f"slot {prompt.slot} where the run's steps need {needed_slots} groups")
+            yield violation(text=f"slot {prompt.slot} where the run's steps need {needed_slots} groups")
         elif needed >= 0 and needed not in manifests:
-            yield place(text=f"admitted for slot {prompt.slot}, which version {needed} makes room for; it was never published")
+            yield violation(text=f"admitted for slot {prompt.slot}, which version {needed} makes room for; it was never published")
         elif needed >= 0 and comparable and prompt.created_ns < manifests[needed].manifest.created_ns:
             early = (manifests[needed].manifest.created_ns - prompt.created_ns) / 1e9
             text = f"admitted {early:.3f} s before version {needed} was written, which makes room for slot {prompt.slot}"
-            yield place(text=text, version=needed)
+            yield violation(text=text, version=needed)
 
 
 def one_clock(facts: Facts) -> bool:
-    """Whether feeder and trainer ran on one machine, so that their times can be compared."""
+    """True if feeder and trainer ran on one machine, so that their times can be compared."""
     hosts = {role: {worker.host for worker in facts.workers.values() if worker.role == role} for role in ("feeder", "trainer")}
     return len(hosts["feeder"]) == 1 and hosts["feeder"] == hosts["trainer"] and None not in hosts["feeder"]
 
@@ -76,12 +76,12 @@ def versions(facts: Facts) -> Iterator[Violation]:
     admitted, manifests = facts.first_prompts(), facts.first_manifests()
     for sample in facts.samples:
         prompt = admitted.get(sample.group)
-        place = partial(Violation, group=sample.group, where=sample.where)
+        violation = partial(Violation, group=sample.group, where=sample.where)
         if prompt is not None and sample.version_min < prompt.min_version:
             text = f"sample {sample.sample} drawn under version {sample.version_min}, its prompt allows {prompt.min_version} and later"
-            yield place(text=text, version=sample.version_min)
+            yield violation(text=text, version=sample.version_min)
         for version in {sample.version_min, sample.version_max} - manifests.keys():
-            yield place(text=f"sample {sample.sample} drawn under version {version}, which was never published", version=version)
+            yield violation(text=f"sample {sample.sample} drawn under version {version}, which was never published", version=version)
 
 
 CHECKS = (

@@ -8,12 +8,12 @@ from penstock.pipeline.audit.checks import dead_letters, groups, prompts, steps,
 from penstock.pipeline.audit.facts import Facts
 
 MODULES = (prompts, groups, steps, versions, dead_letters)
-"""In the order in which a sample's life passes them; each has its own table, `CHECKS`."""
+"""Modules in the order of a sample's life; each has a table `CHECKS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one check found."""
+    """The violations one check found, and the number of things it examined."""
 
     check: Check
     examined: int
@@ -21,7 +21,7 @@ class Result:
 
 
 def examine(facts: Facts, checks: Iterable[Check] | None = None) -> list[Result]:
-    """Apply the checks to a run; all of them, or these."""
+    """Apply the given checks to a run, by default all."""
     return [
         Result(check=check, examined=check.examined(facts), violations=tuple(check.rule(facts)))
         for check in (all_checks() if checks is None else checks)

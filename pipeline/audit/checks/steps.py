@@ -1,6 +1,6 @@
 """Checks on the ledger's order and on what was trained.
 
-The rule: one entry commits a step; whatever it names has to be in the log, and no group is named twice.
+The rule: one entry commits a step; everything it names has to be in the log, and no group is named twice.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from penstock.pipeline.audit.rules import DROPS, as_object
 
 
 def order(facts: Facts) -> Iterator[Violation]:
-    """Entries are numbered without gap or repetition; run-opened comes first, run-closed last, each once."""
+    """Entries are numbered without gaps or repetitions; run-opened comes first, run-closed last, each once."""
     for number, fact in enumerate(facts.entries):
         before = facts.entries[number - 1].entry.seq if number else -1
         entry = fact.entry
@@ -34,36 +34,36 @@ def order(facts: Facts) -> Iterator[Violation]:
 
 
 def numbers(facts: Facts) -> Iterator[Violation]:
-    """Steps are 0 to n - 1, each once, of U groups, under the version that S makes it."""
+    """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
     for wanted, fact in enumerate(facts.steps()):
         entry = fact.entry
-        place = partial(Violation, step=entry.step, where=fact.where)
+        violation = partial(Violation, step=entry.step, where=fact.where)
         if entry.step != wanted:
-            yield place(text=f"step {entry.step} stands where step {wanted} belongs")
+            yield violation(text=f"step {entry.step} stands where step {wanted} belongs")
         if len(entry.plan) != terms.prompts_per_step:
-            yield place(text=f"{len(entry.plan)} groups, a step has {terms.prompts_per_step}")
+            yield violation(text=f"{len(entry.plan)} groups, a step has {terms.prompts_per_step}")
         if entry.version != (learner := terms.learner_version(entry.step or 0)):
-            yield place(text=f"trained version {entry.version} where step {entry.step} belongs to version {learner}")
+            yield violation(text=f"trained version {entry.version} where step {entry.step} belongs to version {learner}")
         ends, samples = entry.boundaries, len(entry.plan) * terms.samples_per_prompt
         if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
-            yield place(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
+            yield violation(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
         if wanted >= terms.steps:
-            yield place(text=f"step {entry.step} of a run of {terms.steps}")
+            yield violation(text=f"step {entry.step} of a run of {terms.steps}")
     closed = facts.closed
     if closed is not None and closed.step != len(facts.steps()):
         yield Violation(text=f"closed after {closed.step} steps, the ledger has {len(facts.steps())}", step=closed.step)
 
 
 def trained_once(facts: Facts) -> Iterator[Violation]:
-    """No group stands in two steps, or twice in one."""
-    seen: dict[int, int | None] = {}
+    """No group is in two steps, or twice in one."""
+    step_of: dict[int, int | None] = {}
     for fact in facts.steps():
         for planned in fact.entry.plan:
-            if planned.group in seen:
-                text = f"group {planned.group} was trained in step {seen[planned.group]} already"
+            if planned.group in step_of:
+                text = f"group {planned.group} was trained in step {step_of[planned.group]} already"
                 yield Violation(text=text, group=planned.group, step=fact.entry.step, where=fact.where)
-            seen.setdefault(planned.group, fact.entry.step)
+            step_of.setdefault(planned.group, fact.entry.step)
 
 
 def submission(facts: Facts) -> Iterator[Violation]:
@@ -71,38 +71,38 @@ def submission(facts: Facts) -> Iterator[Violation]:
     if facts.terms.order != "submission":
         return
     stale, outcomes, admitted = facts.stale(), facts.first_outcomes(), sorted(facts.first_prompts())
-    reached, next_one, seen = -1, 0, set[int]()
+    reached, next_one, trained = -1, 0, set[int]()
     for fact in facts.steps():
         for planned in fact.entry.plan:
-            place = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
-            if planned.group in seen:
-                continue  # trained-once says so
-            seen.add(planned.group)
+            violation = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
+            if planned.group in trained:
+                continue  # the check trained-once reports it
+            trained.add(planned.group)
             if planned.group < reached:
-                yield place(text=f"group {planned.group} is trained after group {reached}")
+                yield violation(text=f"group {planned.group} is trained after group {reached}")
                 continue
             while next_one < len(admitted) and (passed := admitted[next_one]) <= planned.group:
                 next_one += 1
                 dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or (passed in outcomes and outcomes[passed].outcome in DROPS)
                 if passed < planned.group and not dropped:
-                    yield place(text=f"group {passed}, which was not dropped, was passed over for group {planned.group}")
+                    yield violation(text=f"group {passed}, which was not dropped, was passed over for group {planned.group}")
             reached = planned.group
 
 
 def plans(facts: Facts) -> Iterator[Violation]:
-    """What a plan names lies where it says, with the bytes it says."""
+    """Every group of a plan is at the offset the plan names, with the digest it names."""
     at = {(outcome.where.partition, outcome.where.offset): outcome for outcome in facts.outcomes}
     for fact in facts.steps():
         for planned in fact.entry.plan:
-            place = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
-            there = Where("groups", planned.partition, planned.offset)
-            found = at.get((planned.partition, planned.offset))
-            if found is None:
-                yield place(text=f"no group begins at {there}")
-            elif found.group != planned.group:
-                yield place(text=f"at {there} lies group {found.group}")
-            elif found.sha256 != planned.sha256:
-                yield place(text=f"the group at {there} has SHA-256 {found.sha256[:16]}…, planned was {planned.sha256[:16]}…")
+            violation = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
+            where = Where("groups", planned.partition, planned.offset)
+            outcome = at.get((planned.partition, planned.offset))
+            if outcome is None:
+                yield violation(text=f"no group begins at {where}")
+            elif outcome.group != planned.group:
+                yield violation(text=f"at {where} lies group {outcome.group}")
+            elif outcome.sha256 != planned.sha256:
+                yield violation(text=f"the group at {where} has SHA-256 {outcome.sha256[:16]}…, planned was {planned.sha256[:16]}…")
 
 
 def lag(facts: Facts) -> Iterator[Violation]:
@@ -114,12 +114,12 @@ def lag(facts: Facts) -> Iterator[Violation]:
             for group in _judged(fact):
                 outcome = outcomes.get(group)
                 if outcome is None or outcome.version_min is None or outcome.where in facts.killers:
-                    continue  # plans and one-fate say so; a group that nobody can read is set aside like one that is too old
+                    continue  # plans and one-fate report it; an unreadable group is set aside like one that is too old
                 behind = learner - outcome.version_min
-                place = partial(Violation, group=group, step=fact.entry.step, version=outcome.version_min, where=outcome.where)
+                violation = partial(Violation, group=group, step=fact.entry.step, version=outcome.version_min, where=outcome.where)
                 if (behind > terms.max_lag) != (fact.entry.kind == "stale"):
                     was = "trained" if fact.entry.kind == "step" else "called stale"
-                    yield place(text=f"{was} {behind} versions behind the learner's {learner}, max_lag is {terms.max_lag}")
+                    yield violation(text=f"{was} {behind} versions behind the learner's {learner}, max_lag is {terms.max_lag}")
 
 
 def _judged(fact: EntryFact) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Checks on policy versions: manifests, chunks, digests and their chain.
 
-The rule: a digest is believed when it was recomputed from the chunks' bytes.
+The rule: only a digest recomputed from the chunks' bytes is trusted.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -32,7 +32,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
 def _entry_flaws(
     facts: Facts, manifests: Mapping[int, ManifestFact], entry: Entry, entries: Mapping[int, EntryFact], *, done: int
 ) -> Iterator[str]:
-    """What is wrong with a version's entry, behind `entries` and so many committed steps."""
+    """The flaws of a version's entry that follows `entries` and this many committed steps."""
     version, belongs = entry.version or 0, facts.terms.step_of(entry.version or 0)
     if version in entries:
         yield f"version {version} was published in entry {entries[version].entry.seq} already"
@@ -48,37 +48,37 @@ def _entry_flaws(
 
 
 def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[Violation]:
-    """Manifests that stand twice, or without an entry."""
+    """Manifests that are in the log twice, or without an entry."""
     manifests, newest = facts.first_manifests(), max(entries, default=-1)
     for fact in facts.manifests:
-        version, place = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
+        version, violation = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
         if fact is not manifests[version]:
-            yield place(text=f"version {version} has another manifest at {manifests[version].where}")
+            yield violation(text=f"version {version} has another manifest at {manifests[version].where}")
         elif version not in entries and (facts.closed is not None or version < newest):
-            yield place(text=f"the manifest of version {version} has no entry in the ledger")
+            yield violation(text=f"the manifest of version {version} has no entry in the ledger")
 
 
 def chunks(facts: Facts) -> Iterator[Violation]:
-    """Every chunk of a manifest lies where it says, with the size and SHA-256 it says."""
+    """Every chunk of a manifest is at the offset it names, with the size and SHA-256 it names."""
     for version, fact in sorted(facts.first_manifests().items()):
         manifest = fact.manifest
         listed = zip(manifest.chunk_partitions, manifest.chunk_offsets, manifest.chunk_sizes, manifest.chunk_sha256, strict=True)
         for index, (partition, offset, size, sha256) in enumerate(listed):
             where = Where("weights", partition, offset)
-            found, place = facts.chunks.get(where), partial(Violation, version=version, where=where)
+            chunk, violation = facts.chunks.get(where), partial(Violation, version=version, where=where)
             if offset < facts.begins.get(("weights", partition), 0):
                 continue  # released by retention
-            if found is None:
-                yield place(text=f"chunk {index} of version {version} is not there")
-            elif (found.version, found.place) != (version, index):
-                yield place(text=f"chunk {index} of version {version} is chunk {found.place} of version {found.version}")
-            elif (found.size, found.sha256) != (size, sha256):
-                text = f"chunk {index} has {found.size} bytes and SHA-256 {found.sha256[:16]}…, listed are {size} and {sha256[:16]}…"
-                yield place(text=text)
+            if chunk is None:
+                yield violation(text=f"chunk {index} of version {version} is not there")
+            elif (chunk.version, chunk.place) != (version, index):
+                yield violation(text=f"chunk {index} of version {version} is chunk {chunk.place} of version {chunk.version}")
+            elif (chunk.size, chunk.sha256) != (size, sha256):
+                text = f"chunk {index} has {chunk.size} bytes and SHA-256 {chunk.sha256[:16]}…, listed are {size} and {sha256[:16]}…"
+                yield violation(text=text)
 
 
 def digests(facts: Facts) -> Iterator[Violation]:
-    """The digest recomputed from a version's chunks is the one of manifest and ledger; the base versions lead to one that stands alone."""
+    """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
     manifests, broken = facts.first_manifests(), {violation.version for violation in chunks(facts)}
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
@@ -129,7 +129,7 @@ def ends(facts: Facts) -> Iterator[Violation]:
 
 
 def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str | None:
-    """What is wrong with a checkpoint; `version` was published at its step."""
+    """The flaw of a checkpoint's entry, if any; `version` was published at its step."""
     if (entry.step or 0) > done:
         return f"a checkpoint of step {entry.step} when {done} steps were committed"
     if version is None or version.digest is None:
@@ -142,14 +142,14 @@ def _checkpoint_flaw(entry: Entry, version: Entry | None, *, done: int) -> str |
 
 
 def _step_flaw(entry: Entry, manifest: Manifest | None) -> str | None:
-    """What is wrong with a step's digest; `manifest` is of the version after it."""
+    """The flaw of a step's digest, if any; `manifest` is of the version after it."""
     if manifest is None or entry.digest in (None, manifest.digest):
         return None
     return f"step {entry.step} ended in another digest than version {manifest.version}"
 
 
 def _closing_flaw(entry: Entry, newest: list[Entry]) -> str | None:
-    """What is wrong with the closing entry's digest; `newest` is the last version, if there is any."""
+    """The flaw of the closing entry's digest, if any; `newest` is the last version, if there is one."""
     if entry.kind != "run-closed" or all(entry.digest == version.digest for version in newest):
         return None
     return f"the run was closed with another digest than that of version {newest[0].version}"
@@ -178,7 +178,7 @@ CHECKS = (
         name="digests",
         promise="digests recomputed from the chunks are the recorded ones",
         counts="versions",
-        examined=lambda facts: sum(found.digest is not None for found in facts.recomputed.values()),
+        examined=lambda facts: sum(version.digest is not None for version in facts.recomputed.values()),
         rule=digests,
     ),
     Check(
