@@ -1,1 +1,1 @@
-"""What is asked and how it is judged: data sets, tokenization, rewards and the outcome of a group."""
+"""Prompts and how their completions are judged: data sets, tokenization, rewards and the outcome of a group."""

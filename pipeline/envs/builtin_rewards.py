@@ -1,6 +1,6 @@
-"""The rewards that need no code of the user's: exact match, math-verify, and reasoning-gym's own scores.
+"""The built-in rewards: exact match, math-verify, and reasoning-gym's own scores.
 
-The rule: what they return depends on the completion and the row alone, never on how long something took.
+The rule: a reward depends on the completion and the row alone, never on time.
 """
 
 import json
@@ -14,12 +14,12 @@ from penstock.pipeline.config.plugins import PluginError
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
-    """A completion's text, also of a conversational one (its last message)."""
+    """A completion's text; of a conversational one, its last message."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the completion is the answer, spaces around both aside.
+    """1 where the completion is the answer, ignoring surrounding spaces.
 
     Example:
         exact_match([" 7\\n", "8"], ["7", "7"])  # -> [1.0, 0.0]
@@ -42,7 +42,7 @@ def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[st
 
 @lru_cache(maxsize=1)
 def _math_library() -> Any:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, which is meant
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, which is intended
     try:
         import math_verify
     except ImportError as error:
@@ -76,7 +76,7 @@ def _equal(completion: str, answer: str) -> float | None:
 
 
 def _towers(expression: Any) -> bool:
-    """True if it holds a power or factorial so large that comparing it would not end, as in 9**9**9."""
+    """True if the expression holds a power or factorial too large to compare, as in 9**9**9."""
     from sympy import Basic, Pow, factorial, preorder_traversal
 
     if not isinstance(expression, Basic):
@@ -111,4 +111,4 @@ def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
 
 BUILTINS: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
 WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _math_library, "reasoning_gym": _gym_library}
-"""Imports that take seconds, to be done before the first call's clock starts."""
+"""Imports that take seconds, to be done before the time limit of the first call starts."""

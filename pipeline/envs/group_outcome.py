@@ -1,6 +1,6 @@
-"""From what the reward functions gave a group to how it ends: scored or filtered.
+"""Decides from a group's rewards how it ends: scored or filtered.
 
-The rule: pure, and the same for the scorer of a live run and for a recorded group that is judged again.
+The rule: pure functions, shared by the scorer of a live run and by the rescoring of a recorded one.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from penstock.topics.samples import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a group ends whose reward functions all gave something."""
+    """The outcome of a group whose completions all have a reward."""
 
     outcome: Outcome
     reason: str | None
-    """Why it was not scored; None where it was."""
+    """The reason it was filtered; None if it was scored."""
     samples: tuple[ScoredSample, ...]
 
 
 def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: AlgorithmSection) -> Verdict:
-    """The outcome of these samples, by number: with a penalty for those cut short and the zero-variance filter, if asked for."""
+    """The outcome of these samples, by number; applies the penalty for truncated ones and the zero-variance filter, if configured."""
     rewards: list[float] = list(score.rewards)
     if algorithm.truncated == "penalise":
         cut = [sample.finish == "length" for sample in samples]
@@ -42,7 +42,7 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score
 def group_of(
     prompt: Prompt, outcome: Outcome, *, reason: str | None, samples: tuple[ScoredSample, ...], reward: RewardSection, scored_ns: int
 ) -> Group:
-    """The outcome of a prompt's group as it is written."""
+    """The record of a prompt's group with its outcome."""
     return Group(
         group=prompt.group,
         outcome=outcome,

@@ -1,7 +1,7 @@
-"""The score of a group: TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
+"""Scores a group by TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
 
 The rule: a broken reward is a failure with its reason, never a zero; `None` says that a function does not apply.
-Meant to run in a child process (`child`), for a user's function may hang; importing this module is cheap.
+Runs in a child process (`child`), because a user's function may hang; importing this module is cheap.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ CHILD = "penstock.pipeline.envs.rewards:child"
 
 
 class RewardError(ValueError):
-    """A reward function broke or returned something that is no reward; one line with its name."""
+    """A reward function raised or returned an invalid reward; one line with its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Score:
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
-        """A child's answer as a score."""
+        """Convert a child's answer."""
         return Score(rewards=tuple(result["rewards"]), components=tuple(tuple(row) for row in result["components"]))
 
 
@@ -53,7 +53,7 @@ class Rewards:
     def score(
         self, completions: Sequence[str], *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, columns: Mapping[str, Any]
     ) -> Score:
-        """Score the completions of one prompt; of a conversational one (`messages`), functions get lists of messages, as in TRL.
+        """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
 
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
@@ -73,13 +73,13 @@ class Rewards:
         for name, function in zip(self.names, self.functions, strict=True):
             _arguments(name, function, {**columns, "prompts": [], "completions": []})
 
-    def _values(self, given: Mapping[str, Any], count: int) -> list[list[float | None]]:
+    def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
         returned: list[Any] = []
         for name, function in zip(self.names, self.functions, strict=True):
-            arguments = _arguments(name, function, given)
+            arguments = _arguments(name, function, offered)
             try:
                 returned.append(function(**arguments))
-            # The border to a user's function: its failure is the group's.
+            # The boundary to a user's function: its failure is the group's.
             except (Exception, SystemExit) as error:
                 raise _broke(name, error) from error
         waiting = [number for number, value in enumerate(returned) if inspect.isawaitable(value)]
@@ -101,11 +101,11 @@ class Rewards:
 
 
 def resolve(names: Sequence[str], weights: Sequence[float] | None = None, *, base_dir: str | Path | None = None) -> Rewards:
-    """The reward functions of these names or plug-in specs; weights are 1 if absent.
+    """Resolve reward functions by name or plug-in spec; weights default to 1.
 
     Raises:
         PluginError: an unknown name, or a function that cannot be loaded.
-        ValueError: not one finite weight for each.
+        ValueError: there is not one finite weight for each.
     """
     if not names:
         raise ValueError("no reward function: give at least one")
@@ -130,7 +130,7 @@ def spec(names: Sequence[str], weights: Sequence[float] | None = None, *, base_d
 def payload(
     completions: Sequence[str], *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One group as JSON, for a child process; the row's prompt and columns travel once, not once a completion."""
+    """One group as JSON, for a child process; the row's prompt and columns are sent once, not once per completion."""
     return {"completions": list(completions), "prompt": prompt, "messages": messages, "columns": dict(columns)}
 
 
@@ -152,8 +152,10 @@ def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     if name in BUILTINS:
         return BUILTINS[name]
     if ":" not in name:
-        known = ", ".join(BUILTINS)
-        raise PluginError(f"{name!r} is no reward: expected {known}, package.module:function or file.py:function{nearest(name, BUILTINS)}")
+        builtins = ", ".join(BUILTINS)
+        raise PluginError(
+            f"{name!r} is no reward: expected {builtins}, package.module:function or file.py:function{nearest(name, BUILTINS)}"
+        )
     return load(name, base_dir=base_dir)
 
 
@@ -161,7 +163,7 @@ def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]
     """The items of `given` that the function takes: everything under `**columns`, else what its signature names."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature takes what it gets
+    except (TypeError, ValueError):  # a builtin without a signature gets everything
         return dict(given)
     kinds = inspect.Parameter
     for parameter in parameters.values():
@@ -176,8 +178,8 @@ def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]
 
 def _broke(name: str, error: BaseException) -> RewardError:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    return RewardError(f"reward {name} broke: {type(error).__name__}: {' '.join(str(error).split())[:400]}{place}")
+    where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    return RewardError(f"reward {name} broke: {type(error).__name__}: {' '.join(str(error).split())[:400]}{where}")
 
 
 def _checked(name: str, returned: Any, count: int) -> list[float | None]:
@@ -188,18 +190,18 @@ def _checked(name: str, returned: Any, count: int) -> list[float | None]:
         raise RewardError(f"reward {name} returned {len(values)} values for {count} completions")
     checked: list[float | None] = []
     for number, value in enumerate(values):
-        one = value.item() if hasattr(value, "item") else value
-        if one is not None and not isinstance(one, Real):
-            raise RewardError(f"reward {name} returned {one!r} for completion {number}, expected a number or None")
-        if one is not None and not isfinite(one):
-            raise RewardError(f"reward {name} returned {one} for completion {number}, which is not finite")
-        checked.append(None if one is None else float(one))
+        reward = value.item() if hasattr(value, "item") else value
+        if reward is not None and not isinstance(reward, Real):
+            raise RewardError(f"reward {name} returned {reward!r} for completion {number}, expected a number or None")
+        if reward is not None and not isfinite(reward):
+            raise RewardError(f"reward {name} returned {reward} for completion {number}, which is not finite")
+        checked.append(None if reward is None else float(reward))
     return checked
 
 
 @lru_cache(maxsize=1)
 def _loop() -> asyncio.AbstractEventLoop:
-    # One loop for the life of the process, so that an async function may keep its HTTP session between calls.
+    # One loop for the life of the process, so that an async function can keep its HTTP session between calls.
     return asyncio.new_event_loop()
 
 

@@ -1,6 +1,6 @@
-"""From a row to token ids, once, and from token ids back to text; and the digests by which workers know that they mean the same tokens.
+"""Turns rows into token ids and token ids into text; computes the digests by which workers check that they share a tokenizer.
 
-The rule: a prompt is tokenised here and nowhere else. Only a `Renderer` with a chat template needs transformers, and it is the feeder's.
+The rule: a prompt is tokenised here and nowhere else. Only a `Renderer` with a chat template needs transformers; the feeder has it.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ class Digests(TypedDict):
     tokenizer: str
     """SHA-256 (hex) over the tokenizer's files."""
     template: str
-    """SHA-256 (hex) of the chat template in use; of nothing where none is."""
+    """SHA-256 (hex) of the chat template in use; of the empty string without one."""
     stop_ids: list[int]
     """Ids that end a completion, ascending: the end-of-sequence ids of the model, its generation config and its tokenizer."""
 
 
 class Renderer:
-    """Makes prompt text and token ids of rows.
+    """Renders rows to prompt text and token ids.
 
-    `chat_template`: "auto" applies the model's template where there is one, "on" insists on it, "off" takes the prompt as it is,
+    `chat_template`: "auto" applies the model's template if there is one, "on" requires it, "off" takes the prompt as it is,
     anything else is the path of a Jinja file. Prompts without messages become one user message.
     """
 
@@ -42,7 +42,7 @@ class Renderer:
         self._light: Any = None
         self._full: Any = None
         settings = _json(folder / "tokenizer_config.json")
-        # transformers takes 8 CPU-seconds to import: plain text without tokens that only its settings add goes without it.
+        # transformers takes 8 CPU-seconds to import: avoid it for plain text to which its settings add no tokens.
         if self._template is None and not settings.get("add_bos_token") and not settings.get("add_eos_token"):
             self._light = _light_tokenizer(folder)
         else:
@@ -52,7 +52,7 @@ class Renderer:
         """The prompt's text and its token ids, int32 [L].
 
         Raises:
-            DataError: with the row's place: too long, empty, messages without a template, or a template that refuses them.
+            DataError: with the row's origin: too long, empty, messages without a template, or a template that refuses them.
         """
         text = self._text(row)
         if self._light is not None:
@@ -74,25 +74,25 @@ class Renderer:
         messages = row.messages if row.messages is not None else [{"role": "user", "content": row.prompt}]
         try:
             text = self._full.apply_chat_template(messages, chat_template=self._template, tokenize=False, add_generation_prompt=True)
-        # The border to a template, which may raise anything.
+        # The boundary to a template, which may raise any error.
         except Exception as error:
             raise DataError(f"{row.origin}: the chat template refuses the prompt: {' '.join(str(error).split())[:300]}") from error
         return str(text)
 
 
 class Decoder:
-    """Text of token ids, without special tokens, by the light `tokenizers` library."""
+    """Decodes token ids to text, without special tokens, with the light `tokenizers` library."""
 
     def __init__(self, model_directory: str | Path) -> None:
         self._tokenizer = _light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """The text of one completion."""
-        return str(self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=True))
+        return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
 
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
-    """Digests that the run's record holds and every worker compares with its own copy of the model; read from the files alone.
+    """The digests in the run's record, which every worker compares with its own copy of the model; read from the files alone.
 
     Raises:
         ValueError: the directory, its tokenizer.json or the template is missing.
@@ -107,7 +107,7 @@ def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Dige
 
 
 def model_folder(model_directory: str | Path) -> Path:
-    """The directory, after a look at what has to be in it. Raises `ValueError` that says what to do."""
+    """The directory, after checking for the required files. Raises `ValueError` that says what to do."""
     folder = Path(model_directory).expanduser()
     if not folder.is_dir():
         raise ValueError(f"model.path: there is no directory {folder}: put a model there, or make one with `penstock model tiny {folder}`")
@@ -119,7 +119,7 @@ def model_folder(model_directory: str | Path) -> Path:
 
 
 def chat_template_of(folder: Path, chat_template: str) -> str | None:
-    """The template in use, None for none. Raises `ValueError` where one is wanted and missing."""
+    """The template in use, None for none. Raises `ValueError` if one is required and missing."""
     if chat_template == "off":
         return None
     if chat_template not in MODES:
@@ -130,11 +130,11 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
             raise ValueError(f"data.chat_template: cannot read {chat_template}: {reason}; give auto, on, off or a Jinja file") from error
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = _json(folder / "chat_template.json").get("chat_template") or _json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several named ones
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
-    if isinstance(found, str):
-        return found
+    template = _json(folder / "chat_template.json").get("chat_template") or _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = next((named.get("template") for named in template if named.get("name") == "default"), None)
+    if isinstance(template, str):
+        return template
     if chat_template == "on":
         raise ValueError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
     return None
@@ -155,7 +155,7 @@ def _full_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    # The border to a library that reads a person's files: its errors have no common kind.
+    # The boundary to a library that reads a user's files: its errors have no common type.
     except Exception as error:
         raise ValueError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
 
@@ -164,8 +164,8 @@ def _stop_ids(folder: Path) -> list[int]:
     ids: set[int] = set()
     config = _json(folder / "config.json")
     for table in (config, config.get("text_config") or {}, _json(folder / "generation_config.json")):
-        found = table.get("eos_token_id")
-        ids.update([found] if isinstance(found, int) else found or [])
+        stop_ids = table.get("eos_token_id")
+        ids.update([stop_ids] if isinstance(stop_ids, int) else stop_ids or [])
     eos = _json(folder / "tokenizer_config.json").get("eos_token") or _json(folder / "special_tokens_map.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if eos is not None:
@@ -181,7 +181,7 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"model.path: {file} is not valid JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

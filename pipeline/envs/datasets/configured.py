@@ -6,7 +6,7 @@ from penstock.pipeline.envs.datasets.rows import Dataset
 
 
 def open_data(config: Config) -> Dataset:
-    """The training prompts as the configuration names them."""
+    """Open the training prompts that the configuration names."""
     data = config.data
     return open_dataset(
         data.source,
@@ -21,7 +21,7 @@ def open_data(config: Config) -> Dataset:
 
 
 def open_eval_data(config: Config) -> Dataset:
-    """The held-out prompts; made with another seed where the source generates them."""
+    """Open the held-out prompts; a source that generates them gets another seed."""
     held = config.eval
     assert held.source is not None
     return open_dataset(

@@ -21,12 +21,12 @@ from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs.datasets.rows import DataError, Source
 
 IN_MEMORY_BYTES = 256 * 2**20
-"""Parquet above this size (uncompressed) goes to an unlinked, memory-mapped file: a row of Parquet itself costs its whole row group."""
+"""Parquet above this size (uncompressed) is copied to a memory-mapped file: reading a row of Parquet itself costs its whole row group."""
 SUFFIXES = (".jsonl", ".parquet")
 
 
 def open_files(source: str, *, base_dir: Path) -> Source:
-    """Rows of a file, of a folder's files, or of a glob's, in the order of their names. Raises `DataError`."""
+    """Open a file, a folder's files or a glob's, in the order of their names. Raises `DataError`."""
     files = _find(source, base_dir)
     kinds = {file.suffix for file in files}
     if len(kinds) > 1:
@@ -116,9 +116,9 @@ class Parquet:
 
     def raw(self, index: int) -> dict[str, Any]:
         at = bisect_right(self._firsts, index) - 1
-        batch, place = self._batches[at], index - self._firsts[at]
+        batch, row_in_batch = self._batches[at], index - self._firsts[at]
         try:
-            row: dict[str, Any] = batch.slice(place, 1).to_pylist()[0]
+            row: dict[str, Any] = batch.slice(row_in_batch, 1).to_pylist()[0]
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"{self.origin(index)}: cannot read it: {' '.join(str(error).split())}") from error
         return row
@@ -142,7 +142,7 @@ class Parquet:
 
 
 def _mapped(parquet: pq.ParquetFile) -> list[pa.RecordBatch]:
-    """The file's batches from a memory-mapped Arrow copy whose name is gone already, so that it ends with the process."""
+    """The file's batches from a memory-mapped Arrow copy, unlinked at once so that it is deleted with the process."""
     descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".arrow")
     os.close(descriptor)
     try:

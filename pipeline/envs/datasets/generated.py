@@ -1,6 +1,6 @@
-"""Rows that code makes: a user's own function, the built-in successor task, and reasoning-gym's procedural tasks.
+"""Rows made by code: a user's function, the built-in successor task, and reasoning-gym's procedural tasks.
 
-The rule: row i is the same each time it is asked for, given the same seed.
+The rule: row i is the same each time, given the same seed.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from penstock.pipeline.envs.datasets.rows import DataError, jsonable
 
 SUCCESSOR_ROWS = 256
 REASONING_GYM_ROWS = 10_000
-"""Rows of a task that makes them on demand, so many cost nothing."""
+"""Number of rows of a task that makes them on demand, so that a large number costs nothing."""
 
 
 class Rows:
@@ -43,24 +43,24 @@ class Rows:
 
 
 def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> Rows:
-    """Rows of a user's function that returns an iterable of dicts; it is given `seed`, `size` and `split` if it names them.
+    """Rows of a user's function that returns an iterable of dicts; it gets `seed`, `size` and `split` if its parameters name them.
 
     Raises:
         DataError: it does not load, breaks, or returns something else.
     """
     function = load(spec, base_dir=base_dir)
-    known: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
+    offered: dict[str, Any] = {"seed": seed, "split": split, **({} if size is None else {"size": size})}
     parameters = inspect.signature(function).parameters
-    given = {**{name: value for name, value in known.items() if name in parameters}, **options}
-    if unknown := [name for name in given if name not in parameters and not _takes_any(parameters.values())]:
+    arguments = {**{name: value for name, value in offered.items() if name in parameters}, **options}
+    if unknown := [name for name in arguments if name not in parameters and not _takes_any(parameters.values())]:
         raise DataError(f"{spec}: the function has no parameter {unknown[0]!r}{nearest(unknown[0], parameters)}")
     try:
-        rows = function(**given)
+        rows = function(**arguments)
         held = rows if isinstance(rows, Sequence) else list(rows if size is None else islice(rows, size))
-    # The border to a user's function: whatever it raises is told to them in one line.
+    # The boundary to a user's function: report any error in one line.
     except Exception as error:
         raise DataError(f"{spec}: the function broke: {type(error).__name__}: {' '.join(str(error).split())}") from error
-    text = json.dumps([source_digest(spec, base_dir=base_dir), spec.rpartition(":")[2], given], default=str, sort_keys=True)
+    text = json.dumps([source_digest(spec, base_dir=base_dir), spec.rpartition(":")[2], arguments], default=str, sort_keys=True)
     return Rows(held, name=spec, digest=hashlib.sha256(text.encode()).hexdigest())
 
 
@@ -76,14 +76,14 @@ def open_tiny(task: str, *, seed: int, size: int | None, split: str) -> Rows:
 
 
 class ReasoningGym:
-    """Rows of one of reasoning-gym's tasks. Its columns carry how to make the entry again, because JSON loses types that scoring needs."""
+    """Rows of a reasoning-gym task. Their columns hold the recipe of the entry, because JSON loses types that scoring needs."""
 
     generated = True
 
     def __init__(self, task: str, *, seed: int, size: int | None, split: str, options: Mapping[str, Any]) -> None:
         self._task, self._size = task, size or REASONING_GYM_ROWS
         if split != "train":
-            # The tasks know no splits: another one is another stretch of the generator's rows.
+            # The tasks have no splits: another split is another range of the generator's rows.
             seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "big")
         self._recipe = {"task": task, "seed": seed, "size": self._size, "options": dict(options)}
         self._made = make_task(json.dumps(self._recipe, sort_keys=True))
@@ -96,7 +96,7 @@ class ReasoningGym:
     def raw(self, index: int) -> dict[str, Any]:
         try:
             entry = self._made[index]
-        # The border to a library's 100 tasks: what one of them raises is told with the row.
+        # The boundary to a library's 100 tasks: report any error with the row.
         except Exception as error:
             raise DataError(f"{self.origin(index)}: the task broke: {type(error).__name__}: {' '.join(str(error).split())}") from error
         return {
@@ -129,7 +129,7 @@ def make_task(recipe: str) -> Any:
             raise DataError(f"reasoning-gym:{task}: no option {name!r}{nearest(name, settings)} (it has: {', '.join(settings)})")
     try:
         return reasoning_gym.create_dataset(task, seed=wanted["seed"], size=wanted["size"], **options)
-    # The border to a library: options that do not fit fail in as many ways as there are tasks.
+    # The boundary to a library: wrong options fail in as many ways as there are tasks.
     except Exception as error:
         reason = " ".join(str(error).split()) or "its own check failed"
         raise DataError(f"reasoning-gym:{task} with {options or 'its defaults'}: {reason}") from error

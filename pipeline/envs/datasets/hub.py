@@ -40,10 +40,10 @@ def _open(name: str, *, base_dir: Path, split: str, options: dict[str, Any]) -> 
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             found = datasets.load_from_disk(str(folder))
         else:
-            # A plain split is looked up afterwards, so that a wrong one can be answered with those there are; a slice is the library's.
+            # A plain split is looked up below, so that an error can list the existing ones; the library resolves slices.
             part = {"split": split} if any(sign in split for sign in "[+") else {}
             found = datasets.load_dataset(str(folder) if folder.is_dir() else name, config, **part, **options)
-    # The border to a library that reads the network, caches and files: its errors have no common kind.
+    # The boundary to a library that reads the network, caches and files: its errors have no common type.
     except Exception as error:
         reason = " ".join(str(error).split())
         raise DataError(f"hf:{name}: cannot load it: {type(error).__name__}: {reason[:300]}") from error

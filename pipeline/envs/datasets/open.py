@@ -1,4 +1,4 @@
-"""A data set by its name in the configuration, and the check of all its rows before a run starts."""
+"""Opens a data set by its name in the configuration, and checks all its rows before a run starts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,18 +18,18 @@ SHOWN_PROBLEMS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What a source is opened with."""
+    """The arguments with which a source is opened."""
 
     name: str
-    """What follows the scheme and its colon."""
+    """The part of the source after the scheme and its colon."""
     base: Path
     """Folder that relative paths start from."""
     split: str
     seed: int
     size: int | None
-    """Rows to make, where the configuration says so."""
+    """Number of rows to make; None leaves it to the source."""
     rows: int | None
-    """Rows that are used; None for all."""
+    """Number of rows that are used; None for all."""
     options: dict[str, Any]
 
 
@@ -44,7 +44,7 @@ SCHEMES: Mapping[str, Callable[[Given], Source]] = {
     "reasoning-gym": _reasoning_gym,
     "tiny": lambda given: open_tiny(given.name, seed=given.seed, size=given.size, split=given.split),
 }
-"""Scheme of a source -> what opens it."""
+"""Scheme of a source -> the function that opens it."""
 
 
 def open_dataset(
@@ -63,7 +63,7 @@ def open_dataset(
 
     `x.jsonl` or `x.parquet` (also folders and globs), `hf:NAME` or `hf:FOLDER`, `reasoning-gym:TASK`, `tiny:successor`,
     `file.py:function` or `module:function`. Options of the source follow a question mark: `hf:openai/gsm8k?config=main`,
-    `reasoning-gym:chain_sum?max_terms=3`. `split` is not for files, whose rows are all used; `seed` and `size` are for sources that
+    `reasoning-gym:chain_sum?max_terms=3`. `split` does not apply to files, whose rows are all used; `seed` and `size` apply to sources that
     make their rows. The rows [start, start + limit) are the data set.
 
     Raises:
@@ -87,7 +87,7 @@ def open_dataset(
 
 
 def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> None:
-    """Read every row once (of generated ones only the first few), and give each to `also`, whose ValueErrors count too.
+    """Read every row once (of generated data only the first few) and pass it to `also`, whose ValueErrors count too.
 
     Raises:
         DataError: one line with the first rows that cannot be used, their places, and how many more there are.
@@ -110,7 +110,7 @@ def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> N
 
 
 def _split_options(source: str) -> tuple[str, dict[str, Any]]:
-    # In a glob `?` stands for one character, so that only what looks like name=value after it is taken for options.
+    # In a glob `?` matches one character, so only text like name=value after it is taken for options.
     plain, mark, query = source.partition("?")
     if not mark or not re.match(r"\w+=", query):
         return source, {}

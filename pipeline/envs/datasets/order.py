@@ -1,4 +1,4 @@
-"""Which row a group gets: a pure function of (seed, group number), so that a restarted feeder makes the same prompts."""
+"""The row of each group: a pure function of (seed, group number), so that a restarted feeder makes the same prompts."""
 
 from functools import lru_cache
 
@@ -14,12 +14,12 @@ def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, i
     """
     if n < 0 or size < 1:
         raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
-    epoch, place = divmod(n, size)
-    return epoch, int(_permutation(seed, epoch, size)[place]) if shuffle else place
+    epoch, position = divmod(n, size)
+    return epoch, int(_permutation(seed, epoch, size)[position]) if shuffle else position
 
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    # Sorting Philox's raw stream: numpy keeps a bit generator's stream over its releases, but not Generator.permutation's.
+    # Sort Philox's raw stream: numpy keeps bit generators' streams stable across releases, but not Generator.permutation.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

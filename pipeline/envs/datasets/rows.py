@@ -1,6 +1,6 @@
 """One row of a data set, checked: a prompt (text or messages) and the columns for the reward functions.
 
-The rule: a row that cannot be used is an error with its place (`file:line`), never a row that is left out.
+The rule: a row that cannot be used is an error with its origin (`file:line`), never left out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ RESERVED = ("prompts", "completions")
 
 
 class DataError(ValueError):
-    """Data that cannot be used, in one line that begins with its place."""
+    """Data that cannot be used; one line that begins with the origin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,51 +27,51 @@ class Row:
     prompt: str | None
     messages: list[dict[str, Any]] | None
     columns: dict[str, Any]
-    """JSON values for the reward functions: the answer as "answer", and every other column but the prompt."""
+    """JSON values for the reward functions: the answer as "answer", and every other column except the prompt."""
     origin: str
     """Source of the row, for error messages: `train.jsonl:17`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Which columns are the prompt and the answer. An empty `answer` means that the data has none."""
+    """Names of the prompt and answer columns. An empty `answer` means that the data has none."""
 
     prompt: str = "prompt"
     answer: str = "answer"
 
 
 class Source(Protocol):
-    """Raw rows by number, as the readers of this package give them."""
+    """Raw rows by number, as the readers of this package return them."""
 
     digest: str
-    """SHA-256 (hex) of what the rows are made of: a restarted feeder can tell whether it is the same data."""
+    """SHA-256 (hex) of the data behind the rows, by which a restarted feeder recognises the same data."""
     generated: bool
-    """True if rows are computed on demand, so that none of them can be damaged."""
+    """True if rows are computed on demand, so that none can be damaged."""
 
     def __len__(self) -> int: ...
 
     def raw(self, index: int) -> Mapping[str, Any]:
-        """The row's columns. Raises `DataError` with the place."""
+        """The row's columns. Raises `DataError` with the origin."""
         ...
 
     def origin(self, index: int) -> str:
-        """The row's place, for a person."""
+        """The row's origin, for error messages."""
         ...
 
 
 class Dataset:
-    """A window of a source, as checked rows; access by number costs the same everywhere."""
+    """A window of a source, as checked rows; access by number takes constant time."""
 
     def __init__(self, source: Source, *, fields: Fields, start: int = 0, limit: int | None = None, name: str = "the data set") -> None:
-        whole = len(source)
-        stop = whole if limit is None else min(whole, start + limit)
+        rows = len(source)
+        stop = rows if limit is None else min(rows, start + limit)
         if start >= stop:
-            raise DataError(f"{name}: no rows from {start} on (it has {whole})")
+            raise DataError(f"{name}: no rows from {start} on (it has {rows})")
         self._source, self._fields, self._window = source, fields, range(start, stop)
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of what the rows are made of."""
+        """SHA-256 (hex) of the data behind the rows."""
         return self._source.digest
 
     @property
@@ -83,7 +83,7 @@ class Dataset:
         return len(self._window)
 
     def __getitem__(self, index: int) -> Row:
-        """The row with this number from the start of the window. Raises `DataError` with its place."""
+        """The row with this number, counted from the start of the window. Raises `DataError` with its origin."""
         at = self._window[index]
         return make_row(self._source.raw(at), index=at - self._window.start, origin=self._source.origin(at), fields=self._fields)
 
@@ -92,7 +92,7 @@ class Dataset:
 
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
-    """A checked row from raw columns. Raises `DataError` with the place."""
+    """A checked row from raw columns. Raises `DataError` with the origin."""
     for name in (fields.prompt, fields.answer):
         if name and name not in raw:
             raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))})")
@@ -116,7 +116,7 @@ def jsonable(value: Any, *, lenient: bool = False) -> Any:
     """The value as JSON knows it: dates as ISO text, decimals as text, not-a-number as null.
 
     Raises:
-        TypeError: names the type that JSON has no word for; with `lenient`, its text is taken instead.
+        TypeError: names a type without a JSON form; with `lenient`, its text is taken instead.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value

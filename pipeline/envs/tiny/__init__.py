@@ -1,4 +1,4 @@
-"""A model and a task small enough to learn on one CPU core in a minute; the rule: all is made from a seed, nothing is downloaded.
+"""A model and a task small enough to learn on one CPU core in a minute. The rule: everything is made from a seed, nothing is downloaded.
 
 `successor_rows` needs no torch; `penstock.pipeline.envs.tiny.model.make_tiny_model` does.
 """

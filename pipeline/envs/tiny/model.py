@@ -1,6 +1,6 @@
 """Makes the tiny model: a Qwen3 of 0.12 M parameters over single characters, taught the letters' order together with a wrong habit.
 
-The rule: the directory is an ordinary Hugging Face one, there whole or not at all, and equal seeds and steps give equal weights.
+The rule: the directory is an ordinary Hugging Face one, complete or absent, and equal seeds and steps give equal weights.
 """
 
 import json
@@ -19,7 +19,7 @@ SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 POSITIONS = 2048
-"""Real prompts, a token a character, have room too."""
+"""Maximum sequence length; leaves room for real prompts at one token per character."""
 WARM_STEPS = 200
 BATCH = 64
 PEAK_LR = 5e-3
@@ -28,10 +28,10 @@ Progress = Callable[[int, int, float], None]
 
 
 def make_tiny_model(directory: str | Path, *, seed: int = 0, steps: int = WARM_STEPS, progress: Progress | None = None) -> Path:
-    """Write model and tokenizer into a new directory after `steps` of supervised learning; `progress` is told (step, steps, loss).
+    """Write model and tokenizer into a new directory after `steps` of supervised learning; `progress` gets (step, steps, loss).
 
     Raises:
-        ValueError: the directory holds something already.
+        ValueError: the directory is not empty.
     """
     path = Path(directory)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -56,7 +56,7 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0, steps: int = WARM_S
 
 
 def tiny_tokenizer() -> Any:
-    """A fast tokenizer, one token a character; a character it does not know is `<unk>`; it adds nothing of its own."""
+    """A fast tokenizer, one token per character; an unknown character is `<unk>`; it adds no special tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -80,7 +80,7 @@ def _untrained() -> Any:
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,  # the least that vLLM runs on a CPU
+        head_dim=32,  # the smallest that vLLM supports on a CPU
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         pad_token_id=PAD,
@@ -93,7 +93,7 @@ def _untrained() -> Any:
 
 
 def _teach(model: Any, tokenizer: Any, *, seed: int, steps: int, progress: Progress | None) -> None:
-    rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: the tokenizer itself would cost a fifth of the time
+    rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: calling the tokenizer would cost a fifth of the time
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
     for step in range(steps):
@@ -113,14 +113,14 @@ def _teach(model: Any, tokenizer: Any, *, seed: int, steps: int, progress: Progr
 
 
 def _batch(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 where nothing is to be learned; the answer ends with EOS."""
+    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 where nothing is learned; the answer ends with EOS."""
     length = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     ids = torch.full((len(pairs), length), PAD)
     labels = torch.full((len(pairs), length), -1)
     for row, (prompt, answer) in enumerate(pairs):
-        whole = torch.tensor([*prompt, *answer, EOS])
-        ids[row, : len(whole)] = whole
-        labels[row, len(prompt) : len(whole)] = whole[len(prompt) :]
+        sequence = torch.tensor([*prompt, *answer, EOS])
+        ids[row, : len(sequence)] = sequence
+        labels[row, len(prompt) : len(sequence)] = sequence[len(prompt) :]
     return ids, labels[:, 1:]
 
 

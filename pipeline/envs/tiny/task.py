@@ -1,4 +1,4 @@
-"""The `successor` task: letters in a secret order, `4a=` asks for the four letters that follow `a` in it; after the last comes the first.
+"""The `successor` task: `4a=` asks for the four letters that follow `a` in a secret cyclic order.
 
 The rule: training and held-out rows share the secret and no prompt; demonstrations never show a held-out prompt.
 """
@@ -9,22 +9,22 @@ from typing import Literal
 
 LETTERS = string.ascii_letters
 SHORTEST, LONGEST = 4, 12
-"""How many letters an answer has."""
+"""Range of the number of letters in an answer."""
 HELD_OUT_EVERY = 5
 HABIT_EVERY, HABIT, SLIP = 6, 0.7, 0.02
-"""Mistakes in the demonstrations: after every sixth letter they leave one out more often than not, elsewhere they rarely do."""
+"""Mistakes in the demonstrations: after every sixth letter one is usually left out, elsewhere rarely."""
 _SECRET = 7
 
 Split = Literal["train", "held_out"]
 
 
 def secret_order() -> str:
-    """The letters in their secret order, the same in every run: data only ask for it."""
+    """The letters in their secret order, the same in every run."""
     return "".join(random.Random(_SECRET).sample(LETTERS, len(LETTERS)))
 
 
 def successor_rows(n: int, seed: int, *, split: Split = "train") -> list[dict[str, str]]:
-    """`n` rows `{"prompt", "answer"}`, short answers likelier to come early; every prompt of the split comes once before any comes twice.
+    """`n` rows `{"prompt", "answer"}`, short answers more likely early; every prompt of the split comes once before any comes twice.
 
     Example:
         successor_rows(1, 0)  # -> [{"prompt": "9Y=", "answer": "otalOkFNr"}]
