@@ -87,7 +87,7 @@ class Gatherer:
         self._named: dict[Where, str] = {}
         """Records that dead letters name -> class of the reason."""
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
-        self._known: dict[tuple[str, int, int], bytes] = {}
+        self._first_bodies: dict[tuple[str, int, int], bytes] = {}
         """(topic, partition, group or number) -> hash of its first record."""
 
     def take(self, record: Record, topic: str) -> None:
@@ -246,9 +246,9 @@ class Gatherer:
     def _repeats(self, topic: str, partition: int, number: int, body: bytes) -> bool:
         """True if this record is identical to the first of its number; it is then only counted."""
         key = (topic, partition, number)
-        if key not in self._known:
-            self._known[key] = body
-        elif self._known[key] == body:
+        if key not in self._first_bodies:
+            self._first_bodies[key] = body
+        elif self._first_bodies[key] == body:
             self._count_repeat(topic)
             return True
         return False

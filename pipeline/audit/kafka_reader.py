@@ -89,8 +89,8 @@ class KafkaSource:
             places = [TopicPartition(name, partition) for partition in topics[name].partitions]
             self._ends[topic] = _offsets(admin, places, OffsetSpec.latest())
             self._begins[topic] = _offsets(admin, places, OffsetSpec.earliest())
-        self._whole = sum(self._ends[topic][partition] - begin for topic in ORDER for partition, begin in self._begins[topic].items())
-        self._read, self._said = 0, time.monotonic() + SAY_AFTER_S
+        self._span = sum(self._ends[topic][partition] - begin for topic in ORDER for partition, begin in self._begins[topic].items())
+        self._read, self._next_progress_s = 0, time.monotonic() + SAY_AFTER_S
 
     def partitions(self, topic: str) -> range:
         """Partition numbers of a topic."""
@@ -156,9 +156,9 @@ class KafkaSource:
 
     def _progress(self, topic: str) -> None:
         self._read += 1
-        if self._read % 1000 == 0 and time.monotonic() > self._said:
-            self._said = time.monotonic() + SAY_AFTER_S
-            self._say(f"read {self._read:,} records of {self._whole:,} offsets at most; now {topic}")
+        if self._read % 1000 == 0 and time.monotonic() > self._next_progress_s:
+            self._next_progress_s = time.monotonic() + SAY_AFTER_S
+            self._say(f"read {self._read:,} records of {self._span:,} offsets at most; now {topic}")
 
     def _kafka_name(self, topic: str) -> str:
         return topic if topic == RUNS_TOPIC else topic_name(self.run, topic)

@@ -32,15 +32,15 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
     before, could = 0, 0
     for group in sorted(first):
         prompt = first[group]
-        dropped = group - prompt.slot
+        counted = group - prompt.slot
         violation = partial(Violation, group=group, where=prompt.where)
         # While the run goes on, drops may lie behind the ends that were read: groups that have an outcome were admitted well before.
-        if dropped > could and (facts.closed is not None or group in outcomes):
-            yield violation(text=f"slot {prompt.slot} counts {dropped} dropped groups, at most {could} were")
-        elif dropped < before:
-            yield violation(text=f"slot {prompt.slot} counts {dropped} dropped groups, an earlier prompt counted {before}")
+        if counted > could and (facts.closed is not None or group in outcomes):
+            yield violation(text=f"slot {prompt.slot} counts {counted} dropped groups, at most {could} were")
+        elif counted < before:
+            yield violation(text=f"slot {prompt.slot} counts {counted} dropped groups, an earlier prompt counted {before}")
         else:
-            before = dropped
+            before = counted
         could += group in dropped
         if prompt.min_version != (oldest := terms.min_version(prompt.slot)):
             yield violation(text=f"oldest version {prompt.min_version} where slot {prompt.slot} makes it {oldest}")
