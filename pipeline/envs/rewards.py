@@ -59,12 +59,12 @@ class Rewards:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
         """
         count = len(completions)
-        given: dict[str, list[Any]] = {name: [value] * count for name, value in columns.items()}
+        arguments: dict[str, list[Any]] = {name: [value] * count for name, value in columns.items()}
         if messages is None:
-            given |= {"prompts": [prompt] * count, "completions": list(completions)}
+            arguments |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
-            given |= {"prompts": [messages] * count, "completions": [[{"role": "assistant", "content": text}] for text in completions]}
-        by_function = self._values(given, count)
+            arguments |= {"prompts": [messages] * count, "completions": [[{"role": "assistant", "content": text}] for text in completions]}
+        by_function = self._values(arguments, count)
         components = tuple(zip(*by_function, strict=True)) if count else ()
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
 
