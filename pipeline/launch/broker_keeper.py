@@ -1,6 +1,6 @@
 """Restarts the embedded broker of a run when it dies, in a thread of its own.
 
-The rule: a broker that was stopped on purpose stays stopped, one that died comes back at the same address, and why it died is said.
+The rule: a broker that was stopped on purpose stays stopped; one that died is restarted at the same address, and the reason is reported.
 """
 
 import threading
@@ -15,7 +15,7 @@ from penstock.pipeline.launch.restart_policy import Death, Rules
 from penstock.pipeline.runtime.exit_status import FAILED
 
 STOP_NOTE_S = 0.2
-"""A broker that is being stopped looks dead for some milliseconds, until its note is gone."""
+"""A broker that is being stopped looks dead for some milliseconds, until its pid file is removed."""
 
 Say = Callable[[str], None]
 
@@ -30,14 +30,14 @@ class BrokerKeeper:
     deaths: list[Death] = field(default_factory=list)
     ours: bool = False
     _down: str | None = None
-    """Why it does not run; None while it does."""
+    """The reason it does not run; None while it does."""
     _stopped: bool = False
     """True if it was stopped on purpose."""
     _seen_dead_s: float | None = None
     _up_s: float = 0.0
     _starting: threading.Thread | None = None
     _refusal: str | None = None
-    """Why the newest start failed."""
+    """The reason the newest start failed."""
 
     def __post_init__(self) -> None:
         self.ours, self._up_s = embedded.status().bootstrap == self.bootstrap, time.monotonic()
@@ -57,7 +57,7 @@ class BrokerKeeper:
             self._started(now_s=now_s)
         elif status.running:
             self._runs(now_s=now_s)
-        elif self._down is None or self._stopped:  # a start that failed leaves no note either: that is no stop
+        elif self._down is None or self._stopped:  # a start that failed leaves no pid file either: that is no stop
             self._is_gone(status.ended, now_s=now_s)
         if self._down is None or self._stopped:
             return None
@@ -70,7 +70,7 @@ class BrokerKeeper:
         return None
 
     def _runs(self, *, now_s: float) -> None:
-        if self._down is not None:  # somebody else has started it
+        if self._down is not None:  # another process has started it
             self.say(f"the broker at {self.bootstrap} runs again")
             self._down, self._stopped, self._up_s = None, False, now_s
         self._seen_dead_s = None

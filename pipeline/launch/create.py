@@ -35,7 +35,7 @@ def create(
     say: Callable[[str], None] = print,
     about: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """Check the data and the model, register the run and make its topics; starts nothing. `about` joins what is said of the run.
+    """Check the data and the model, register the run and make its topics; starts nothing. `about` is added to the run's info.
 
     Raises:
         ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
@@ -54,12 +54,12 @@ def create(
 
 
 def new_id(config: Config) -> str:
-    """An id that no run has yet."""
+    """Make an id that no run has yet."""
     return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Everything about the run that is fixed by its data and model: rows, steps, digests. Raises as `create`."""
+    """The part of the run's info that its data and model determine: rows, steps, digests. Raises what `create` raises."""
     data, model = config.data, Path(config.model.path)
     try:
         model_digests = digests(model, chat_template=data.chat_template)

@@ -1,6 +1,6 @@
 """Examines this machine: one finding per dependency or resource, each with what to do about it.
 
-The rule: looking changes nothing and downloads nothing; `fail` is what no role can do without, `warn` what some role would miss.
+The rule: examining changes and downloads nothing; `fail` marks what every role needs, `warn` what only some role needs.
 """
 
 import importlib.util
@@ -27,9 +27,9 @@ from penstock.pipeline.launch.gpu_placement import place, visible_gpus
 Level = Literal["ok", "warn", "fail"]
 
 MIN_DISK_GIB = 5.0
-"""Topics of a long run, checkpoints and the broker's data; weights are the large part."""
+"""Space for the broker's data of a long run and its checkpoints; weights take most of it."""
 MIN_MEMORY_GIB = 4.0
-"""Broker 0.3, and a torch process of about 0.5 for each of trainer, evaluator and two rollout workers."""
+"""The broker takes 0.3, and trainer, evaluator and two rollout workers about 0.5 each."""
 CONNECT_S = 3.0
 CRC32C_CHECK = 0xE3069283
 """CRC-32C of b"123456789", the check value of RFC 3720."""
@@ -71,7 +71,7 @@ NEEDS = (
 
 
 def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> list[Finding]:
-    """Look at everything; takes seconds, most of it for importing torch, deepspeed and mlflow."""
+    """Examine everything; takes seconds, most of them for importing torch, deepspeed and mlflow."""
     findings = [_python(), *(_package(need) for need in _needs()), _crc32c()]
     findings += [_compiler(), _gpu(), _state(), _memory(), _cores()]
     if config is not None:
@@ -81,10 +81,10 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> lis
 
 
 def _needs() -> list[Package]:
-    """The packages to look at: of two builds of one module the installed one, else the one this machine could use."""
+    """The packages to examine: of two builds of one module the installed one, else the one this machine could use."""
     builds = {need.name: need for need in NEEDS if need.on_gpus is not None}
-    here = {name for name, need in builds.items() if importlib.util.find_spec(need.module) and _installed(name)}
-    wanted = here or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}
+    installed = {name for name, need in builds.items() if importlib.util.find_spec(need.module) and _installed(name)}
+    wanted = installed or {name for name, need in builds.items() if need.on_gpus == bool(visible_gpus())}
     return [need for need in NEEDS if need.on_gpus is None or need.name in wanted]
 
 
@@ -96,7 +96,7 @@ def _installed(package: str) -> bool:
 
 
 def as_text(findings: list[Finding]) -> str:
-    """One line each, then how many are not well."""
+    """One line per finding, then the number of problems."""
     width = max(len(finding.name) for finding in findings)
     lines = [
         f"{finding.level:<5} {finding.name:<{width}}  {finding.found}{f' -> {finding.do}' if finding.do else ''}" for finding in findings
@@ -116,7 +116,7 @@ def _python() -> Finding:
 
 
 def pinned() -> dict[str, str]:
-    """Package -> the version or range that the installed wheel asks for, "" where any serves."""
+    """Package -> the version or range that the installed wheel requires, "" for any."""
     from packaging.requirements import Requirement
 
     try:
@@ -139,10 +139,10 @@ def _package(need: Package) -> Finding:
     if not SpecifierSet(wanted).contains(version, prereleases=True):
         return Finding(name=need.name, level=absent, found=f"{version}, wanted {wanted} ({need.purpose})", do=install)
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # some greet with pages of advice
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # some print pages of advice
             warnings.simplefilter("ignore")
             importlib.import_module(need.module)
-    except Exception as error:  # a package may break in any way while it is imported, and this is where a person gets to know
+    except Exception as error:  # a package may break in any way while it is imported, and this is where the user learns of it
         cause = " ".join(str(error).split())[:120]
         return Finding(
             name=need.name, level="fail", found=f"{version} does not import: {type(error).__name__}: {cause}", do=f"reinstall: {install}"
@@ -151,7 +151,7 @@ def _package(need: Package) -> Finding:
 
 
 def _crc32c() -> Finding:
-    """Without the C package the client falls back to a checksum in Python, hundreds of times slower."""
+    """Check for the C checksum; without it the client falls back to Python, hundreds of times slower."""
     try:
         import crc32c
     except ImportError:
@@ -165,7 +165,7 @@ def _crc32c() -> Finding:
 
 
 def _compiler() -> Finding:
-    """DeepSpeed compiles its CPU Adam at first use; the torch backend needs none of it."""
+    """Check for a C++ compiler, with which DeepSpeed builds its CPU Adam at first use; the torch backend needs none."""
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None and not (Path(sys.executable).parent / tool).exists()]
     return _finding(
         "compiler",

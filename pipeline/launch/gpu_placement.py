@@ -1,6 +1,6 @@
-"""Which worker gets which of this machine's GPUs.
+"""Assigns this machine's GPUs to workers.
 
-The rule: a GPU belongs to one worker, or, where the configuration places nothing, every worker sees them all.
+The rule: a GPU belongs to one worker, unless the configuration places nothing: then every worker sees all GPUs.
 """
 
 import os
@@ -16,7 +16,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """GPU numbers, or identifiers as CUDA_VISIBLE_DEVICES has them, by worker name; None where nothing is placed."""
+    """Worker name -> GPU numbers, or identifiers as in CUDA_VISIBLE_DEVICES; None if nothing is placed."""
 
     gpus: Mapping[str, tuple[str, ...]] | None
 
@@ -35,7 +35,7 @@ NOT_PLACED = Placement(None)
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """This machine's GPUs: those that CUDA_VISIBLE_DEVICES leaves, else the numbers of the NVIDIA devices; none is an answer, too."""
+    """This machine's GPUs: those in CUDA_VISIBLE_DEVICES, else the numbers of the NVIDIA devices; possibly none."""
     chosen = os.environ.get(VISIBLE)
     if chosen is not None:
         return tuple(part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1")
@@ -44,7 +44,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def place(config: Config, available: Sequence[str]) -> Placement:
-    """The trainer's GPUs first, then each rollout worker's, then the evaluator's. Raises `ConfigError` where they would overlap or lack.
+    """The trainer's GPUs first, then each rollout worker's, then the evaluator's. Raises `ConfigError` if there are too few.
 
     Example:
         str(place(config, ["0", "1", "2"]))  # trainer.gpus = 1, two workers with 1 each
@@ -75,7 +75,7 @@ def place(config: Config, available: Sequence[str]) -> Placement:
 
 
 def _check_parallel(config: Config) -> None:
-    """Check that an engine spreads over as many GPUs as its worker has. Raises `ConfigError`."""
+    """Check that an engine uses as many GPUs as its worker has. Raises `ConfigError`."""
     rollout, spread = config.rollout, config.engine.gpus(config.rollout.vllm)
     if rollout.gpus_per_worker and spread != rollout.gpus_per_worker:
         wanted, key = rollout.gpus_per_worker, config.engine.gpus_key

@@ -1,7 +1,7 @@
-"""Everything of a run on this machine: the broker, the topics, one process a worker, the live view and the report.
+"""Runs everything on this machine: the broker, the topics, one process per worker, the live view and the report.
 
-The rule: it only starts the commands that a person could start by hand and watches them. What died is started again; when that does
-not help, or somebody asks for the end, the run is left so that `penstock run --resume RUN` goes on with it.
+The rule: it only starts commands that a person could start by hand, and watches them. It restarts what died; when that does
+not help, or a person asks it to stop, it leaves the run so that `penstock run --resume RUN` continues it.
 """
 
 import json
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 TURN_S = 0.25
 """Interval between two polls of workers, broker and watchdog."""
 PATIENCE_S = 10.0
-"""How long the launcher's own calls wait for a broker that is away: it has more to look after."""
+"""How long the launcher's own calls wait for a broker that is away, because it also has to watch the workers."""
 REPORTS = ("report.txt", "report.json")
 HURRY_S = 5.0
-"""Time to end for workers whose broker is away: they could not write anything more."""
+"""Time for workers to end while the broker is away: they could not write anything more."""
 
 Say = Callable[[str], None]
 
 
 def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
-    """The configured broker; the embedded one is started if it does not run.
+    """Connect to the configured broker; starts the embedded one if it does not run.
 
     Raises:
         ConfigError: the address or a security setting is malformed.
@@ -62,7 +62,7 @@ def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
 
 
 def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
-    """Create a run and see it through; returns the exit status."""
+    """Create a run and attend it to its end; returns the exit status."""
     check_engine(config)
     log = connect(config.kafka, say=say)
     record = create(config, log=log, run_id=run_id, say=say)
@@ -70,7 +70,7 @@ def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str 
 
 
 def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool) -> int:
-    """Start the workers of a run that is not finished; they go on from what the log holds."""
+    """Start the workers of a run that is not finished; they continue from the log."""
     record = find(log, run)
     if record is None:
         raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
@@ -99,7 +99,9 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     with attending(directory, run), lasting_output(), asked_to_stop() as stop:
         end_leftovers(directory, run, say=say)
         for name in REPORTS:
-            (directory / name).unlink(missing_ok=True)  # of an earlier part of this run: a tracker that dies must not leave it behind
+            (directory / name).unlink(
+                missing_ok=True
+            )  # remove the report of an earlier part of this run: it must not remain if the tracker dies
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
@@ -170,7 +172,7 @@ class Watching:
 
 
 def show_report(log: Log, run: str, *, json_out: bool) -> None:
-    """Print the report that the tracker wrote; one from the log where the tracker was given up before it wrote any."""
+    """Print the report that the tracker wrote, or one made from the log if the tracker was given up before it wrote any."""
     from penstock.pipeline.observe.report.summary import as_text, collect
 
     directory = run_directory(run)
@@ -198,14 +200,14 @@ def _note(log: Log, record: RunRecord, *, say: Say) -> None:
 
 
 def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
-    """The exit status of a run whose workers have ended; the register says how, also when its trainer died on the way there."""
+    """The exit status of a run whose workers have ended, from the register; marks the run there if its trainer died before doing so."""
     now, closed = find(log, record.run), view.view.closed
-    known: Status = record.status if now is None else now.status
-    if closed is not None and known not in ("finished", "failed"):
-        known = mark(log, record, status="failed" if closing(view.view).get("status") == "failed" else "finished").status
-    if known == "failed":
+    status: Status = record.status if now is None else now.status
+    if closed is not None and status not in ("finished", "failed"):
+        status = mark(log, record, status="failed" if closing(view.view).get("status") == "failed" else "finished").status
+    if status == "failed":
         raise PenstockError(f"run {record.run} failed: {closing(view.view).get('reason', 'its trainer closed it')}")
-    if known != "finished":
+    if status != "finished":
         raise PenstockError(f"run {record.run} is not over, but all its workers have ended; `penstock run --resume {record.run}` goes on")
     return 0
 

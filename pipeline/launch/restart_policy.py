@@ -11,10 +11,10 @@ from typing import Literal
 from penstock.pipeline.runtime.exit_status import HOPELESS
 
 HEALTHY_S = 10.0
-"""A process that served for so long, while its run moved on, has made progress: its earlier deaths are forgotten."""
+"""A process that served for this long, while its run advanced, has made progress: its earlier deaths no longer count."""
 LONGEST_PAUSE_S = 30.0
 IDLE_SHARE = 0.05
-"""CPU seconds a second: the client's own threads take less, work of any kind takes more."""
+"""CPU seconds per second: the client's own threads take less, work of any kind takes more."""
 
 Decision = Literal["start", "wait", "give-up"]
 
@@ -27,7 +27,7 @@ class Death:
     status: int
     """Exit status as `subprocess` gives it: negative for a signal."""
     progress: bool = False
-    """True if it had been ready for `HEALTHY_S` and the run had advanced meanwhile: no failure on the same record each time."""
+    """True if it had been ready for `HEALTHY_S` and the run had advanced meanwhile: it does not fail on the same record each time."""
     excused: bool = False
     """True if the broker was out of reach: such a death does not count."""
 
@@ -56,7 +56,7 @@ def failures_in_a_row(deaths: Sequence[Death]) -> int:
 
 
 def pause_s(failures: int) -> float:
-    """How long a restart waits after so many failures in a row: the first not at all, then 1, 2, 4 ... 30 s.
+    """Pause before a restart after this many failures in a row: none after the first, then 1, 2, 4 ... 30 s.
 
     Example:
         [pause_s(n) for n in range(1, 8)]  # -> [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]

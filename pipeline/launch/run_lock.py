@@ -1,6 +1,6 @@
-"""One launcher a run: a lock that ends with its process, the list of worker processes, and what a killed launcher left behind.
+"""One launcher per run: a lock that ends with its process, the list of worker processes, and the end of those a killed launcher left.
 
-The rule: a process is only ended when it is certain that it is a worker of this run; its number alone proves nothing.
+The rule: a process is only ended when it is certainly a worker of this run; its pid alone proves nothing.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ STOP_LIMIT_S = 30.0
 
 @contextlib.contextmanager
 def attending(directory: Path, run: str) -> Iterator[None]:
-    """Be the one launcher of this run on this machine; raises `PenstockError` while another one is."""
+    """Hold the lock of this run's only launcher on this machine; raises `PenstockError` while another one holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
         try:
@@ -54,7 +54,7 @@ def forget(directory: Path) -> None:
 
 
 def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> None:
-    """End the workers of an earlier launcher of this run that was killed; only for the one that attends the run."""
+    """End the workers that a killed launcher of this run left; only for the holder of the lock."""
     left = {name: process for name, pid in _noted(directory).items() if (process := _worker(pid, run)) is not None}
     if not left:
         return
@@ -62,7 +62,7 @@ def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limi
     for process in left.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-            process.send_signal(signal.SIGCONT)  # one that was stopped would never notice
+            process.send_signal(signal.SIGCONT)  # a suspended one would never handle SIGTERM
     for process in _still(left.values(), limit_s=limit_s):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -70,7 +70,7 @@ def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limi
 
 
 def _still(processes: Iterable[psutil.Process], *, limit_s: float) -> list[psutil.Process]:
-    """Those that have not ended after `limit_s`; one that nobody has reaped yet has ended."""
+    """The processes that have not ended after `limit_s`; zombies count as ended."""
     deadline = time.monotonic() + limit_s
     while (alive := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -85,7 +85,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _noted(directory: Path) -> dict[str, int]:
-    """Name -> process number as last written, {} when that cannot be read: after a power cut it may be half there."""
+    """Name -> pid as last written, {} if unreadable: after a power cut the file may be incomplete."""
     try:
         pids = json.loads((directory / PIDS).read_text(encoding="utf-8"))["workers"]
         return {str(name): int(pid) for name, pid in pids.items()}
@@ -94,7 +94,7 @@ def _noted(directory: Path) -> dict[str, int]:
 
 
 def _worker(pid: int, run: str) -> psutil.Process | None:
-    """The process of this number if it is a worker of this run."""
+    """The process with this pid if it is a worker of this run."""
     try:
         process = psutil.Process(pid)
         words = process.cmdline()

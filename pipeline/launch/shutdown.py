@@ -1,6 +1,6 @@
-"""How a launcher is asked to stop, and how it outlives its terminal.
+"""Handles the signals that stop a launcher, and lets it outlive its terminal.
 
-The rule: the first SIGINT, SIGTERM or SIGHUP asks for the orderly stop, a second one ends at once; writing never ends anything.
+The rule: the first SIGINT, SIGTERM or SIGHUP asks for an orderly stop, a second one ends at once; a failed write ends nothing.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ SAME_S = 1.0
 def asked_to_stop() -> Iterator[threading.Event]:
     """The event that the first signal sets; a second one raises KeyboardInterrupt in the main thread.
 
-    A signal that whoever started this process has it ignore (`nohup`, `&` in a script) stays ignored.
+    A signal that the parent process had set to be ignored (`nohup`, `&` in a script) stays ignored.
     """
     stop = threading.Event()
     before: dict[signal.Signals, Any] = {}
@@ -56,7 +56,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _Lasting:
-    """A text stream whose first refusal to write is its last: from then on it writes to nowhere."""
+    """A text stream that discards everything once a write has failed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -75,7 +75,7 @@ class _Lasting:
             self._silence()
 
     def _silence(self) -> None:
-        """Point the descriptor itself at nothing: what is still buffered would be refused again when the interpreter ends."""
+        """Redirect the descriptor to the null device: flushing the buffer would fail again when the interpreter ends."""
         with contextlib.suppress(OSError, ValueError):
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._stream.fileno())

@@ -1,6 +1,6 @@
-"""Says who is stuck when a run has not moved for `run.stall_s`: once, and again when the picture has changed.
+"""Reports what is stuck when a run has not advanced for `run.stall_s`: once, and again when the diagnosis has changed.
 
-The rule: it looks and speaks; it ends nothing.
+The rule: it only diagnoses and reports; it ends nothing.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from penstock.pipeline.observe.stall import Drawn, Scene, Stuck
 from penstock.pipeline.runtime.topic_reader import drain
 
 LOOK_EVERY_S = 15.0
-"""While a run stands still; each look reads the samples of one group."""
+"""Interval between diagnoses of a stalled run; each reads the samples of one group."""
 READ_LIMIT_S = 10.0
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """Remembers when a run moved last; driven by its owner's loop."""
+    """Remembers when a run last advanced; driven by its owner's loop."""
 
     log: Log
     stall_s: float
@@ -34,7 +34,7 @@ class Watchdog:
     _told: Stuck | None = None
 
     def check(self, view: RunView, *, silent: Mapping[str, float], outage_s: float, notes: Mapping[str, str]) -> None:
-        """Speak if the run has not moved for too long."""
+        """Report if the run has not advanced for too long."""
         now_s = time.monotonic()
         if view.moved_ms != self._moved_ms:
             if self._told is not None:
@@ -56,13 +56,13 @@ def examine(log: Log, scene: Scene) -> Stuck | None:
     group = None if scene.outage_s else stall.waiting_for(scene.view)
     opened = None if group is None else scene.view.open.get(group)
     if group is not None and opened is not None:
-        with contextlib.suppress(LogError):  # it goes without: the workers' own words are left
+        with contextlib.suppress(LogError):  # diagnose without the samples, from the workers' reports
             scene = replace(scene, drawn=_drawn(log, scene.view.run, group, opened.partition))
     return stall.find(scene)
 
 
 def describe(stuck: Stuck, *, still_s: float) -> str:
-    """Two lines for a person."""
+    """The diagnosis as two lines for a person."""
     where = stuck.stage if stuck.group is None else f"{stuck.stage}, group {stuck.group}"
     return f"nothing has moved for {still_s:.0f} s; stuck: {where}\n  {stuck.reason}"
 

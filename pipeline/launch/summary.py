@@ -42,5 +42,5 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
 def _gpus(config: Config) -> str:
     try:
         return str(place(config, visible_gpus()))
-    except ConfigError as error:  # a look at a configuration that is meant for another machine is no mistake
+    except ConfigError as error:  # examining a configuration for another machine is no error
         return f"not on this machine: {error}"

@@ -26,7 +26,7 @@ from penstock.pipeline.runtime.exit_status import ENDED
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
 
 LEFT_LIMIT_S = 10.0
-"""A worker may end this long before its launcher reads that the run is over."""
+"""A worker may end this long before the launcher reads that the run is closed."""
 LOOK_EVERY_S = 0.25
 
 Say = Callable[[str], None]
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the launcher gives up: one line, and the last output of the worker that failed."""
+    """The reason the launcher gives up: one line, and the last output of the worker that failed."""
 
     line: str
     last_words: str = ""
@@ -62,16 +62,16 @@ class Supervisor:
 
     @property
     def ended(self) -> bool:
-        """True if every worker has ended and none is to be started again."""
+        """True if every worker has ended and none will be restarted."""
         return all(worker.status is not None and not worker.dead for worker in self.workers)
 
     @property
     def missing(self) -> list[str]:
-        """Helpers that were given up: the run goes on without them."""
+        """Optional workers that were given up: the run goes on without them."""
         return [worker.name for worker in self.workers if worker.given_up]
 
     def poll(self, view: RunView, *, now_s: float, reachable: bool) -> Failure | None:
-        """Start dead workers again. Returns a `Failure` when one that the run needs is given up or has ended too early."""
+        """Restart dead workers. Returns a `Failure` when one that the run needs is given up or has ended too early."""
         over, moved = view.closed is not None, view.progress
         for worker in self.workers:
             worker.on_report(view.workers.get(worker.name), now_s=now_s)
@@ -79,7 +79,7 @@ class Supervisor:
             if status is None or worker.given_up:
                 continue
             if over and worker.role not in HELPERS:
-                worker.dead = False  # what it would still do is done
+                worker.dead = False  # its remaining work is done
                 continue
             if status == ENDED:
                 failure = None if over else self._left(worker, now_s=now_s)
@@ -117,7 +117,7 @@ class Supervisor:
     def stop(self, *, limit_s: float = STOP_LIMIT_S, look: Callable[[], Mapping[str, str]] = dict) -> None:
         """End the running workers role by role, in the table's order; kill those that take longer than `limit_s`.
 
-        `look` returns what each worker reports to be doing, by name; it is said of those that do not end at once. When this call is
+        `look` returns worker name -> reported activity, which is printed for those that do not end at once. When this call is
         interrupted, every worker is killed.
         """
         try:
@@ -134,7 +134,7 @@ class Supervisor:
             run_lock.forget(self.directory)
 
     def _await(self, running: list[Worker], *, limit_s: float, look: Callable[[], Mapping[str, str]]) -> None:
-        said: dict[str, str] = {}
+        reported: dict[str, str] = {}
         began = time.monotonic()
         while left := [worker for worker in running if worker.status is None]:
             passed_s = time.monotonic() - began
@@ -149,8 +149,8 @@ class Supervisor:
             doing = look()
             for worker in left:
                 work = doing.get(worker.name)
-                if worker.status is None and work is not None and said.get(worker.name) != work:
-                    said[worker.name] = work
+                if worker.status is None and work is not None and reported.get(worker.name) != work:
+                    reported[worker.name] = work
                     self.say(f"{worker.name} finishes: {work} (killed in {limit_s - passed_s:.0f} s at the latest)")
 
     @property
@@ -171,7 +171,7 @@ class Supervisor:
         return None
 
     def _left(self, worker: Worker, *, now_s: float) -> Failure | None:
-        """A `Failure` once a worker has been gone for `LEFT_LIMIT_S` without an error: the run may wait for it for ever."""
+        """A `Failure` once a worker has been gone for `LEFT_LIMIT_S` without an error: the run might wait for it forever."""
         if worker.left_s is None:
             worker.left_s = now_s
         if now_s - worker.left_s <= LEFT_LIMIT_S:

@@ -1,6 +1,6 @@
 """One worker of this machine: its current process, the deaths of earlier ones, and their common log file.
 
-The rule: a death is judged by its exit status and by how long the process had served; last words are those of that process alone.
+The rule: a death is judged by its exit status and by how long the process had served; its last output excludes earlier processes.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ class Worker:
     dead: bool = False
     """True while the newest death waits for its restart."""
     left_s: float | None = None
-    """Time at which it was first seen to have ended without an error although the run goes on."""
+    """Time at which it was first observed to have ended without an error although the run goes on."""
     given_up: bool = False
-    """True if it is not started again and the run goes on without it."""
+    """True if it is not restarted and the run goes on without it."""
     _ready_s: float | None = None
     _began: int = 0
     _moved: int = 0
@@ -71,7 +71,7 @@ class Worker:
             log.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {self.name}: start {self.starts}{after}\n".encode())
             log.flush()
             self._began = log.tell()
-            # A session of its own: Ctrl-C reaches the launcher alone, and a kill reaches whatever the worker has started.
+            # A session of its own: Ctrl-C reaches the launcher only, and a kill reaches everything the worker has started.
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ class Worker:
         return 0.0 if self._ready_s is None else now_s - self._ready_s
 
     def cpu_share(self, *, now_s: float, over_s: float) -> float | None:
-        """CPU time by its process and what that has started, per second since this was first asked; None before `over_s`."""
+        """CPU time of its process and that process's children, per second since the first call; None before `over_s`."""
         try:
             process = psutil.Process(self.pid)
             times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
@@ -122,7 +122,7 @@ class Worker:
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def last_words(self) -> str:
-        """The end of what its newest process wrote."""
+        """The last lines its newest process wrote."""
         with self.log_file.open("rb") as log:
             log.seek(self._began)
             lines = log.read().decode("utf-8", errors="replace").splitlines()
