@@ -1,4 +1,4 @@
-"""The commands put together, and the one place where an error becomes a line and an exit status.
+"""The command-line application, and the one function that turns an error into a line and an exit status.
 
 The rule: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; one line that says what to do, a traceback only with --debug.
 """
@@ -69,19 +69,19 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
     try:
-        exit_status = _invoke([word for word in given if word != "--debug"])
+        exit_status = _invoke([word for word in words if word != "--debug"])
         sys.stdout.flush()
         return exit_status
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has seen enough; nothing may be written to it when the interpreter ends.
+        # The reader of the pipe has closed it; the interpreter must not flush to it on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except Exception as error:  # the process's edge: whatever it is becomes one line
+    except Exception as error:  # the process's edge: every error becomes one line
         if debug:
             traceback.print_exc()
         message, exit_status = explain(error)
@@ -100,7 +100,7 @@ def _invoke(words: list[str]) -> int:
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """The one line for a person and the exit status that an error ends in.
+    """The line for a person and the exit status of an error.
 
     Example:
         explain(ValueError("no run 'x' on this broker; see `penstock runs`"))  # -> ("no run 'x' on this broker; see `penstock runs`", 1)

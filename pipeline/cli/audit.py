@@ -1,6 +1,6 @@
-"""`penstock audit`: whether a run kept its promises.
+"""`penstock audit`: check that a run kept its promises.
 
-The rule: of a run on a broker the log is read by the audit's own client; only the broker and the run's id are looked up here.
+The rule: the audit's own client reads the log of a run on a broker; only the broker and the run's id are resolved here.
 """
 
 from typing import TYPE_CHECKING

@@ -37,20 +37,20 @@ def stop(*, json: Json = False) -> None:
 
 @app.command()
 def status(*, json: Json = False) -> None:
-    """Whether it runs, and where."""
+    """Show whether it runs, and where."""
     from penstock.infra.broker import embedded
 
     _show(embedded.status(), json=json)
 
 
-def _show(found: Any, *, json: bool) -> None:
+def _show(info: Any, *, json: bool) -> None:
     from dataclasses import asdict
 
     if json:
-        emit(asdict(found))
-    elif found.running:
-        print(f"running at {found.bootstrap}, pid {found.pid}")
-    elif found.ended is not None:
-        print(f"not running: {found.ended}")
+        emit(asdict(info))
+    elif info.running:
+        print(f"running at {info.bootstrap}, pid {info.pid}")
+    elif info.ended is not None:
+        print(f"not running: {info.ended}")
     else:
         print("not running; start it with `penstock broker start`")

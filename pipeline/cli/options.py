@@ -1,6 +1,6 @@
-"""What commands share: the options for a broker and for JSON, and the connection they ask for.
+"""Shared by all commands: the options for a broker and for JSON, and connecting by them.
 
-The rule: results go to stdout, everything said on the way goes to stderr, so that `--json` prints JSON and nothing else.
+The rule: results go to stdout and messages to stderr, so that `--json` prints JSON and nothing else.
 """
 
 import json
@@ -36,11 +36,11 @@ Security = Annotated[
     ),
 ]
 AWAY_S = 60.0
-"""A command waits so long for a broker that went away in its midst; a worker has `kafka.give_up_s`."""
+"""A command waits this long for a broker that goes away meanwhile; workers wait `kafka.give_up_s`."""
 
 
 def say(text: str) -> None:
-    """Tell the person something that is not the result."""
+    """Print a message that is not part of the result."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -50,28 +50,28 @@ def emit(value: object) -> None:
 
 
 def security_settings(given: list[str] | None) -> dict[str, str]:
-    """`KEY=VALUE` words over the JSON object in PENSTOCK_SECURITY, where passwords are out of other users' sight."""
+    """Merge `KEY=VALUE` words into the JSON object in PENSTOCK_SECURITY, which hides passwords from other users."""
     import os
 
     from penstock.pipeline.config.load import ConfigError
 
     try:
-        found = json.loads(os.environ.get("PENSTOCK_SECURITY") or "{}")
+        settings = json.loads(os.environ.get("PENSTOCK_SECURITY") or "{}")
     except json.JSONDecodeError as error:
         raise ConfigError(f"PENSTOCK_SECURITY is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError("PENSTOCK_SECURITY: expected a JSON object of Kafka client settings")
     for word in given or []:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"--security {word}: expected KEY=VALUE")
-        found[key] = value
-    return {str(key): str(value) for key, value in found.items()}
+        settings[key] = value
+    return {str(key): str(value) for key, value in settings.items()}
 
 
 @contextmanager
 def connected(kafka: "KafkaSection", *, attends: bool = False) -> Iterator["KafkaLog"]:
-    """A log at the given broker, closed at the end; a command that attends a run has a view which tells of outages."""
+    """A log at the given broker, closed at the end; with `attends` it stays silent on outages, which the run's view reports."""
     from penstock.pipeline.launch.launcher import connect
 
     log = connect(kafka, say=say)
@@ -84,7 +84,7 @@ def connected(kafka: "KafkaSection", *, attends: bool = False) -> Iterator["Kafk
 
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False) -> AbstractContextManager["KafkaLog"]:
-    """A log at the broker that a command was given, closed at the end."""
+    """A log at the broker given on the command line, closed at the end."""
     from penstock.pipeline.config.schema import KafkaSection
 
     return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)), attends=attends)
@@ -92,7 +92,7 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False) -> 
 
 @contextmanager
 def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tuple["Log", str]]:
-    """What a command reads, and the run's id: the archive in a folder, or else a run of the broker."""
+    """The log a command reads, and the run's id: the archive in a folder, or else a run of the broker."""
     from penstock.pipeline.archive.archived_log import open_archive
     from penstock.pipeline.runtime.run_registry import resolve
 
@@ -104,7 +104,7 @@ def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tu
 
 
 def refuse_folder(log: "Log", what: str) -> None:
-    """Raise `ConfigError` for an archive where a command does what only a broker allows."""
+    """Raise `ConfigError` for an archive, where `what` needs a broker."""
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.config.load import ConfigError
 

@@ -45,7 +45,7 @@ def report(
 
 
 def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, security: list[str] | None, json: bool) -> None:
-    """Write the page of a run; a budget of the person's own may be as large as they like."""
+    """Write the page of a run; a user-given number of tokens is not limited."""
     from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.observe.html.build import Limits, build, write
 
@@ -53,7 +53,7 @@ def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, se
         raise ConfigError("--tokens is for the page of a run: add --html PATH")
     if html.is_dir() or not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: {'that is a folder' if html.is_dir() else 'there is no such folder'}; give the path of a file")
-    if html.exists() and not html.is_file():  # a device or a pipe would be replaced by a file
+    if html.exists() and not html.is_file():  # writing would replace a device or a pipe by a file
         raise ConfigError(f"--html {html}: that is no file; give the path of one")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
     with reading(run, bootstrap, security) as (log, run_id):
@@ -73,7 +73,7 @@ def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, se
 
 
 class Progress:
-    """A line every few seconds while something reads a log; it may be called as often as one likes."""
+    """Prints a line every few seconds while a log is read; may be called for every record."""
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
         self._say, self._every_s = say, every_s

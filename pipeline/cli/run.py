@@ -1,4 +1,4 @@
-"""`penstock run`, `create` and `worker`: what starts something. The rule: `run` starts nothing that `create` and `worker` could not."""
+"""`penstock run`, `create` and `worker`: start runs and workers. The rule: `run` starts nothing that `create` and `worker` could not."""
 
 import os
 import sys
@@ -62,21 +62,21 @@ def run(
 
 
 def _print_arithmetic(config: "Config", *, json: bool) -> None:
-    # Nothing is downloaded for a look: a data set or model that is not here yet is said to be so.
+    # Only examining a configuration downloads nothing: a missing data set or model is reported as such.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     from penstock.pipeline.envs.datasets.configured import open_data
     from penstock.pipeline.launch.summary import arithmetic
 
-    told: dict[str, str] = {}
+    problems: dict[str, str] = {}
     try:
         rows = len(open_data(config))
     except (ValueError, OSError) as error:
-        known = config.data.limit or config.data.size
-        if config.run.steps is None and known is None:
+        configured = config.data.limit or config.data.size
+        if config.run.steps is None and configured is None:
             raise
-        rows = known or (config.run.steps or 1) * config.schedule.prompts_per_step
-        told["data"] = f"not readable here: {' '.join(str(error).split())}"
-    numbers = {**dict(arithmetic(config, rows=rows)), **told}
+        rows = configured or (config.run.steps or 1) * config.schedule.prompts_per_step
+        problems["data"] = f"not readable here: {' '.join(str(error).split())}"
+    numbers = {**dict(arithmetic(config, rows=rows)), **problems}
     numbers["model"] = config.model.path if Path(config.model.path).is_dir() else f"{config.model.path}: no such directory here"
     if json:
         emit(numbers)
@@ -121,7 +121,7 @@ def worker(
     if role not in ROLES:
         raise ConfigError(f"there is no role {role!r}: {', '.join(ROLES)}{nearest(role, list(ROLES))}")
     try:
-        check_run_id(run)  # a worker waits for a run that is not there yet, but this one can never come
+        check_run_id(run)  # a worker waits for a run that is not registered yet, but a malformed id can never be
     except ValueError as error:
         raise ConfigError(f"--run: {error}") from error
     settings = security_settings(security)

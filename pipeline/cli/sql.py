@@ -1,4 +1,4 @@
-"""`penstock sql`: questions to a run in SQL. The rule: asking changes nothing and opens no file but the export that was named."""
+"""`penstock sql`: queries a run in SQL. The rule: a query changes nothing and opens no file but the named export."""
 
 import sys
 from decimal import Decimal
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
 
 SHOWN = 60
-"""Characters of a value in a table for a person."""
+"""Longest value shown in a printed table, in characters."""
 
 
 def sql(
@@ -43,7 +43,7 @@ def sql(
         with reading(run, bootstrap, security) as (log, run_id):
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
             answer = ask(tables, text)
-    except ValueError as error:  # a question that has no answer
+    except ValueError as error:  # a query that fails
         raise ConfigError(str(error)) from error
     if csv:
         _print_csv(answer)
@@ -53,34 +53,34 @@ def sql(
         _print_table(answer)
 
 
-def _list(found: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
+def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
     if json:
-        emit({view: dict(columns) for view, columns in found.items()})
+        emit({view: dict(columns) for view, columns in tables.items()})
         return
-    for view, columns in found.items():
+    for view, columns in tables.items():
         print(f"{view}: " + ", ".join(f"{name} {kind if len(kind) <= SHOWN else kind.split('(')[0] + '(…)'}" for name, kind in columns))
 
 
-def _print_csv(found: "pa.Table") -> None:
+def _print_csv(table: "pa.Table") -> None:
     import csv
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(found.column_names)
-    writer.writerows([plain(value) for value in row.values()] for row in found.to_pylist())
+    writer.writerow(table.column_names)
+    writer.writerows([plain(value) for value in row.values()] for row in table.to_pylist())
 
 
-def _print_table(found: "pa.Table") -> None:
+def _print_table(result: "pa.Table") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE)
-    for name, kind in zip(found.column_names, found.schema.types, strict=True):
+    for name, kind in zip(result.column_names, result.schema.types, strict=True):
         table.add_column(Text(name), justify="right" if str(kind).startswith(("int", "uint", "double", "float", "decimal")) else "left")
-    for row in found.to_pylist():
+    for row in result.to_pylist():
         table.add_row(*(Text(_shown(value)) for value in row.values()))
-    # Piped, a table is as wide as its content: a terminal's width says nothing there.
+    # In a pipe a table is as wide as its content: a terminal's width does not apply.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
 
 
@@ -90,7 +90,7 @@ def _shown(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: bytes in hexadecimal, times as ISO 8601, no NaN; sums of integers are decimals to DuckDB."""
+    """A value as JSON: bytes in hexadecimal, times as ISO 8601, no NaN; DuckDB returns sums of integers as decimals."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""`penstock status`, and `runs` and `graph` beside it: where everything stands. The rule: nothing here writes to a topic."""
+"""`penstock status`, `runs` and `graph`: show the state of runs. The rule: nothing here writes to a topic."""
 
 import time
 from typing import Annotated
@@ -40,17 +40,17 @@ def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
         now_s = time.time()
         silent = silences(view, now_s=now_s)
         still_s = standstill_s(view, now_s=now_s)
-        found = None if still_s is None else examine(log, Scene(view=view, now_s=now_s, silent=silent))
+        stuck = None if still_s is None else examine(log, Scene(view=view, now_s=now_s, silent=silent))
     if json:
-        emit({**standing(view, now_s=now_s), "stuck": None if found is None else {**asdict(found), "still_s": still_s}})
+        emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
         return
     from rich.console import Console
 
     from penstock.pipeline.observe.live.frame import frame
 
     Console().print(frame(view, now_s=now_s, silent=silent))
-    if found is not None and still_s is not None:
-        print(describe(found, still_s=still_s))
+    if stuck is not None and still_s is not None:
+        print(describe(stuck, still_s=still_s))
 
 
 def graph(

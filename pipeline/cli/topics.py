@@ -1,6 +1,6 @@
-"""`penstock topics`: look at what flows, live or afterwards, take it away and bring it back.
+"""`penstock topics`: lists, shows, exports, imports and deletes a run's records.
 
-The rule: a record nobody can decode is shown and kept, never hidden.
+The rule: a record that cannot be decoded is shown and kept, never hidden.
 """
 
 from pathlib import Path
@@ -114,7 +114,7 @@ def export_topics(
                 total.add(done)
                 if done.rows:
                     say(f"{sum(done.rows.values()):,} new rows, {sum(total.rows.values()):,} in all")
-        finally:  # also on Ctrl-C: what was exported so far can be read
+        finally:  # also on Ctrl-C: the part exported so far is readable
             _print_export(total, json=json)
 
 
@@ -171,7 +171,7 @@ def delete_topics(
     from penstock.pipeline.runtime.run_registry import resolve
 
     with at(bootstrap, security) as log:
-        # A deletion or an import that was interrupted leaves topics without a record: those are named by the whole id.
+        # An interrupted deletion or import leaves topics without a register record: those need the complete id.
         deletion = plan_deletion(log, run if run != "latest" and log.topics(f"{run}.") else resolve(log, run))
         if not json:
             for name, count in deletion.offsets.items():

@@ -1,4 +1,4 @@
-"""`penstock replay`: do a stage of a run again, from its log. The rule: the run's own topics are only read."""
+"""`penstock replay`: repeats a stage of a run from its log. The rule: the run's own topics are only read."""
 
 import typer
 

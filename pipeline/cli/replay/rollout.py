@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.pipeline.replay.resample.compare import Redrawn
 
 SHOWN = 20
-"""Samples that differ which are listed; all of them are in `--json`."""
+"""Number of differing samples listed; `--json` has all of them."""
 CONTEXT = 4
 """Tokens shown on either side of a difference."""
 
@@ -55,16 +55,16 @@ def rollout(
         print(f"… and {len(differing) - SHOWN} more; --json has all")
 
 
-def _line(one: "Redrawn") -> str:
-    assert one.first_difference is not None
-    place = one.first_difference
-    low, high = max(0, place - CONTEXT), place + CONTEXT + 1
+def _line(sample: "Redrawn") -> str:
+    assert sample.first_difference is not None
+    at = sample.first_difference
+    low, high = max(0, at - CONTEXT), at + CONTEXT + 1
     return (
-        f"group {one.group} sample {one.sample} version {one.version}: token {place} of {one.comparable}\n"
-        f"  recorded {_ids(one.recorded, low, place, high)}\n  drawn    {_ids(one.drawn, low, place, high)}"
+        f"group {sample.group} sample {sample.sample} version {sample.version}: token {at} of {sample.comparable}\n"
+        f"  recorded {_ids(sample.recorded, low, at, high)}\n  drawn    {_ids(sample.drawn, low, at, high)}"
     )
 
 
-def _ids(tokens: Sequence[int], low: int, place: int, high: int) -> str:
-    words = [f"[{token}]" if number == place else str(token) for number, token in enumerate(tokens[low:high], low)]
+def _ids(tokens: Sequence[int], low: int, at: int, high: int) -> str:
+    words = [f"[{token}]" if number == at else str(token) for number, token in enumerate(tokens[low:high], low)]
     return " ".join([*(["…"] if low else []), *words, "…" if high < len(tokens) else "(end)"])

@@ -56,8 +56,8 @@ def score(
     with reading(run, bootstrap, security) as (log, run_id):
         if new_run is not None:
             refuse_folder(log, "--write")
-        found = score_run(log, run_id, wish, say=say)
+        report = score_run(log, run_id, wish, say=say)
     if json:
-        emit(found)
+        emit(report)
     else:
-        print(as_page(found))
+        print(as_page(report))
