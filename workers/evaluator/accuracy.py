@@ -1,4 +1,4 @@
-"""The arithmetic of evaluations: accuracy with its interval, and when enough is enough.
+"""The arithmetic of evaluations: accuracy with its interval, and early stopping.
 
 The rule: pure functions of rewards; `best` means the best evaluation.
 """
@@ -28,7 +28,7 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
 def summary(*, greedy: Sequence[bool], sampled: Sequence[Sequence[bool]]) -> dict[str, float]:
     """Greedy accuracy, avg@k and pass@k of one version, with 95 % intervals.
 
-    `greedy` has one entry a prompt, `sampled` k a prompt. avg@k's interval is over prompts, whose k samples are not independent.
+    `greedy` has one entry per prompt, `sampled` k per prompt. avg@k's interval is over prompts, whose k samples are not independent.
     """
     prompts, k = len(greedy), len(sampled[0]) if sampled else 0
     low, high = wilson(sum(greedy), prompts)
@@ -50,9 +50,9 @@ def summary(*, greedy: Sequence[bool], sampled: Sequence[Sequence[bool]]) -> dic
 
 
 def due(*, newest: int, last: int, every: int, done: set[int], closed: bool) -> int | None:
-    """The next version to evaluate, or None: 0 first, then every n-th in order, the last one always.
+    """The next version to evaluate, or None: 0 first, then every n-th in order, and always the last one.
 
-    Once the run is closed, versions in between that were not reached are left out.
+    Once the run is closed, versions between that were not reached are left out.
     """
     if 0 not in done and newest >= 0:
         return 0
@@ -66,7 +66,7 @@ def due(*, newest: int, last: int, every: int, done: set[int], closed: bool) -> 
 
 @dataclass(slots=True)
 class EarlyStopping:
-    """Asks for the end of a run once a target is reached or nothing gets better."""
+    """Asks for the end of a run once a target is reached or accuracy no longer improves."""
 
     target: float | None
     patience: int | None
@@ -75,7 +75,7 @@ class EarlyStopping:
     since_best: int = 0
 
     def note(self, *, version: int, accuracy: float) -> str | None:
-        """Take an evaluation; the reason to stop, or None."""
+        """Apply an evaluation; returns the reason to stop, or None."""
         if accuracy > self.best:
             self.best, self.best_version, self.since_best = accuracy, version, 0
         else:

@@ -1,6 +1,6 @@
-"""The evaluator: every n-th version on held-out prompts, greedy and sampled, to `metrics`.
+"""The evaluator: evaluates every n-th version on held-out prompts, greedy and sampled, and publishes to `metrics`.
 
-The rule: it reads the same weights as everybody and never delays training; to end a run early it can only ask.
+The rule: it reads the same weights as every worker and never delays training; to end a run early it can only ask.
 """
 
 import os
@@ -25,12 +25,12 @@ from penstock.workers.evaluator.accuracy import EarlyStopping, due, summary
 
 READ_LIMIT_S = 120.0
 SEED_OFFSET = 1_000_003
-"""Keeps the evaluator's random numbers apart from the rollout workers', whose seeds are run.seed with the same group numbers."""
+"""Makes the evaluator's random numbers differ from the rollout workers', which use run.seed with the same group numbers."""
 
 
 def main(session: Session) -> None:
-    """Evaluate versions until the run is closed and its last version is done."""
-    os.nice(5)  # on a full machine rollouts and training come first
+    """Evaluate versions until the run is closed and its last version is evaluated."""
+    os.nice(5)  # on a busy machine rollouts and training come first
     held = session.config.eval
     if held.source is None:
         raise ValueError("this run has no eval.source, so there is nothing to evaluate")
@@ -65,14 +65,14 @@ def main(session: Session) -> None:
 
 
 def evaluated(session: Session, stopping: EarlyStopping) -> set[int]:
-    """The versions that an earlier evaluator has measured; each counts once for early stopping."""
+    """The versions that an earlier evaluator has evaluated; each counts once for early stopping."""
     tail = session.log.tail({(session.topic("metrics"), 0): "earliest"})
     done = set[int]()
     for record in tail.read_to_end(READ_LIMIT_S):
         try:
             measurement = metrics.read(record, run=session.run)[1]
         except Unusable:
-            continue  # the tracker owns reading `metrics`
+            continue  # the tracker sets aside unusable records of `metrics`
         version = measurement.version
         if measurement.kind == "eval" and version is not None and version not in done:
             done.add(version)
@@ -90,7 +90,7 @@ class Evaluator:
     pool: ChildPool[int]
     decoder: Decoder
     rows: list[tuple[Any, Any]]
-    """(data row, its token ids)"""
+    """(data row, its token ids), one per held-out prompt."""
 
     @classmethod
     def open(cls, session: Session) -> "Evaluator":
@@ -136,12 +136,12 @@ class Evaluator:
         return {**values, "eval_s": time.monotonic() - started}
 
     def close(self) -> None:
-        """End the children and let go of the model."""
+        """End the child processes and release the model."""
         self.pool.close()
         self.engine.close()
 
     def _drawn(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
-        """(group, its completions) as groups end, as many side by side as the engine draws; ends early when the worker is stopped."""
+        """(group, its completions) as groups finish, as many at a time as the engine samples; ends early when the worker is stopped."""
         left, held = deque(requests), dict[int, list[Completion]]()
         while (left or not self.engine.idle) and not self.session.stop.is_set():
             while left and self.engine.has_room:
@@ -153,7 +153,7 @@ class Evaluator:
             self.session.reporter.status()
 
     def _scored(self) -> dict[int, list[bool]]:
-        """By prompt, whether each completion has the full reward."""
+        """Prompt -> whether each completion has the full reward."""
         reward = self.session.config.reward
         full = sum(reward.weights or [1.0] * len(reward.functions))
         solved: dict[int, list[bool]] = {}

@@ -1,7 +1,7 @@
-"""What the feeder knows of its run: where each group was admitted, how it ended, and which rollout workers have room.
+"""The feeder's state: the partition of each admitted group, how it ended, and which rollout workers have free slots.
 
-The rule: everything follows from the log. Groups below the first one that has not ended are only counted, and the counts are kept beside
-the offsets from which the rest can be read again: neither memory nor a restart grows with the run.
+The rule: everything follows from the log. Groups below the first one that has not ended are only counted, and the counts are stored with
+the offsets from which later groups are read again: neither memory nor restart time grows with the run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ class Admission:
     ended_below: int = 0
     """Groups below this number have ended."""
     dropped_below: int = 0
-    """How many of those a scorer dropped."""
+    """Number of the groups below `ended_below` that a scorer dropped."""
     partition_of: dict[int, int] = field(default_factory=dict)
-    """Of the groups from `ended_below` on."""
+    """Group -> partition of its prompt, for groups from `ended_below` on."""
     ended: set[int] = field(default_factory=set)
     unfinished: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Admission:
     _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Group -> partition and offset of its outcome."""
     _ends: dict[Partition, int] = field(default_factory=dict)
-    """Where each partition ends as far as it was read or written."""
+    """Partition -> the offset up to which it was read or written."""
 
     def __post_init__(self) -> None:
         self.unfinished = [0] * self.partitions
@@ -49,7 +49,7 @@ class Admission:
 
     @property
     def dropped(self) -> int:
-        """How many groups were dropped: by a scorer, or as stale by the trainer."""
+        """Number of groups dropped, by a scorer or as stale by the trainer."""
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
 
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
@@ -65,7 +65,7 @@ class Admission:
         return starts
 
     def commits(self) -> Commits:
-        """What the next feeder begins with: offsets, and beside each of them what was counted before."""
+        """Commits from which the next feeder begins: offsets, and as metadata the counts of the records before each."""
         text = commit_notes.encode(FeederNote(ended=self.ended_below, dropped=self.dropped_below))
         offsets = {
             (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)

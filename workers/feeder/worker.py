@@ -1,7 +1,7 @@
-"""The feeder: the data set becomes `prompts`, as fast as the rules admit them.
+"""The feeder: publishes the data set's rows to `prompts`, as fast as the rules admit them.
 
 The rule: group n's prompt is a function of (seed, n); admission follows the newest weights and the dropped groups, so that a
-slow trainer holds the whole pipeline back by itself.
+slow trainer limits the whole pipeline.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from penstock.workers.feeder.admission import Admission
 POLL_S = 0.5
 
 COMMIT_EVERY_S = 2.0
-"""How often the offsets are committed at which a restarted feeder begins to read."""
+"""Interval between commits of the offsets from which a restarted feeder reads."""
 
 
 def main(session: Session) -> None:
@@ -35,7 +35,7 @@ def main(session: Session) -> None:
     dataset = open_data(session.config)
     data = session.config.data
     renderer = Renderer(session.config.model.path, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
-    # Fence first, read afterwards: nothing an earlier feeder still had in hand can follow what is read now.
+    # Fence before reading: no write of an earlier feeder can follow the records read now.
     transactions = session.log.transactions(f"{session.run}.feeder")
     state = Admission(session.run, session.config.partitions, LedgerState(session.run))
     session.finishing = lambda: "nothing is left to finish (about 1 s)"
@@ -52,7 +52,7 @@ def main(session: Session) -> None:
             _apply(session, state, record)
         if time.monotonic() - committed > COMMIT_EVERY_S:
             committed = time.monotonic()
-            with contextlib.suppress(LogError):  # without it a restart only takes longer
+            with contextlib.suppress(LogError):  # without the commit a restart only takes longer
                 tail.commit(state.commits())
     session.reporter.doing("done")
     tail.close()
@@ -60,7 +60,7 @@ def main(session: Session) -> None:
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
-    """Read what the run has written so far, from the offsets of an earlier feeder; returns the reader of what follows."""
+    """Read the run's records so far, from the offsets of an earlier feeder; returns the tail for the following ones."""
     group, count = f"{session.run}.feeder", session.config.partitions
     past = session.log.tail({(session.topic("prompts"), p): "earliest" for p in range(count)}, group=group)
     follow: dict[tuple[str, int], Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
@@ -77,7 +77,7 @@ def _catch_up(session: Session, state: Admission) -> Tail:
 
 
 def _apply(session: Session, state: Admission, record: Record) -> None:
-    """Apply a record; one that cannot be used is set aside by the role that owns reading its topic."""
+    """Apply a record; an unusable one is set aside by the role that owns its topic."""
     try:
         with session.dead_letters.decoding(record):
             state.apply(record)

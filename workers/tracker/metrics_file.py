@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: every point of a run, one JSON object a line; what trackers get is read from here.
+"""`metrics.jsonl`: every point of a run, one JSON object per line; the uploader to MLflow reads from here.
 
-The rule: a line is written once, by one process. Where a file is found, its own lines say how far it goes; a torn last one is cut off
-first. No tracker gets a point that is not in here.
+The rule: a line is written once, by one process. The lines of an existing file say how far it goes; a torn last one is cut off
+first. MLflow gets no point that is not in the file.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from penstock.infra.mlflow.uploader import Delivery
 from penstock.pipeline.observe.metrics.points import Line
 
 LOCK_WAIT_S = 5.0
-"""For another tracker of this run that is just ending."""
+"""Time for another tracker of this run to finish ending."""
 _KNOWN = frozenset({"kind", "step", "time", "from", "number"})
 
 
 class MetricsFile:
-    """An append-only file that knows, by source, which line comes next.
+    """An append-only file that tracks the next line of each source.
 
     Raises:
         Fenced: another process writes it.
@@ -35,7 +35,7 @@ class MetricsFile:
         self.written: dict[str, int] = {}
         """Source -> number of its newest line."""
         self.points = 0
-        """Points of all whole lines."""
+        """Number of points in all complete lines."""
         self.end = 0
         """Bytes that readers may see."""
         self._unwritten: list[bytes] = []
@@ -48,20 +48,20 @@ class MetricsFile:
             raise
 
     def write(self, line: Line) -> bool:
-        """Append a line, with the next `flush`; False when the file holds it already."""
+        """Append a line with the next `flush`; returns False when the file already holds it."""
         if line.number <= self.written.get(line.source, -1):
             return False
         self.written[line.source] = line.number
         # Whole numbers are labels and floats are values, so that a line can be read back.
         values = {name: float(value) if math.isfinite(value) else None for name, value in line.values.items()}
         labels = {name: value for name, value in line.labels.items() if value is not None}
-        known = {"kind": line.kind, "step": line.step, "time": line.timestamp_ms / 1000, "from": line.source, "number": line.number}
-        self._unwritten.append((json.dumps({**known, **labels, **values, **known}) + "\n").encode())
+        fields = {"kind": line.kind, "step": line.step, "time": line.timestamp_ms / 1000, "from": line.source, "number": line.number}
+        self._unwritten.append((json.dumps({**fields, **labels, **values, **fields}) + "\n").encode())
         self.points += len(values)
         return True
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Pass the written lines to the operating system."""
         if self._unwritten:
             data = b"".join(self._unwritten)
             self._unwritten.clear()
@@ -71,11 +71,11 @@ class MetricsFile:
             self.end = end
 
     def sync(self) -> None:
-        """Hand what was flushed to the disk."""
+        """Make the flushed lines durable on disk."""
         os.fsync(self._file.fileno())
 
     def read(self, offset: int, *, max_points: int) -> tuple[list[Delivery], int]:
-        """The lines from byte `offset` on, at least one if there is one and no more than these points, and the offset behind them."""
+        """The lines from byte `offset` on, of `max_points` at most but at least one if there is one, and the offset behind them."""
         deliveries: list[Delivery] = []
         count = 0
         with self.path.open("rb") as file:
@@ -91,14 +91,14 @@ class MetricsFile:
         return deliveries, offset
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close the file."""
         try:
             self.flush()
         finally:
             self._file.close()
 
     def _lock(self) -> None:
-        """Only one process writes; the lock of one that was killed is gone with it."""
+        """Take the lock of the only writer; a killed process releases it."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -108,7 +108,7 @@ class MetricsFile:
             time.sleep(0.1)
 
     def _mend(self) -> None:
-        """Read how far the file goes, and cut off everything from the first line on that is not whole."""
+        """Read how far the file goes, and cut off everything from the first incomplete line on."""
         with self.path.open("rb+") as file:
             for raw in file:
                 line = _line(raw)
@@ -121,7 +121,7 @@ class MetricsFile:
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """A line's object, None for one that is torn or not ours."""
+    """A line's object, None for a torn or foreign one."""
     if not raw.endswith(b"\n"):
         return None
     try:

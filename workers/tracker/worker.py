@@ -1,7 +1,7 @@
-"""The tracker: `ledger` and `metrics` become points of one MLflow run and lines of `metrics.jsonl`; at the end, report and page.
+"""The tracker: turns `ledger` and `metrics` into points of one MLflow run and lines of `metrics.jsonl`, and ends with report and page.
 
-The rule: a point is dated by its record, written to `metrics.jsonl` first and taken to MLflow from there; a tracker that starts again
-reads the log from its beginning and adds what is missing, so that both hold the same points, each once.
+The rule: a point has its record's time, is written to `metrics.jsonl` first and sent to MLflow from there; a restarted tracker
+reads the log from its beginning and adds missing points, so that both hold the same points, each once.
 """
 
 import json
@@ -32,22 +32,22 @@ from penstock.workers.tracker.metrics_file import MetricsFile
 
 POLL_S = 0.5
 QUIET_S = 10.0
-"""A worker that is still at it reports each second; after so long without a word it will not send its last measurement."""
+"""A live worker reports each second; after this much silence it will not send its last measurement."""
 LOADING = frozenset({"starting", "loading the model"})
 LOADING_S = 120.0
-"""The same for one that imports its libraries or loads a model and says nothing meanwhile: an evaluator that came late has its say."""
+"""The same limit for a worker that imports libraries or loads a model, during which it cannot report, such as a late evaluator."""
 CLOSED_S = 3.0
-"""Wait at least so long after the run was closed: a worker may not have said anything yet."""
+"""Minimum wait after the run was closed: a worker may not have reported yet."""
 SETTLE_S = 2.0
 """Time for groups scored before a version was published to arrive, before that version's reward is called final."""
 MLFLOW_END_S = 60.0
-"""For what MLflow lacks when the run is over."""
+"""Time to deliver MLflow's missing points when the run is over."""
 STOPPED_S = 15.0
-"""For everything, once this process was told to stop: half of what the launcher grants."""
+"""Time for all remaining work once this process was told to stop: half of the launcher's limit."""
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
-"""For the run's page; and the same once this process was told to stop."""
+"""Time to make the run's page, normally and once this process was told to stop."""
 PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
-"""A page that is sent to MLflow is smaller than one that a person asks for."""
+"""Limits of the page sent to MLflow, smaller than those of a page that a person asks for."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -66,7 +66,7 @@ def main(session: Session) -> None:
 
 
 class Tracker:
-    """Reads a run's topics, writes the points down, and says who MLflow's run is."""
+    """Reads a run's topics, writes its points, and announces the MLflow run."""
 
     def __init__(self, session: Session, *, directory: Path) -> None:
         self.session, self.directory = session, directory
@@ -79,7 +79,7 @@ class Tracker:
         counts = {name: session.log.partitions(name) or 0 for name in names}
         self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
         self._tail = session.log.tail(dict.fromkeys(self._partitions, "earliest"))
-        self._heard: dict[str, float] = {}
+        self._last_report: dict[str, float] = {}
         self._published: deque[tuple[float, int]] = deque()
         self._due: int | None = None
         self._awaited: Mapping[Partition, int] | None = None
@@ -89,7 +89,7 @@ class Tracker:
         self._announced: str | None = None
 
     def follow(self) -> None:
-        """Pass on what is there and what comes, until nothing more is to be expected."""
+        """Pass on existing and new records until no more are expected."""
         session = self.session
         session.reporter.doing("reading the log")
         self._read_to_end()
@@ -104,7 +104,7 @@ class Tracker:
         """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
         session, uploader = self.session, self.uploader
         session.reporter.doing("writing the report", now=True)
-        if self._ended() and self._complete:  # else the newest versions' rewards are not known yet: the next tracker says them
+        if self._ended() and self._complete:  # otherwise the newest versions' rewards are not final yet: the next tracker writes them
             self._write_down(self.points.rewards(self.view, before=(self.view.version or 0) + 1))
             self._flush()
         run_id = self._mlflow_run_id()
@@ -114,7 +114,7 @@ class Tracker:
             report["mlflow_uri"] = uploader.shown_uri
         files = self._write(report)
         if pages := self._write_page(report):
-            files = self._write(report) + pages  # once more: the text says where the page is
+            files = self._write(report) + pages  # again: the text names the page
         if uploader is None:
             return
         closed = self.view.closed
@@ -131,7 +131,7 @@ class Tracker:
         self.file.close()
 
     def _read_to_end(self) -> bool:
-        """Take in what is there now, batch by batch, as a long run's records do not fit into memory together; False if cut short."""
+        """Apply the existing records in batches, because a long run's records do not fit into memory together; False if cut short."""
         ends = self.session.log.end_offsets(self._partitions)
         while not self._reached(ends):
             if self._out_of_time():
@@ -147,33 +147,33 @@ class Tracker:
             duplicates = sum(self.view.duplicates.values())
             try:
                 with self.session.dead_letters.decoding(record):
-                    found = self.view.fold(record)
+                    payload = self.view.fold(record)
             except Unusable as error:
                 if owned:
                     self.session.dead_letters.write(record, error)
                 continue
             if owned and sum(self.view.duplicates.values()) > duplicates:
                 self.session.reporter.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
-            if found is None:
+            if payload is None:
                 continue
             source = record.topic.removeprefix(f"{self.session.run}.")
-            if isinstance(found, Measurement):
-                self._heard[found.worker] = now
-            self._write_down(self.points.of(found, record, source=source))
-            if isinstance(found, Entry) and found.kind == "version" and found.version is not None:
-                self._published.append((now, found.version))
+            if isinstance(payload, Measurement):
+                self._last_report[payload.worker] = now
+            self._write_down(self.points.of(payload, record, source=source))
+            if isinstance(payload, Entry) and payload.kind == "version" and payload.version is not None:
+                self._published.append((now, payload.version))
         self._reward(now)
         self._flush()
 
     def _reward(self, now: float) -> None:
-        """Say the rewards of versions that a newer one has made too old to train on, once all groups there were by then are read."""
+        """Write the rewards of versions that a newer one has made too old to train on, once all groups that existed then are read."""
         while self._published and self._published[0][0] <= now - SETTLE_S:
             self._due, self._awaited = self._published.popleft()[1], None
         if self._due is None:
             return
         try:
             self._awaited = self._awaited or self.session.log.end_offsets(self._partitions)
-        except LogError:  # the broker is away: later
+        except LogError:  # the broker is away: try later
             return
         if self._reached(self._awaited):
             self._write_down(self.points.rewards(self.view, before=self._due - self.session.schedule.max_lag))
@@ -193,11 +193,11 @@ class Tracker:
             self.uploader.more()
 
     def _announce(self) -> None:
-        """Tell the log which MLflow run this is, so that a report finds it."""
-        if self.uploader is not None and (found := self.uploader.run_id) is not None and found != self._announced:
-            labels = {"mlflow_run_id": found, "mlflow_uri": self.uploader.shown_uri}
+        """Publish the MLflow run's id, so that a report finds it."""
+        if self.uploader is not None and (run_id := self.uploader.run_id) is not None and run_id != self._announced:
+            labels = {"mlflow_run_id": run_id, "mlflow_uri": self.uploader.shown_uri}
             self.session.reporter.send(kind="progress", values={}, labels=labels)
-            self._announced = found
+            self._announced = run_id
 
     def _state(self) -> str:
         if self._closed_at is not None:
@@ -206,7 +206,7 @@ class Tracker:
         return f"{waiting} points wait for MLflow" if waiting > 1000 else "following the run"
 
     def _over(self) -> bool:
-        """Whether the run was closed and everybody has said their last word, or has been silent for long."""
+        """True if the run was closed and every other worker has ended or has been silent for long."""
         now = time.monotonic()
         if not self._ended():
             return False
@@ -214,14 +214,14 @@ class Tracker:
         if now - self._closed_at < CLOSED_S:
             return False
         others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
-        return all(worker.ended or now - self._heard.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
+        return all(worker.ended or now - self._last_report.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
 
     def _ended(self) -> bool:
-        """Whether the run came to its end; a stopped one may be resumed."""
+        """True if the run is closed, finished or failed; a stopped one may be resumed."""
         return self.view.closed is not None or status_of(self.view) in ("finished", "failed")
 
     def _mlflow_status(self) -> str:
-        """How MLflow shows a run that ends here; one that was cut off can be resumed, and is then RUNNING again."""
+        """The MLflow status of a run that ends here; one that was cut short can be resumed, and is then RUNNING again."""
         if not self._complete:
             return "KILLED"
         if self.view.closed is None and any(worker.labels.get("status") == "failed" for worker in self.view.workers.values()):
@@ -229,7 +229,7 @@ class Tracker:
         return MLFLOW_STATUS.get(status_of(self.view), "KILLED")
 
     def _mlflow_run_id(self) -> str | None:
-        """The MLflow run's id, worth waiting for while MLflow is only slow."""
+        """The MLflow run's id; waits for it longer while MLflow is only slow."""
         uploader = self.uploader
         if uploader is None:
             return None
@@ -238,7 +238,7 @@ class Tracker:
         return uploader.run_id
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
-        """Wait for MLflow so long; less once this process was told to stop. Goes on reporting meanwhile."""
+        """Wait for MLflow up to `limit_s`, less once this process was told to stop; goes on reporting meanwhile."""
         began = time.monotonic()
         while not check(0.25):
             if time.monotonic() - began > limit_s or self._out_of_time():
@@ -247,7 +247,7 @@ class Tracker:
         return True
 
     def _out_of_time(self) -> bool:
-        """Whether this process was told to stop and has used up what it gets for that."""
+        """True if this process was told to stop and `STOPPED_S` have passed since."""
         now = time.monotonic()
         if self.session.stop.is_set():
             self._stopped_at = self._stopped_at or now
@@ -261,19 +261,19 @@ class Tracker:
             "report.txt": as_text(report, directory=self.directory),
         }
         for name, text in contents.items():
-            beside = self.directory / f".{name}.tmp"
-            beside.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
-            beside.replace(self.directory / name)
+            unfinished = self.directory / f".{name}.tmp"
+            unfinished.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
+            unfinished.replace(self.directory / name)
         return [self.directory / name for name in contents]
 
     def _write_page(self, report: Mapping[str, Any]) -> list[Path]:
-        """The run as a page beside its report; one that cannot be made, or not soon, costs a limited time and one line."""
+        """Write the run's page beside its report; one that cannot be made in time costs a limited time and one line."""
         session, path = self.session, self.directory / "report.html"
         limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
-        known = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
+        mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
         try:
-            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=known, alive=session.reporter.status), path)
-        except Exception as error:  # the page is an addition: whatever stands in its way, the run ends as it would without it
+            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=mlflow, alive=session.reporter.status), path)
+        except Exception as error:  # the page is optional: whatever error prevents it, the run ends as it would without it
             cause = " ".join(str(error).split()) or type(error).__name__
             session.reporter.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
             return []
@@ -291,5 +291,5 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
 
 
 def _patience_s(labels: Mapping[str, str]) -> float:
-    """How long a worker that last said this may be silent before nothing more is expected of it."""
+    """Seconds a worker whose last report has these labels may be silent before no more is expected of it."""
     return LOADING_S if labels.get("doing") in LOADING else QUIET_S
