@@ -71,10 +71,7 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
 
             with ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
                 list(pool.map(fetch, wanted))
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an artifact that no repository has
+    except (OSError, RuntimeError) as error:  # requests' errors are OSErrors; jgo raises RuntimeError for an unknown artifact
         raise BrokerError(
             f"cannot download Kafka's jars ({type(error).__name__}): connect to the network once, "
             "or set M2_REPO to a Maven cache that has them, or set kafka.bootstrap to a broker of yours"

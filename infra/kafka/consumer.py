@@ -83,10 +83,6 @@ def partition_of(topic_partition: Any) -> Partition:
     return topic_partition.topic, topic_partition.partition
 
 
-def to_committed(offset_and_metadata: Any) -> Committed:
+def to_committed(commit: Any) -> Committed:
     """Convert a committed offset of the client library; None means nothing was committed."""
-    return (
-        Committed(offset=None)
-        if offset_and_metadata is None
-        else Committed(offset=offset_and_metadata.offset, metadata=offset_and_metadata.metadata or "")
-    )
+    return Committed(offset=None) if commit is None else Committed(offset=commit.offset, metadata=commit.metadata or "")

@@ -186,13 +186,7 @@ class KafkaLog:
         return records
 
     def _fetch_runs(
-        self,
-        topic: str,
-        partition: int,
-        offsets: Sequence[int],
-        by_offset: dict[int, Record],
-        deadline: float,
-        patience_s: float | None = None,
+        self, topic: str, partition: int, offsets: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None = None
     ) -> None:
         with self._reader_lock:
             if self._reader is None:
@@ -201,11 +195,11 @@ class KafkaLog:
                 )
                 self._reader_outage = Outage(self._contact)
             began = time.thread_time()
-            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in by_offset]):
-                self._fetch_run(TopicPartition(topic, partition), run, by_offset, deadline, patience_s)
+            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in into]):
+                self._fetch_run(TopicPartition(topic, partition), run, into, deadline, patience_s)
             self._reader_meter.seconds += time.thread_time() - began
 
-    def _fetch_run(self, tp: Any, run: Sequence[int], by_offset: dict[int, Record], deadline: float, patience_s: float | None) -> None:
+    def _fetch_run(self, tp: Any, run: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None) -> None:
         """Read the records at the offsets of `run`; with `patience_s`, gives up silently after it."""
         wanted = set(run)
         patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
@@ -220,7 +214,7 @@ class KafkaLog:
                 where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
                 raise LogError(f"reading {where} took too long; is the broker running, or a transaction open?")
             records = consumer.poll(self._reader, min(1.0, left), 500)
-            by_offset.update((record.offset, record) for record in records if record.offset in wanted)
+            into.update((record.offset, record) for record in records if record.offset in wanted)
             if records:
                 self._reader_outage.over()
             elif self._reader_outage.look(self._reader) > 0:

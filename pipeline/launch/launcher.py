@@ -99,9 +99,7 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     with attending(directory, run), lasting_output(), asked_to_stop() as stop:
         end_leftovers(directory, run, say=say)
         for name in REPORTS:
-            (directory / name).unlink(
-                missing_ok=True
-            )  # remove the report of an earlier part of this run: it must not remain if the tracker dies
+            (directory / name).unlink(missing_ok=True)  # an earlier report must not remain if the tracker dies
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
