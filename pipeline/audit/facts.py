@@ -128,7 +128,8 @@ class Unusable(NamedTuple):
     reason: str
     group: int | None
     """As far as its headers can be believed."""
-    sample: int | None
+    samples: tuple[int, ...] = ()
+    """Those of a record of `rollouts`, as far as its headers can be believed."""
 
 
 @dataclass(slots=True)
