@@ -20,7 +20,7 @@ Stops = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What one record of `rollouts` says of its making."""
+    """What a record of `rollouts` says of the making of a sample."""
 
     partition: int
     offset: int
@@ -50,17 +50,17 @@ class Copies:
 
 
 def read_drawn(log: Log, run: str) -> list[Drawn]:
-    """Every readable record of a run's `rollouts`."""
+    """Every readable sample in a run's `rollouts`."""
     topic = f"{run}.rollouts"
     starts: dict[tuple[str, int], Start] = {(topic, partition): "earliest" for partition in range(log.partitions(topic) or 0)}
     tail = log.tail(starts)
     found = []
     for record in tail.read_to_end(300.0):
         try:
-            sample = rollouts.read(record, run=run)[1]
+            samples = rollouts.read_all(record, run=run)[1]
         except Unusable:
             continue
-        found.append(
+        found.extend(
             Drawn(
                 partition=record.partition,
                 offset=record.offset,
@@ -71,6 +71,7 @@ def read_drawn(log: Log, run: str) -> list[Drawn]:
                 ended_ns=sample.ended_ns,
                 visible_ms=record.timestamp_ms,
             )
+            for sample in samples
         )
     tail.close()
     return found

@@ -114,8 +114,7 @@ class Gatherer:
 
     def _set_aside(self, record: Record, kind: str, reason: str) -> None:
         where = Where(plain(record.topic, self.facts.run), record.partition, record.offset)
-        group, sample = self._claims(record, where.topic)
-        self.facts.unusable.append(Unusable(where, kind, reason, group, sample))
+        self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 
     def end_of_groups(self) -> None:
         """Note the parts of groups whose other parts never came."""
@@ -126,13 +125,16 @@ class Gatherer:
                 self._set_aside(record, INCOMPLETE, problem)
         self._parts.clear()
 
-    def _claims(self, record: Record, topic: str) -> tuple[int | None, int | None]:
+    def _claims(self, record: Record, topic: str) -> tuple[int | None, tuple[int, ...]]:
+        """Its group and, in `rollouts`, its samples, as far as its headers can be believed."""
         check = {"prompts": prompts.check, "rollouts": rollouts.check, "groups": groups.check}.get(topic)
         try:
             headers = check(record, run=self.facts.run) if check else None
         except errors.Unusable:
-            return None, None
-        return (headers.group, headers.sample) if headers else (None, None)
+            return None, ()
+        if headers is None:
+            return None, ()
+        return headers.group, tuple(rollouts.tokens_of(headers)) if topic == "rollouts" else ()
 
     def _letter(self, record: Record, where: Where) -> None:
         letter = dead_letters.read(record, run=self.facts.run)[1]
@@ -151,12 +153,12 @@ class Gatherer:
             group, slot, oldest, samples, created_ns = numbers
             self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, _told(prompt, prompt.token_ids), body))
 
-    def _sample(self, record: Record, where: Where) -> None:
-        rollout = rollouts.read(record, run=self.facts.run)[1]
+    def _samples(self, record: Record, where: Where) -> None:
+        samples = rollouts.read_all(record, run=self.facts.run)[1]
         begun = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
-        if rollout.sample >= begun:
-            raise errors.Unusable(f"sample {rollout.sample} where a group has {begun}", kind="mismatch")
-        self.facts.samples.append(
+        if samples[-1].sample >= begun:
+            raise errors.Unusable(f"sample {samples[-1].sample} where a group has {begun}", kind="mismatch")
+        self.facts.samples.extend(
             SampleFact(
                 where,
                 rollout.group,
@@ -168,6 +170,7 @@ class Gatherer:
                 rollout.worker,
                 sample_hash(rollout),
             )
+            for rollout in samples
         )
 
     def _group(self, record: Record, where: Where) -> None:
@@ -260,7 +263,7 @@ class Gatherer:
 _FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
     "dead-letters": Gatherer._letter,
     "prompts": Gatherer._prompt,
-    "rollouts": Gatherer._sample,
+    "rollouts": Gatherer._samples,
     "groups": Gatherer._group,
     "ledger": Gatherer._entry,
     "weights": Gatherer._manifest,

@@ -128,7 +128,8 @@ class Unusable(NamedTuple):
     reason: str
     group: int | None
     """Group named by its headers, None if they are invalid."""
-    sample: int | None
+    samples: tuple[int, ...] = ()
+    """Samples named by the headers of a record of `rollouts`; empty if they are invalid."""
 
 
 @dataclass(slots=True)

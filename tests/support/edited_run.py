@@ -1,5 +1,6 @@
 """The records of a run as objects that a test may change, one thing at a time, and encode again."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -44,14 +45,12 @@ class EditedRun:
         return topic if topic != "weights" else "chunks" if record.partition else "manifests"
 
     def all(self, kind: str) -> list[tuple[int, Any]]:
-        """(index, object) of every usable record of a kind, by partition and offset."""
+        """(index, object) of every usable record of a kind, by partition and offset; of `rollouts` that of each sample."""
         found = []
         for index, record in enumerate(self.records):
             if self.kind(record) == kind and (kind != RUNS_TOPIC or record.key == self.run.encode()):
-                try:
-                    found.append((index, self._codec(kind).read(record, run=self.run)[1]))
-                except errors.Unusable:
-                    continue
+                with contextlib.suppress(errors.Unusable):
+                    found += [(index, held) for held in self._held(record)]
         return sorted(found, key=lambda pair: (self.records[pair[0]].partition, self.records[pair[0]].offset))
 
     def one(self, kind: str, /, **facts: Any) -> tuple[int, Any]:
@@ -62,13 +61,10 @@ class EditedRun:
         raise AssertionError(f"no {kind} with {facts}")
 
     def put(self, index: int, held: Any) -> None:
-        """Encode an object in place of a record."""
+        """Encode an object in place of a record; a sample in place of that of its number, beside the others in the record."""
         record = self.records[index]
-        codec = self._codec(self.kind(record))
-        value = codec.encode(held)
-        whole = {"worker": "scorer-0", "sha256": groups.digest([value])} if codec is groups else {}
-        headers = codec.headers(held, run=self.run, **whole).encode(value)
-        self.records[index] = replace(record, headers=headers, value=value)
+        others = [sample for sample in self._held(record) if sample.sample != held.sample] if self.kind(record) == "rollouts" else []
+        self._write(index, held, *others)
 
     def alter(self, kind: str, change: Callable[[Any], Any] | None = None, *, where: Mapping[str, Any], **fields: Any) -> None:
         """Change the first object with the values `where`: by a function or field by field."""
@@ -81,11 +77,15 @@ class EditedRun:
         chosen = record.partition if partition is None else partition
         offset = 1 + max((r.offset for r in self.records if (r.topic, r.partition) == (record.topic, chosen)), default=-1)
         self.records.append(replace(record, partition=chosen, offset=offset))
-        self.put(len(self.records) - 1, held)
+        self._write(len(self.records) - 1, held)
 
     def drop(self, kind: str, /, **facts: Any) -> None:
-        """Take a record out."""
-        del self.records[self.one(kind, **facts)[0]]
+        """Take a record out; a sample from its record, where that has others."""
+        index, held = self.one(kind, **facts)
+        if others := [other for other in self._held(self.records[index]) if other != held]:
+            self._write(index, *others)
+        else:
+            del self.records[index]
 
     def ledger(self, change: Callable[[list[Any]], None]) -> None:
         """Change the list of entries and write it again, numbered from 0 as if it had been so from the beginning."""
@@ -136,6 +136,21 @@ class EditedRun:
     def ended(self, outcome: str, *, from_round: int = 0, round_groups: int) -> int:
         """The number of a group with this outcome whose prompt belongs to the round or a later one."""
         return next(held.group for _, held in self.all("groups") if held.outcome == outcome and held.slot >= from_round * round_groups)
+
+    def _held(self, record: Record) -> tuple[Any, ...]:
+        kind = self.kind(record)
+        if kind == "rollouts":
+            return rollouts.read_all(record, run=self.run)[1]
+        return (self._codec(kind).read(record, run=self.run)[1],)
+
+    def _write(self, index: int, *held: Any) -> None:
+        record = self.records[index]
+        codec = self._codec(self.kind(record))
+        held = tuple(sorted(held, key=lambda sample: sample.sample)) if codec is rollouts else held
+        value = codec.encode(*held)
+        whole = {"worker": "scorer-0", "sha256": groups.digest([value])} if codec is groups else {}
+        headers = codec.headers(*held, run=self.run, **whole).encode(value)
+        self.records[index] = replace(record, headers=headers, value=value)
 
     def _codec(self, kind: str) -> Any:
         return Chunks if kind == "chunks" else CODECS[kind]

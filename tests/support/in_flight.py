@@ -31,7 +31,7 @@ def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:
 def run_of(place: Place, run: str, config: Config) -> tuple[dict[str, Any], list[Rollout], list[Group]]:
     """A whole run: its report, its samples and its groups; its audit is clean."""
     report, log = complete(place, run, config), connect(place)
-    samples = [rollouts.read(record, run=run)[1] for record in records_of(log, f"{run}.rollouts")]
+    samples = [sample for record in records_of(log, f"{run}.rollouts") for sample in rollouts.read_all(record, run=run)[1]]
     ended = [groups.read([record], run=run)[1] for record in records_of(log, f"{run}.groups")]
     log.close()
     audit = audited(place, run)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.topics import rollouts
 from penstock.topics.groups import encode_parts
 from penstock.topics.ledger import Entry
 from tests.support.edited_run import EditedRun, with_sample
@@ -155,6 +156,14 @@ def the_second_record_of_a_sample(told: EditedRun) -> None:
 
 def a_sample_from_nowhere(told: EditedRun) -> None:
     told.drop("rollouts", group=first_in(told, 0), sample=1)
+
+
+def a_record_that_lists_a_sample_it_has_not(told: EditedRun) -> None:
+    group = first_in(told, 0)
+    (index, held), listed = (told.one("rollouts", group=group, sample=number) for number in range(K))
+    value = rollouts.encode(held)
+    headers = rollouts.headers(held, listed[1], run=RUN).encode(value)
+    told.records[index] = replace(told.records[index], headers=headers, value=value)
 
 
 def stale_and_filtered(told: EditedRun) -> None:
@@ -376,6 +385,7 @@ PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (a_sample_too_few, {"group-samples"}),
     (the_second_record_of_a_sample, {"group-samples"}),
     (a_sample_from_nowhere, {"group-samples"}),
+    (a_record_that_lists_a_sample_it_has_not, {"group-samples", "accounted"}),
     (stale_and_filtered, {"one-fate"}),
     (trained_and_filtered, {"one-fate"}),
     (an_outcome_of_nobody, {"one-fate"}),

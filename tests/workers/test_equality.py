@@ -1,11 +1,14 @@
 """What the modes promise of each other: the same groups in the same steps, and the same bits at the end."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from tests.support.crew import complete, config_of
+from penstock.pipeline.audit.report import as_text
+from penstock.topics import rollouts
+from tests.support.crew import audited, complete, config_of, records_of
 
 
 @pytest.mark.parametrize("steps_per_version", [1, 2])
@@ -24,3 +27,22 @@ def test_synchronous_pipelined_and_pipelined_again_end_in_the_same_weights(run_i
     assert first["reward"] == second["reward"] == third["reward"]
     assert first["groups"]["trained"] == 16
     assert second["lag"]["max"] == 0
+
+
+def test_records_of_several_samples_and_of_one_each_end_in_the_same_weights(run_id, tiny_model, tmp_path: Path, monkeypatch):
+    def outcome(name: str) -> tuple[dict[str, object], list[int]]:
+        config, log, run = config_of(tiny_model, tmp_path), MemoryLog(), f"{run_id}-{name}"
+        report = complete(log, run, config)
+        audit = audited(log, run)
+        assert audit.clean, as_text(audit)
+        sizes = [len(rollouts.read_all(record, run=run)[1]) for record in records_of(log, f"{run}.rollouts")]
+        assert report["samples"] == sum(sizes) == 4 * report["groups"]["admitted"]
+        return report, sizes
+
+    together, sizes = outcome("together")
+    assert max(sizes) > 1
+    monkeypatch.setattr(rollouts, "batches", partial(rollouts.batches, max_samples=1))
+    alone, sizes = outcome("alone")
+    assert set(sizes) == {1}
+    for figure in ("weights", "reward", "tokens"):
+        assert together[figure] == alone[figure]

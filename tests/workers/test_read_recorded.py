@@ -33,7 +33,8 @@ def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: R
     assert printed == expected
     assert len(printed) >= 32
     assert set(counted) == {"prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters"}
-    assert (int(counted["prompts"]), int(counted["groups"]), int(counted["rollouts"])) == (admitted, admitted, len(rows))
+    assert (int(counted["prompts"]), int(counted["groups"])) == (admitted, admitted)
+    assert admitted <= int(counted["rollouts"]) < len(rows)  # samples that were published together are one record
     assert int(counted["dead-letters"]) == recorded.report["dead_letters"]["total"]
 
 

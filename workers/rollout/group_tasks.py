@@ -5,7 +5,7 @@ contiguous low watermark of prompts whose samples are all acknowledged; the comm
 prompts above it begin.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.infra.engines.base import Completion
@@ -36,7 +36,7 @@ class GroupTask:
     drawn: dict[int, Completion] = field(default_factory=dict)
     """Samples that the engine returned and that are not sent."""
     sent: dict[int, Pending] = field(default_factory=dict)
-    """Samples that are sent and not acknowledged."""
+    """Samples that are sent and not acknowledged, each with the record that it is in."""
     known: dict[int, int] = field(default_factory=dict)
     """Sample -> its offset in `rollouts`, acknowledged, whoever sent it."""
 
@@ -71,10 +71,11 @@ class GroupTask:
             if self.needed and completion.sample not in self.known:
                 self.drawn[completion.sample] = completion
 
-    def send(self, sample: int, pending: Pending) -> None:
-        """Note that a drawn sample is sent."""
-        del self.drawn[sample]
-        self.sent[sample] = pending
+    def send(self, samples: Iterable[int], pending: Pending) -> None:
+        """Note that drawn samples are sent, in one record."""
+        for sample in samples:
+            del self.drawn[sample]
+            self.sent[sample] = pending
 
     def acknowledge(self) -> Iterator[tuple[int, int]]:
         """(sample, offset) of each sent sample that has reached the log meanwhile; raises `LogError` for one that did not."""

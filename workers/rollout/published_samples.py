@@ -45,8 +45,8 @@ class PublishedSamples:
                 headers = rollouts.check(record, run=self._run)
             except Unusable:
                 continue  # the scorer owns reading `rollouts`
-            if headers.group is not None and headers.sample is not None:
-                samples.append(Published(record.partition, headers.group, headers.sample, record.offset))
+            assert headers.group is not None
+            samples += [Published(record.partition, headers.group, sample, record.offset) for sample in rollouts.tokens_of(headers)]
         return samples
 
     def position(self, partition: int) -> int:

@@ -1,4 +1,4 @@
-"""The rollout worker: `prompts` and `weights` become `rollouts`, one record a sample.
+"""The rollout worker: `prompts` and `weights` become `rollouts`; samples of a group that are published together are one record.
 
 The rule: a prompt starts only under weights it allows, the lowest group number first, and only samples that are not in the log are
 drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while the consumer
@@ -274,22 +274,26 @@ class RolloutWorker:
         soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
         for task in self.tasks.in_hand():
             if everything or soon or not task.needed:
-                for sample in sorted(task.drawn):
-                    self._publish(task, task.drawn[sample])
+                self._publish(task)
 
-    def _publish(self, task: GroupTask, completion: Completion) -> None:
+    def _publish(self, task: GroupTask) -> None:
+        """Send what is drawn of a group, in as few records as it fits into."""
         session, schedule = self.session, self.session.schedule
         fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
-        with session.reporter.encoding:
-            sample = rollout_of(completion, sampling=session.config.sampling, worker=session.worker, oldest_trained=fresh)
-            value = rollouts.encode(sample)
-            headers = rollouts.headers(sample, run=session.run).encode(value)
+        samples = [
+            rollout_of(task.drawn[number], sampling=session.config.sampling, worker=session.worker, oldest_trained=fresh)
+            for number in sorted(task.drawn)
+        ]
         topic, key = session.topic("rollouts"), str(task.group).encode()
-        pending = session.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
-        task.send(completion.sample, pending)
-        session.reporter.add("samples")
-        session.reporter.add("tokens", len(completion.token_ids))
-        session.reporter.add("spans", len(completion.spans))
+        for batch in rollouts.batches(samples):
+            with session.reporter.encoding:
+                value = rollouts.encode(*batch)
+                headers = rollouts.headers(*batch, run=session.run).encode(value)
+            pending = session.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
+            task.send([sample.sample for sample in batch], pending)
+            session.reporter.add("samples", len(batch))
+            session.reporter.add("tokens", sum(len(sample.token_ids) for sample in batch))
+            session.reporter.add("spans", sum(len(sample.span_versions) for sample in batch))
 
     def _acknowledge(self) -> None:
         if finished := self.tasks.acknowledge():

@@ -108,9 +108,9 @@ class PartitionGroups:
         """Whether this sample is here already, or too late to matter."""
         return group in self.finished or (group in self.open and sample in self.open[group].samples)
 
-    def enough(self, group: int, *, samples: int) -> bool:
-        """Whether so many samples of an open group are here: under over-sampling the first in the log are the group's."""
-        return group in self.open and len(self.open[group].samples) >= samples
+    def missing(self, group: int, *, samples: int) -> int:
+        """How many of so many samples are not here yet: under over-sampling the first in the log are the group's."""
+        return max(0, samples - len(self.open[group].samples)) if group in self.open else samples
 
     def add_sample(self, record: Record, rollout: Rollout, *, now_s: float) -> None:
         """Add a sample for which `has` is False."""

@@ -142,7 +142,7 @@ class Scorer:
         if record.topic == self.session.topic("prompts"):
             self._prompt(state, record)
         else:
-            self._sample(state, record)
+            self._samples(state, record)
 
     def _prompt(self, state: PartitionGroups, record: Record) -> None:
         state.prompts_position = record.offset + 1
@@ -183,35 +183,43 @@ class Scorer:
             group.submitted = True
             self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
 
-    def _sample(self, state: PartitionGroups, record: Record) -> None:
+    def _samples(self, state: PartitionGroups, record: Record) -> None:
         state.rollouts_position = record.offset + 1
         try:
             with self.session.reporter.decoding:
                 headers = rollouts.check(record, run=self.session.run)
-            if not self._is_wanted(state, record, headers):
+            wanted = self._wanted(state, record, headers)
+            if not wanted:
                 return
             with self.session.dead_letters.decoding(record):
-                rollout = rollouts.read(record, run=self.session.run, checked=headers)[1]
+                samples = rollouts.read_all(record, run=self.session.run, checked=headers)[1]
         except Unusable as error:
             self.session.dead_letters.write(record, error)
             return
-        state.add_sample(record, rollout, now_s=self.clock.now_s)
-        self._submit(state, rollout.group)
+        for rollout in samples:
+            if rollout.sample in wanted:
+                state.add_sample(record, rollout, now_s=self.clock.now_s)
+        self._submit(state, samples[0].group)
 
-    def _is_wanted(self, state: PartitionGroups, record: Record, headers: Headers) -> bool:
-        """Whether a sample counts, from its headers: it is no duplicate and its group needs more. Raises `Unusable`."""
-        schedule, group, sample = self.session.schedule, headers.group, headers.sample
-        assert group is not None and sample is not None
-        if state.has(group, sample):
-            if group not in state.finished or group in state.open:
+    def _wanted(self, state: PartitionGroups, record: Record, headers: Headers) -> list[int]:
+        """The samples of a record that count, from its headers: those that are no duplicates, as far as their group needs more.
+
+        Raises `Unusable` where a number is none of its group's.
+        """
+        schedule, group = self.session.schedule, headers.group
+        assert group is not None
+        new = []
+        for sample in rollouts.tokens_of(headers):
+            if not state.has(group, sample):
+                new.append(sample)
+            elif group not in state.finished or group in state.open:
                 self.session.reporter.duplicate(f"sample {sample} of group {group} at {record.topic}/{record.partition}/{record.offset}")
-            return False
-        if sample >= schedule.samples_begun:
-            raise Unusable(f"sample {sample} of group {group}: a group has {schedule.samples_begun}", kind="mismatch")
-        if state.enough(group, samples=schedule.samples_per_prompt):
-            self.session.reporter.add("surplus_samples")
-            return False
-        return True
+        if new and new[-1] >= schedule.samples_begun:
+            raise Unusable(f"sample {new[-1]} of group {group}: a group has {schedule.samples_begun}", kind="mismatch")
+        wanted = new[: state.missing(group, samples=schedule.samples_per_prompt)]
+        if surplus := len(new) - len(wanted):
+            self.session.reporter.add("surplus_samples", surplus)
+        return wanted
 
     def _submit(self, state: PartitionGroups, number: int) -> None:
         """Have a group scored once all its samples are here."""

@@ -75,8 +75,8 @@ def _dropped_unread(record: Unusable, outcomes: Mapping[int, OutcomeFact], sampl
     if topic == "rollouts":
         if outcome is not None and not outcome.samples:
             return True  # the group may have ended before the sample arrived
-        first = samples.get((partition, record.group, -1 if record.sample is None else record.sample))
-        return first is not None and first.where.offset < offset
+        firsts = [samples.get((partition, record.group, sample)) for sample in record.samples]
+        return all(first is not None and first.where.offset < offset for first in firsts)
     return False
 
 

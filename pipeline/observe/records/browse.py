@@ -174,9 +174,9 @@ def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | Non
         return None, f"{error.kind}: {error}; begins with {_text(record.value[:SHOWN_BYTES])}"
     # The columns as any Arrow library sees them: our reader has vouched for the bytes just now.
     table = pa.ipc.open_stream(record.value).read_all()
-    row = table.to_pylist()[0]
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
-    return {name: dict(value) if name in maps else _plain(value) for name, value in row.items()}, None
+    rows = [{name: dict(value) if name in maps else _plain(value) for name, value in row.items()} for row in table.to_pylist()]
+    return rows[0] if len(rows) == 1 else {"samples": rows}, None
 
 
 def _read(record: Record, run: str) -> None:

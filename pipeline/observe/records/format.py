@@ -34,7 +34,8 @@ def _gist(topic: str, payload: dict[str, Any]) -> str:
         case "prompts":
             gist = repr(payload["prompt"])
         case "rollouts":
-            gist = f"{payload['finish']} after {len(payload['token_ids'])} tokens"
+            samples = payload.get("samples", [payload])
+            gist = ", ".join(f"{sample['finish']} after {len(sample['token_ids'])} tokens" for sample in samples)
         case "groups":
             gist = payload["reason"] or "rewards " + " ".join(f"{sample['reward']:g}" for sample in payload["samples"])
         case "ledger" | "metrics":

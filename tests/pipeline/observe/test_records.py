@@ -12,11 +12,12 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.observe.records import browse, format
-from penstock.topics import weights
+from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import RUN, Teller
+from tests.support.strategies import a_rollout
 
 PARTITIONS = 2
 
@@ -156,6 +157,17 @@ def test_long_lists_are_cut_short_on_a_page_and_whole_in_json(log: Log) -> None:
     found = browse.view(browse.record_at(log, "long-1", "rollouts", partition=0, offset=0), run="long-1")
     assert len(found["payload"]["token_ids"]) == 100
     assert "… 100 in all" in format.as_page(found)
+
+
+def test_every_sample_of_a_record_is_shown() -> None:
+    samples = a_rollout(sample=0), a_rollout(sample=2, tokens=4, finish="length")
+    value = rollouts.encode(*samples)
+    headers = rollouts.headers(*samples, run=RUN).encode(value)
+    record = Record(topic=f"{RUN}.rollouts", partition=0, offset=7, timestamp_ms=0, key=b"3", headers=headers, value=value)
+    found = browse.view(record, run=RUN)
+    assert [(sample["sample"], len(sample["token_ids"])) for sample in found["payload"]["samples"]] == [(0, 20), (2, 4)]
+    assert "samples[1]" in format.as_page(found)
+    assert format.as_line(record, run=RUN).endswith("  stop after 20 tokens, length after 4 tokens")
 
 
 def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:

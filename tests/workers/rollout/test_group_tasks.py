@@ -148,7 +148,7 @@ def test_an_acknowledged_group_is_finished_and_a_gap_shows_that_others_write_too
     task.begin([0, 1, 2])
     for sample, pending in enumerate(sent):
         task.take(completion_of(0, sample))
-        task.send(sample, pending)
+        task.send([sample], pending)
     assert (tasks.acknowledge(), task.needed) == (0, 0)
     sent[0].at, sent[1].at = 0, 1
     assert tasks.acknowledge() == 0
@@ -157,3 +157,21 @@ def test_an_acknowledged_group_is_finished_and_a_gap_shows_that_others_write_too
     assert tasks.acknowledge() == 1
     assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (2, True)
     assert tasks.in_hand() == []
+
+
+def test_samples_in_one_record_are_acknowledged_together_and_end_at_one_offset() -> None:
+    tasks, together, alone = owned(groups=1), Sent(), Sent()
+    task = tasks.tasks[0]
+    task.begin([0, 1, 2])
+    for sample in (0, 2, 1):
+        task.take(completion_of(0, sample))
+    task.send([0, 2], together)
+    task.send([1], alone)
+    assert (task.drawn, task.sent) == ({}, {0: together, 2: together, 1: alone})
+    together.at = 0
+    assert (tasks.acknowledge(), task.known, task.sent) == (0, {0: 0, 2: 0}, {1: alone})
+    assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (1, False)
+    alone.at = 1
+    assert (tasks.acknowledge(), task.known) == (1, {0: 0, 1: 1, 2: 0})
+    assert (tasks.partitions[0].rollouts_end, tasks.partitions[0].gap) == (2, False)
+    assert tasks.watermarks() == {0: (1, commit_notes.encode(RolloutNote(2)))}

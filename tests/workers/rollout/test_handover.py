@@ -146,7 +146,7 @@ def published(log: MemoryLog, partitions: Sequence[int] = range(PARTITIONS)) -> 
 
 def samples_of(log: MemoryLog, partitions: Sequence[int] = range(PARTITIONS)) -> list[rollouts.Rollout]:
     tail = log.tail({(f"{RUN}.rollouts", partition): "earliest" for partition in partitions})
-    return [rollouts.read(record, run=RUN)[1] for record in tail.read_to_end()]
+    return [sample for record in tail.read_to_end() for sample in rollouts.read_all(record, run=RUN)[1]]
 
 
 @pytest.fixture(autouse=True)

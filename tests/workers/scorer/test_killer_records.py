@@ -119,7 +119,7 @@ def judge(report: Any, found: list[DeadLetter], *, plain: Callable[[], Any], ski
 @pytest.mark.timeout(600)
 def test_rollout_worker_and_scorer_skip_what_has_killed_them_three_times(broker, run_id, tiny_model, tmp_path: Path):
     config = a_config(tiny_model, tmp_path)
-    sample = struct.pack("<q", 5) + struct.pack("<q", 2)  # group 5, sample 2: the first numbers of the payload's body
+    sample = struct.pack("<2q", 5, 0)  # the payload's body begins with the groups and the samples of its rows: group 5, from sample 0 on
     killers = {
         "rollout-0": deadly_payloads.settings("prompts/1", GROUP, deaths=tmp_path / "rollout", times=99),
         "scorer-0": deadly_payloads.settings("rollouts/1", sample, deaths=tmp_path / "scorer", times=99),
