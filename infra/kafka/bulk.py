@@ -21,7 +21,8 @@ QUEUE_KIB = 24 << 10
 ANSWER_S = 60.0
 SILENT_S = 60.0
 """A broker that sends nothing for so long, although there is more to read, is given up."""
-POLL_S = 0.5
+POLL_S = 0.02
+"""Records that have come are waited for so long until there are as many as were asked for."""
 
 
 class _Client:
@@ -60,25 +61,26 @@ class BulkReader(_Client):
         """The committed records from offset `first` on and below `end`, in blocks. Raises `LogError`."""
         self._consumer.assign([TopicPartition(topic, partition, first)])
         records: list[Record] = []
-        size, heard = 0, time.monotonic()
+        size, largest, heard = 0, 0, time.monotonic()
         position = first
         while position < end:
-            message = self._consumer.poll(POLL_S)
-            if message is None:
-                if time.monotonic() - heard > SILENT_S:
-                    raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
-                continue
-            heard = time.monotonic()
-            if (error := message.error()) is not None:
-                if error.code() == KafkaError._PARTITION_EOF:
-                    break  # only marks of transactions are left below `end`
-                raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
-            record = _record(message)
-            position = record.offset + 1
-            if record.offset >= end:
-                break
-            records.append(record)
-            size += len(record.value)
+            # No more at once than fill the block if they are as large as the largest one so far.
+            room = (BLOCK_BYTES - size) // largest if largest else 1
+            messages = self._consumer.consume(min(end - position, BLOCK_RECORDS - len(records), max(room, 1)), POLL_S)
+            if not messages and time.monotonic() - heard > SILENT_S:
+                raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
+            if messages:
+                heard = time.monotonic()
+            for message in messages:
+                if (error := message.error()) is not None and error.code() != KafkaError._PARTITION_EOF:
+                    raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
+                if error is not None or message.offset() >= end:
+                    position = end  # only marks of transactions are left below it
+                    break
+                records.append(record := _record(message))
+                position = record.offset + 1
+                size += len(record.value)
+                largest = max(largest, len(record.value))
             if size >= BLOCK_BYTES or len(records) >= BLOCK_RECORDS:
                 yield records
                 records, size = [], 0
