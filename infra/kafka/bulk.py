@@ -72,13 +72,16 @@ class BulkReader(_Client):
             if messages:
                 heard = time.monotonic()
             for message in messages:
-                if (error := message.error()) is not None and error.code() != KafkaError._PARTITION_EOF:
-                    raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
-                if error is not None or message.offset() >= end:
+                if (error := message.error()) is not None:
+                    if error.code() != KafkaError._PARTITION_EOF:
+                        raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
                     position = end  # only marks of transactions are left below it
                     break
-                records.append(record := _record(message))
+                record = _record(message)
                 position = record.offset + 1
+                if record.offset >= end:
+                    break
+                records.append(record)
                 size += len(record.value)
                 largest = max(largest, len(record.value))
             if size >= BLOCK_BYTES or len(records) >= BLOCK_RECORDS:

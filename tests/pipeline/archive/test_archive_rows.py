@@ -178,7 +178,7 @@ def test_samples_by_the_thousand_are_judged_as_each_by_itself() -> None:
             record = replace(record, value=bytes(value))
         strange.append(replace(record, offset=1000 + number, headers=signed(record.headers, record.value)))
     for number, record in enumerate(sound[:30]):
-        name, text = record.headers[number % len(record.headers)]
+        name = record.headers[number % len(record.headers)][0]
         headers = tuple((other, b"-1" if other == name else held) for other, held in record.headers)
         strange.append(replace(record, offset=3000 + number, headers=signed(headers, record.value)))
     records = [*sound, *strange]
