@@ -7,18 +7,18 @@ others is decoded and encoded again by itself.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from penstock.pipeline.archive.relocation import checksum
 from penstock.topics import rollouts
 from penstock.topics.rollouts import FINISHES
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.headers import MAX_HEADER_BYTES, Headers
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.headers import CHECKSUM, MAX_HEADER_BYTES
+from penstock.topics.wire.record import RawHeaders, Record
 
 _SCHEMA = rollouts.CODEC.schema
 _HEAD = _SCHEMA.serialize().to_pybytes()
@@ -30,12 +30,13 @@ _METADATA_BYTES = 4096
 _FACTS = {
     "group": "group",
     "sample": "sample",
-    "policy_version_min": "policy_version_min",
-    "policy_version_max": "policy_version_max",
+    "policy-version-min": "policy_version_min",
+    "policy-version-max": "policy_version_max",
     "outcome": "finish",
     "worker": "worker",
+    "tokens": "tokens",
 }
-"""Header -> the column that says the same."""
+"""Header after `run` and `schema`, in their order -> the column that says the same, or that of the tokens' number."""
 _NAN = np.float32("nan").view(np.uint32)
 
 
@@ -73,10 +74,10 @@ def read_sound(records: Sequence[Record], *, run: str) -> tuple[list[int], dict[
     usable = _usable(columns, np.array([layout.nulls for _, layout in fitting]))
     numbers = [number for (number, _), whole in zip(fitting, usable.tolist(), strict=True) if whole]
     columns = _kept(columns, usable)
-    facts = {field: columns[name].to_pylist() for field, name in _FACTS.items()}
-    facts["tokens"] = columns["token_ids"].value_lengths().to_pylist()
-    rows = zip(numbers, *facts.values(), strict=True)
-    sound = [_follow(records[number], dict(zip(facts, values, strict=True)), run) for number, *values in rows]
+    said = [columns[name] if name in columns else columns["token_ids"].value_lengths() for name in _FACTS.values()]
+    texts = zip(*(array.cast(pa.string()).cast(pa.binary()).to_pylist() for array in said), strict=True)
+    fixed = (("run", run.encode()), ("schema", rollouts.SCHEMA.encode()))
+    sound = [_follow(records[number], (*fixed, *zip(_FACTS, row, strict=True))) for number, row in zip(numbers, texts, strict=True)]
     return [number for number, follows in zip(numbers, sound, strict=True) if follows], _kept(columns, np.array(sound, np.bool_))
 
 
@@ -202,6 +203,6 @@ def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[n
     return usable & named.to_numpy(zero_copy_only=False)
 
 
-def _follow(record: Record, facts: dict[str, Any], run: str) -> bool:
-    """True if a record has the headers that follow from its payload."""
-    return Headers(run=run, schema=rollouts.SCHEMA, **facts).encode(record.value) == record.headers
+def _follow(record: Record, expected: RawHeaders) -> bool:
+    """True if a record has these headers and the checksum of both."""
+    return record.headers[:-1] == expected and record.headers[-1] == (CHECKSUM, checksum(expected, record.value))
