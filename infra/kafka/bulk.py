@@ -21,7 +21,8 @@ QUEUE_KIB = 24 << 10
 ANSWER_S = 60.0
 SILENT_S = 60.0
 """Give up on a broker that sends nothing for this long although there is more to read."""
-POLL_S = 0.5
+POLL_S = 0.02
+"""Longest wait for a batch of records to fill up once some have come."""
 
 
 class _Client:
@@ -60,25 +61,29 @@ class BulkReader(_Client):
         """The committed records from offset `first` on and below `end`, in blocks. Raises `LogError`."""
         self._consumer.assign([TopicPartition(topic, partition, first)])
         records: list[Record] = []
-        size, last_answer = 0, time.monotonic()
+        size, largest, last_answer = 0, 0, time.monotonic()
         position = first
         while position < end:
-            message = self._consumer.poll(POLL_S)
-            if message is None:
-                if time.monotonic() - last_answer > SILENT_S:
-                    raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
-                continue
-            last_answer = time.monotonic()
-            if (error := message.error()) is not None:
-                if error.code() == KafkaError._PARTITION_EOF:
-                    break  # only transaction markers are left below `end`
-                raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
-            record = _record(message)
-            position = record.offset + 1
-            if record.offset >= end:
-                break
-            records.append(record)
-            size += len(record.value)
+            # No more at once than fill the block if they are as large as the largest one so far.
+            room = (BLOCK_BYTES - size) // largest if largest else 1
+            messages = self._consumer.consume(min(end - position, BLOCK_RECORDS - len(records), max(room, 1)), POLL_S)
+            if not messages and time.monotonic() - last_answer > SILENT_S:
+                raise LogError(f"{topic}/{partition}: nothing came for {SILENT_S:g} s: {self._problem or 'the broker is silent'}")
+            if messages:
+                last_answer = time.monotonic()
+            for message in messages:
+                if (error := message.error()) is not None:
+                    if error.code() != KafkaError._PARTITION_EOF:
+                        raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
+                    position = end  # only transaction markers are left below it
+                    break
+                record = _record(message)
+                position = record.offset + 1
+                if record.offset >= end:
+                    break
+                records.append(record)
+                size += len(record.value)
+                largest = max(largest, len(record.value))
             if size >= BLOCK_BYTES or len(records) >= BLOCK_RECORDS:
                 yield records
                 records, size = [], 0

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.infra.kafka.bulk import BulkReader
-from penstock.pipeline.archive.layout import Kind
+from penstock.pipeline.archive.layout import PLACE, Kind
+from penstock.pipeline.archive.sound_samples import read_sound
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import RawHeaders, Record
 
@@ -30,21 +31,47 @@ def read_tables(reader: BulkReader, kind: Kind, partition: int, *, run: str, fir
 
 def to_table(kind: Kind, records: Sequence[Record], *, run: str) -> pa.Table:
     """The rows of each record's payload, in the records' order; one row for a payload without any."""
+    numbers, columns = read_sound(records, run=run) if kind.name == "rollouts" else ([], {})
+    if not numbers:
+        return _each(kind, records, run=run)[0]
+    sound = _table(kind, [records[number] for number in numbers], {name: columns.get(name) for name in kind.schema.names})
+    if len(numbers) == len(records):
+        return sound
+    others = sorted(set(range(len(records))) - set(numbers))
+    rest, counts = _each(kind, [records[number] for number in others], run=run)
+    order = np.argsort(np.concatenate([numbers, np.repeat(others, counts)]), kind="stable")
+    return pa.concat_tables([sound, rest]).take(pa.array(order))
+
+
+def _each(kind: Kind, records: Sequence[Record], *, run: str) -> tuple[pa.Table, list[int]]:
+    """The rows of records that are decoded and encoded again one by one, and how many rows each has."""
     rows = [_row(kind, record, run=run) for record in records]
     columns, counts = _payload_columns(kind, [row.payload for row in rows])
-    place: dict[str, list[Any]] = {
+    repeated = None if max(counts, default=1) == 1 else pa.array(np.repeat(np.arange(len(counts)), counts))
+    for field in kind.schema:
+        if field.name not in columns and field not in PLACE:
+            values = pa.array([row.beside.get(field.name) for row in rows], field.type)
+            # What is said of a record is said in each of its rows.
+            columns[field.name] = values if repeated is None else values.take(repeated)
+    return _table(kind, np.repeat(np.array(records, object), counts).tolist(), columns), counts
+
+
+def _table(kind: Kind, records: Sequence[Record], columns: dict[str, pa.Array | None]) -> pa.Table:
+    """The table of some columns, a row for each of `records`; of a column that is not there nulls."""
+    place = {
         "partition": [record.partition for record in records],
         "offset": [record.offset for record in records],
         "timestamp": [record.timestamp_ms for record in records],
         "key": [record.key for record in records],
     }
-    # What is said of a record is said in each of its rows.
-    repeated = None if max(counts, default=1) == 1 else pa.array(np.repeat(np.arange(len(counts)), counts))
+    arrays = []
     for field in kind.schema:
-        if field.name not in columns:
-            values = pa.array(place[field.name] if field.name in place else [row.beside.get(field.name) for row in rows], field.type)
-            columns[field.name] = values if repeated is None else values.take(repeated)
-    return pa.table([columns[name] for name in kind.schema.names], schema=kind.schema)
+        column = columns.get(field.name)
+        if field.name in place:
+            arrays.append(pa.array(place[field.name], field.type))
+        else:
+            arrays.append(pa.nulls(len(records), field.type) if column is None else column.cast(field.type))
+    return pa.table(arrays, schema=kind.schema)
 
 
 @dataclass(frozen=True, slots=True)

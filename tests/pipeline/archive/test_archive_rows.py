@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
-from penstock.pipeline.archive.relocation import GONE, Relocation
+from penstock.pipeline.archive.relocation import GONE, Relocation, signed
 from penstock.pipeline.archive.restore import to_records, whole_groups
-from penstock.pipeline.archive.rows import to_table
+from penstock.pipeline.archive.rows import _each, to_table
 from penstock.topics import dead_letters, groups, ledger, rollouts, weights
 from penstock.topics.rollouts import Rollout
 from penstock.topics.weights import Chunk, Manifest
@@ -163,6 +163,29 @@ def test_samples_of_any_shape_come_back_byte_for_byte_and_are_not_kept_twice() -
     records = [sample_record(drawn(number, rng), number) for number in range(200)]
     table = to_table(KINDS["rollouts"], records, run=RUN)
     assert table["raw"].null_count == table["headers"].null_count == len(records)
+    assert back(KINDS["rollouts"], table) == records
+
+
+def test_samples_by_the_thousand_are_judged_as_each_by_itself() -> None:
+    rng = np.random.default_rng(3)
+    sound = [sample_record(drawn(number, rng), number) for number in range(100)]
+    strange = []
+    for number in range(200):  # payloads of other writers, whose checksum holds
+        record = flipped(sound[number % len(sound)], rng)
+        if number % 2:  # somewhere among the values of the columns
+            value = bytearray(sound[number % len(sound)].value)
+            value[-1 - int(rng.integers(8, 900))] = int(rng.choice([0, 1, 127, 255]))
+            record = replace(record, value=bytes(value))
+        strange.append(replace(record, offset=1000 + number, headers=signed(record.headers, record.value)))
+    for number, record in enumerate(sound[:30]):
+        name = record.headers[number % len(record.headers)][0]
+        headers = tuple((other, b"-1" if other == name else held) for other, held in record.headers)
+        strange.append(replace(record, offset=3000 + number, headers=signed(headers, record.value)))
+    records = [*sound, *strange]
+    rng.shuffle(records)  # type: ignore[arg-type]
+    table = to_table(KINDS["rollouts"], records, run=RUN)
+    assert table.equals(_each(KINDS["rollouts"], records, run=RUN)[0])
+    assert 30 < table["raw"].null_count - len(sound) < len(strange) - 30
     assert back(KINDS["rollouts"], table) == records
 
 
