@@ -22,7 +22,7 @@ from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
-from penstock.pipeline.scheduling.staleness import fractions_by_lag, lag_summary
+from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 
 BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
