@@ -39,7 +39,7 @@ def main(home: Path) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while embedded.status(home).running and time.monotonic() < deadline:
         time.sleep(0.05)
-    found["running"], found["why"] = embedded.status(home).running, embedded.why_it_ended(home)
+    found["running"], found["why"] = embedded.status(home).running, embedded.status(home).ended
     try:
         embedded.start(home=home)
     except BrokerError as error:
@@ -49,9 +49,9 @@ def main(home: Path) -> None:
     tail = KafkaLog(bootstrap).tail({("a", 0): "earliest"})
     there = [record.value for record in tail.read_to_end(_LIMIT_S)]
     found["acknowledged"], found["missing"] = len(acknowledged), len(set(acknowledged) - set(there))
-    found["why_while_it_runs"] = embedded.why_it_ended(home)
+    found["why_while_it_runs"] = embedded.status(home).ended
     embedded.stop(home)
-    found["why_after_stop"] = embedded.why_it_ended(home)
+    found["why_after_stop"] = embedded.status(home).ended
     print(json.dumps(found), flush=True)
     os._exit(0)  # clients of the dead broker have threads that would wait
 
