@@ -87,10 +87,10 @@ def test_a_new_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from penstock.pipeline.algorithms import surrogates
+    from penstock.pipeline.algorithms import losses
     from penstock.pipeline.learner.train_step import Objective
 
-    monkeypatch.setitem(surrogates.SURROGATES, "toy", surrogates.policy_loss)
+    monkeypatch.setitem(losses.SURROGATES, "toy", losses.policy_loss)
     monkeypatch.setitem(algorithms.LOSSES, "toy", algorithms.Loss(surrogate="toy", advantage="rloo", clip_high=0.5))
     chosen = config(algorithm={"loss": "toy"})
     assert (chosen.advantage, chosen.clip_high) == ("rloo", 0.5)

@@ -73,21 +73,18 @@ class MlflowRun:
     def __init__(self, target: Target) -> None:
         self.target = target
         with translated(target.uri):
-            mlflow = load_mlflow()
-            make_database(target.uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
-            self._client: Any = mlflow.MlflowClient(tracking_uri=target.uri)
-            self._entities = importlib.import_module("mlflow.entities")
-            run = self._find_or_create()
-            self.run_id: str = run.info.run_id
-            self.position: dict[str, int] = _position(run.data.tags.get(POSITION_TAG))
-            self._describe()
-            if run.info.status != "RUNNING" and not target.over:  # an earlier tracker was told to stop
+            self._client, self._entities = connect(target.uri)
+            found = self._find_or_create()
+            self.run_id: str = found.info.run_id
+            self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
+            log_params(self._client, self._entities, self.run_id, target.params)
+            if found.info.status != "RUNNING" and not target.over:  # a tracker before this one was told to stop
                 self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:
         """Send points, and note after the last of them how far each source has been delivered."""
         now = {**self.position, **position}
-        metrics = [self._entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
+        metrics = metrics_of(self._entities, points)
         tag = self._entities.RunTag(POSITION_TAG, json.dumps(now))
         limit = MAX_POINTS - 1  # the server's limit is on items of all kinds together; one is the tag
         with translated(self.target.uri):
@@ -116,22 +113,38 @@ class MlflowRun:
             number = self._client.create_experiment(target.experiment, artifact_location=target.artifacts)
         else:
             number = experiment.experiment_id
-        if not self._runs(number):
+        if not runs_of(self._client, number, target.run):
             tags = {**target.tags, RUN_TAG: target.run}
             self._client.create_run(number, start_time=target.start_ms, tags=tags, run_name=target.run)
-        first, *others = self._runs(number)
-        for other in others:  # made at the same instant by a second tracker, or by a request that timed out
+        first, *others = runs_of(self._client, number, target.run)
+        for other in others:  # made in the same instant, by a second tracker or by a request whose answer was given up on
             self._client.delete_run(other.info.run_id)
         return first
 
-    def _runs(self, experiment: str) -> list[Any]:
-        runs = self._client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{self.target.run}'", max_results=10)
-        return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
 
-    def _describe(self) -> None:
-        params = [self._entities.Param(key, value[:MAX_PARAM_CHARS]) for key, value in sorted(self.target.params.items())]
-        for start in range(0, len(params), MAX_PARAMS):
-            self._client.log_batch(self.run_id, params=params[start : start + MAX_PARAMS])
+def connect(uri: str) -> tuple[Any, Any]:
+    """A client of the server, or of the database file that is made where there is none, and the module of its entities."""
+    mlflow = load_mlflow()
+    make_database(uri, fill=lambda uri: mlflow.MlflowClient(tracking_uri=uri).search_experiments(max_results=1))
+    return mlflow.MlflowClient(tracking_uri=uri), importlib.import_module("mlflow.entities")
+
+
+def runs_of(client: Any, experiment: str, run: str) -> list[Any]:
+    """The MLflow runs of a pipeline run, the oldest first."""
+    runs = client.search_runs([experiment], filter_string=f"tags.`{RUN_TAG}` = '{run}'", max_results=10)
+    return sorted(runs, key=lambda run: (run.info.start_time, run.info.run_id))
+
+
+def metrics_of(entities: Any, points: Sequence[Point]) -> list[Any]:
+    """Points as MLflow's client takes them."""
+    return [entities.Metric(nameable(point.key), float(point.value), point.timestamp_ms, point.step) for point in points]
+
+
+def log_params(client: Any, entities: Any, run_id: str, values: Mapping[str, str]) -> None:
+    """Send parameters, in as many requests as the server's limit asks for."""
+    params = [entities.Param(key, value[:MAX_PARAM_CHARS]) for key, value in sorted(values.items())]
+    for start in range(0, len(params), MAX_PARAMS):
+        client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
 
 
 def without_credentials(uri: str) -> str:

@@ -1,11 +1,14 @@
-"""The losses, advantages and importance-weight corrections by the names that a configuration gives them; needs no torch."""
+"""The losses, advantages, aggregations and importance-weight corrections by the names that a configuration gives them; needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
 
-__all__ = ["ADVANTAGES", "CORRECTIONS", "LOSSES", "Correction", "Loss"]
+__all__ = ["ADVANTAGES", "AGGREGATES", "CORRECTIONS", "LOSSES", "Correction", "Loss"]
+
+AGGREGATES = ("token_mean", "sequence_mean", "constant")
+"""How token losses become one number: what a step is divided by, and what each token counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,99 +106,28 @@ def _plain(headers: Callable[..., Headers]) -> Callable[..., Headers]:
     return lambda payload, *, run, **_: headers(payload, run=run)
 
 
+def _kind(name: str, module: Any, headers: Callable[..., Headers], *facts: pa.Field, **functions: Any) -> Kind:
+    """A table of the records of a topic's module; `functions` stand in for the module's own."""
+    own = {"codec": module.CODEC, "read": module.read, "decode": module.decode, "encode": module.encode}
+    return Kind(name=name, headers=headers, facts=facts, **{"topic": name, **own, **functions})
+
+
+_PARTS = {"read": _read_part, "decode": groups.decode_part, "encode": groups.encode_part}
+_SAMPLES = {"read": rollouts.read_all, "decode": rollouts.decode_all, "encode": lambda samples: rollouts.encode(*samples)}
+_CHUNKS = {"codec": weights.CHUNK_CODEC, "read": weights.read_chunk, "decode": weights.decode_chunk, "encode": weights.encode_chunk}
+
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind(
-            name="runs",
-            topic=RUNS_TOPIC,
-            codec=runs.CODEC,
-            facts=(),
-            read=runs.read,
-            decode=runs.decode,
-            encode=runs.encode,
-            headers=_run_headers,
-        ),
-        Kind(
-            name="dead-letters",
-            topic="dead-letters",
-            codec=dead_letters.CODEC,
-            facts=(),
-            read=dead_letters.read,
-            decode=dead_letters.decode,
-            encode=dead_letters.encode,
-            headers=_plain(dead_letters.headers),
-        ),
-        Kind(
-            name="metrics",
-            topic="metrics",
-            codec=metrics.CODEC,
-            facts=(),
-            read=metrics.read,
-            decode=metrics.decode,
-            encode=metrics.encode,
-            headers=_plain(metrics.headers),
-        ),
-        Kind(
-            name="ledger",
-            topic="ledger",
-            codec=ledger.CODEC,
-            facts=(WORKER,),
-            read=ledger.read,
-            decode=ledger.decode,
-            encode=ledger.encode,
-            headers=_said(ledger.headers),
-        ),
-        Kind(
-            name="groups",
-            topic="groups",
-            codec=groups.CODEC,
-            facts=(WORKER, *VERSIONS, *GROUP_FACTS),
-            read=_read_part,
-            decode=groups.decode_part,
-            encode=groups.encode_part,
-            headers=_part_headers,
-        ),
-        Kind(
-            name="rollouts",
-            topic="rollouts",
-            codec=rollouts.CODEC,
-            facts=VERSIONS,
-            read=rollouts.read_all,
-            decode=rollouts.decode_all,
-            encode=lambda samples: rollouts.encode(*samples),
-            headers=lambda samples, *, run, **_: rollouts.headers(*samples, run=run),
-        ),
-        Kind(
-            name="prompts",
-            topic="prompts",
-            codec=prompts.CODEC,
-            facts=(WORKER,),
-            read=prompts.read,
-            decode=prompts.decode,
-            encode=prompts.encode,
-            headers=_said(prompts.headers),
-        ),
-        Kind(
-            name="weights",
-            topic="weights",
-            codec=weights.CODEC,
-            facts=(WORKER,),
-            read=weights.read,
-            decode=weights.decode,
-            encode=weights.encode,
-            headers=_said(weights.headers),
-        ),
-        Kind(
-            name="chunks",
-            topic="weights",
-            codec=weights.CHUNK_CODEC,
-            facts=(WORKER,),
-            read=weights.read_chunk,
-            decode=weights.decode_chunk,
-            encode=weights.encode_chunk,
-            headers=_said(weights.chunk_headers),
-        ),
+        _kind("runs", runs, _run_headers, topic=RUNS_TOPIC),
+        _kind("dead-letters", dead_letters, _plain(dead_letters.headers)),
+        _kind("metrics", metrics, _plain(metrics.headers)),
+        _kind("ledger", ledger, _said(ledger.headers), WORKER),
+        _kind("groups", groups, _part_headers, WORKER, *VERSIONS, *GROUP_FACTS, **_PARTS),
+        _kind("rollouts", rollouts, lambda samples, *, run, **_: rollouts.headers(*samples, run=run), *VERSIONS, **_SAMPLES),
+        _kind("prompts", prompts, _said(prompts.headers), WORKER),
+        _kind("weights", weights, _said(weights.headers), WORKER),
+        _kind("chunks", weights, _said(weights.chunk_headers), WORKER, topic="weights", **_CHUNKS),
     )
 }
 """In the order in which their ends are taken: from the effect to the cause, so that what a record refers to is archived as well."""

@@ -3,7 +3,6 @@
 The rule: the last line is the summary; every violation has coordinates.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +37,6 @@ def audit(source: Source) -> Audit:
     if facts.closed is not None and not facts.workers:
         raise Unreadable(f"run {facts.run} is closed and no worker has measured anything in it: it holds nobody's work to judge")
     return Audit(facts=facts, results=tuple(examine(facts)))
-
-
-def audit_kafka(bootstrap: str, run: str, *, security: dict[str, str] | None = None, say: Callable[[str], None] = lambda _: None) -> Audit:
-    """Read a run on a broker and judge it; raises `Unreadable`."""
-    from penstock.pipeline.audit.kafka_reader import KafkaSource
-
-    return audit(KafkaSource(bootstrap, run, security=security, say=say))
 
 
 def summary(audited: Audit) -> str:

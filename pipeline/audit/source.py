@@ -1,9 +1,9 @@
-"""The source of the records: a protocol, and its in-memory implementation.
+"""The source of the records, as a protocol.
 
 The rule: within a partition records come in order and whole transactions only; between partitions there is no order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -30,33 +30,6 @@ class Source(Protocol):
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
         """Every record that existed when the audit began, of the given partitions or all."""
         ...
-
-
-class Listed:
-    """Records in a list."""
-
-    def __init__(self, run: str, records: Iterable[Record]) -> None:
-        self.run = run
-        self._topics: dict[str, dict[int, list[Record]]] = {}
-        for record in records:
-            self._topics.setdefault(plain(record.topic, run), {}).setdefault(record.partition, []).append(record)
-        for partitions in self._topics.values():
-            for held in partitions.values():
-                held.sort(key=lambda record: record.offset)
-
-    def partitions(self, topic: str) -> range:
-        """Partition numbers up to the last one that holds a record."""
-        return range(max(self._topics.get(topic, {}), default=-1) + 1)
-
-    def begin(self, topic: str, partition: int) -> int:
-        """The offset of the first record."""
-        held = self._topics.get(topic, {}).get(partition)
-        return held[0].offset if held else 0
-
-    def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """One partition after the other."""
-        for partition in self.partitions(topic) if partitions is None else partitions:
-            yield from self._topics.get(topic, {}).get(partition, ())
 
 
 def plain(topic: str, run: str) -> str:

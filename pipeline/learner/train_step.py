@@ -16,13 +16,13 @@ import numpy.typing as npt
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms import losses
-from penstock.pipeline.algorithms.aggregation import denominator as denominator_of
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
-from penstock.pipeline.scheduling.staleness import fractions_by_lag, lag_summary
+from penstock.pipeline.learner.training_samples import denominator as denominator_of
+from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
 
 BatchLoss = Callable[..., tuple[Any, dict[str, float]]]

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms.advantages import ADVANTAGES, handle_truncated
+from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load
 from penstock.topics.groups import Group
 
@@ -152,3 +153,26 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
         groups=np.array([sequence.group for sequence in sequences], np.int64),
         samples=np.array([sequence.sample for sequence in sequences], np.int64),
     )
+
+
+def denominator(mask: np.ndarray[Any, Any], *, aggregate: str) -> float:
+    """What a mask [B, L] of trained tokens adds to a step's denominator: counts add up over any cut of the step.
+
+    Tokens under `token_mean`, sequences with a trained token under `sequence_mean` and `constant`.
+    """
+    if aggregate == "token_mean":
+        return float(mask.sum())
+    if aggregate in AGGREGATES:
+        return float(mask.any(axis=1).sum())
+    raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
+
+
+def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
+    """What each of a sequence's `tokens` trained tokens counts in the step's sum, before its division: 1, 1/tokens or 1/max_tokens.
+
+    Example:
+        token_share(4, aggregate="sequence_mean", max_tokens=16)  # -> 0.25
+    """
+    if aggregate == "token_mean":
+        return 1.0
+    return 1.0 / (max_tokens if aggregate == "constant" else max(tokens, 1))

@@ -1,1 +1,1 @@
-"""What every worker stands on: entry point, session, reporter, dead letters, commit notes, roles, weight sync, registry, topic reader."""
+"""What a worker stands on: entry point, session, roles, reporter, run registry, topic reader, weight sync, dead letters, commit notes."""

@@ -1,9 +1,12 @@
-"""The rules of admission, start, freshness and publication: the same for live workers, simulations, reports and tests.
+"""The rules of admission, start, freshness and publication, and the summary of lags: the same for workers, reports and tests.
 
-The rule: every decision is a pure function of integers and of a `Schedule`.
+The rule: each is a pure function of integers and of a `Schedule`.
 """
 
 from collections.abc import Container, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.pipeline.scheduling.schedule import Schedule
 
@@ -87,6 +90,33 @@ def version_to_load(schedule: Schedule, *, min_version: int, newest_version: int
 def lag(*, learner_version: int, policy_version_min: int) -> int:
     """Staleness of a sample, in versions."""
     return learner_version - policy_version_min
+
+
+def lag_summary(lags: npt.ArrayLike) -> dict[str, float]:
+    """`lag_min`, `lag_mean`, `lag_max` and `lag_p95` (the smallest lag that 95 % do not exceed), in versions; empty when there are none.
+
+    Example:
+        lag_summary([0, 0, 1, 3])  # -> {"lag_min": 0.0, "lag_mean": 1.0, "lag_max": 3.0, "lag_p95": 3.0}
+    """
+    values = np.asarray(lags, np.float64)
+    if not values.size:
+        return {}
+    return {
+        "lag_min": float(values.min()),
+        "lag_mean": float(values.mean()),
+        "lag_max": float(values.max()),
+        "lag_p95": float(np.quantile(values, 0.95, method="inverted_cdf")),
+    }
+
+
+def fractions_by_lag(lags: npt.ArrayLike) -> dict[int, float]:
+    """Which share has which lag, for the lags that occur, in rising order.
+
+    Example:
+        fractions_by_lag([2, 0, 0, 0])  # -> {0: 0.75, 2: 0.25}
+    """
+    found, counts = np.unique(np.asarray(lags, np.int64), return_counts=True)
+    return {int(lag): int(count) / int(counts.sum()) for lag, count in zip(found, counts, strict=True)}
 
 
 def is_fresh(*, learner_version: int, policy_version_min: int, max_lag: int) -> bool:

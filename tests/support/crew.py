@@ -13,8 +13,8 @@ from typing import Any
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.audit.report import Audit, audit, audit_kafka
-from penstock.pipeline.audit.source import Listed
+from penstock.pipeline.audit.kafka_reader import KafkaSource
+from penstock.pipeline.audit.report import Audit, audit
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
@@ -23,6 +23,7 @@ from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import join
 from penstock.topics.wire.record import Record
+from tests.support.listed_records import Listed
 
 LIMIT_S = 150.0
 PIPELINE = ("trainer", "rollout", "scorer", "feeder")
@@ -150,7 +151,7 @@ def audited(place: Place, run: str) -> Audit:
     """The audit of a run; on a broker it reads with its own client."""
     if isinstance(place, MemoryLog):
         return audit(Listed(run, [record for topic in place.topics(f"{run}.") for record in records_of(place, topic)]))
-    return audit_kafka(place, run)
+    return audit(KafkaSource(place, run))
 
 
 def complete(place: Place, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from confluent_kafka import Producer
 
 from penstock.pipeline import cli
 from penstock.pipeline.audit.kafka_reader import ORDER, KafkaSource
-from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, audit_kafka, summary
-from penstock.pipeline.audit.source import Listed
+from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, summary
 from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 from tests.support.crew import Crew, config_of
 from tests.support.edited_run import EditedRun
 from tests.support.foreign_records import OWNED, bad_records, repeat
+from tests.support.listed_records import Listed
 from tests.support.processes import Processes
 from tests.support.violations import (
     FOREIGN,
@@ -72,7 +72,7 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
             end = crew.log.end_offsets([ledger])[ledger]
             if end != seen[-1]:
                 seen.append(end)
-                under_way.append(audit_kafka(broker, RUN))
+                under_way.append(audit(KafkaSource(broker, RUN)))
             return bool(under_way) and under_way[-1].facts.closed is not None
 
         crew.wait(look)
@@ -291,12 +291,12 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
             for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
                 repeat(crew, stranger, run_id, topic)
             assert stranger.flush(30) == 0
-            assert broken(found := audit_kafka(broker, run_id)) == set(), as_text(found)
+            assert broken(found := audit(KafkaSource(broker, run_id))) == set(), as_text(found)
         crew.wait(lambda: crew.report()["status"] == "finished", limit_s=300.0)
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
     del stranger
-    found = audit_kafka(broker, run_id)
+    found = audit(KafkaSource(broker, run_id))
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["fates"]["trained"] == 48
     assert as_table(found)["duplicates"]["ledger"] == 5

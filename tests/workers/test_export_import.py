@@ -18,7 +18,8 @@ from penstock.pipeline.archive.files import find_archive
 from penstock.pipeline.archive.import_run import import_run
 from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, Tables, ask
-from penstock.pipeline.audit.report import audit, audit_kafka
+from penstock.pipeline.audit.kafka_reader import KafkaSource
+from penstock.pipeline.audit.report import audit
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables.timeline import timeline
@@ -112,7 +113,7 @@ def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
         fetch(log, manifest, run=run_id)  # raises for another digest
     archived = audit(ArchivedSource(ArchivedLog(find_archive(archive[0]))))
     assert archived.clean, archived
-    judged = audit_kafka(recorded.bootstrap, run_id)
+    judged = audit(KafkaSource(recorded.bootstrap, run_id))
     assert judged.clean, judged
 
 

@@ -16,7 +16,7 @@ from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.sampling import request_of, rollout_of
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.staleness import lag_summary
+from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import prompts, rollouts
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record

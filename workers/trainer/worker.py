@@ -20,7 +20,7 @@ from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weight_sync import fetch
 from penstock.pipeline.scheduling import rules
-from penstock.pipeline.scheduling.staleness import lag_summary
+from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import metrics
 from penstock.topics.ledger import Planned
 from penstock.topics.runs import Status

@@ -1,7 +1,7 @@
-"""The model's forward passes, token by token: the prompt once, then one token for every row.
+"""From a prompt to tokens: the model's forward passes, the prompt once and then one token for every row, and the choice of each token.
 
-The rule: shapes depend on the request alone, so a row's bits do too. `PlainDecoder` serves any causal LM with a cache; `open_decoder` takes
-`TracedDecoder` where it gives the model's own logits.
+The rule: shapes depend on the request alone, so a row's bits do too; a row's token depends on its own logits and its own uniform number.
+`PlainDecoder` serves any causal LM with a cache; `open_decoder` takes `TracedDecoder` where it gives the model's own logits.
 """
 
 import inspect
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from penstock.infra.engines.base import Sampling
 
 LEAST_ROOM = 32
 SHAPES_KEPT = 8
@@ -176,3 +178,35 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
         expected = model(input_ids=ids).logits[:, 4:].float()
     difference = (torch.stack(logits, 1).float() - expected).abs().max()
     return bool(difference <= (1e-3 if parameter.dtype == torch.float32 else 5e-2) * expected.abs().max())
+
+
+def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose a token a row by inverse CDF: ids `int64[B]` and their logprobs `float32[B]`, from `logits[B, V]` and `uniform: float64[B]`.
+
+    The order is temperature, top-k, top-p, renormalise; the logprobs are of the distribution that the token was drawn from.
+    Greedy takes the likeliest token and reports its logprob at temperature 1.
+    """
+    logits = logits.float()
+    if sampling.greedy:
+        logprobs, ids = logits.log_softmax(-1).max(-1)
+        return ids, logprobs
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    if sampling.top_k or sampling.top_p < 1.0:
+        logits = _truncated(logits, sampling)
+    logprobs = logits.log_softmax(-1)
+    # In float64: over a vocabulary of 150,000 a float32 sum loses the rarer tokens.
+    cdf = logprobs.double().exp_().cumsum_(-1)
+    ids = torch.searchsorted(cdf, uniform.unsqueeze(-1) * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
+
+
+def _truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Leave the `top_k` likeliest tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751)."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        ordered[:, sampling.top_k :] = -torch.inf
+    if sampling.top_p < 1.0:
+        probabilities = ordered.softmax(-1)
+        ordered[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = -torch.inf
+    return torch.empty_like(ordered).scatter_(-1, order, ordered)

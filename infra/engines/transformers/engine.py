@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
-from penstock.infra.engines.transformers.decoder import Decoder, open_decoder
-from penstock.infra.engines.transformers.sampler import choose
+from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 

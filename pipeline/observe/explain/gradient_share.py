@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.pipeline.algorithms import aggregation
 from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner import training_samples
@@ -62,12 +61,12 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
     """
     advantages = training_samples.advantage_function(config.advantage)
     rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
-    total = sum(aggregation.denominator(row.loss_mask[None], aggregate=config.aggregate) for row in rows)
+    total = sum(training_samples.denominator(row.loss_mask[None], aggregate=config.aggregate) for row in rows)
     longest = config.sampling.max_new_tokens
 
     def share(number: int, row: TokenSequence) -> SampleShare:
         tokens = int(row.loss_mask.sum())
-        counts = aggregation.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
+        counts = training_samples.token_share(tokens, aggregate=config.aggregate, max_tokens=longest) if tokens else 0.0
         batch = bisect_right(boundaries, number)
         return SampleShare(
             group=row.group,

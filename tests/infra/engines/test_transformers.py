@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
-from penstock.infra.engines.transformers.decoder import PlainDecoder, TracedDecoder, open_decoder
+from penstock.infra.engines.transformers.decoder import PlainDecoder, TracedDecoder, choose, open_decoder
 from penstock.infra.engines.transformers.engine import TransformersEngine
-from penstock.infra.engines.transformers.sampler import choose
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 from tests.support.paths import ROOT

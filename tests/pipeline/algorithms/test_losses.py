@@ -7,9 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.pipeline.algorithms.aggregation import AGGREGATES, denominator
-from penstock.pipeline.algorithms.losses import add_stats, batch_loss, kl_k3, summarise, token_weights
-from penstock.pipeline.algorithms.surrogates import SURROGATES, cispo_loss, gspo_loss, policy_loss
+from penstock.pipeline.algorithms.losses import (
+    SURROGATES,
+    add_stats,
+    batch_loss,
+    cispo_loss,
+    gspo_loss,
+    kl_k3,
+    policy_loss,
+    summarise,
+    token_weights,
+)
+from penstock.pipeline.algorithms.registry import AGGREGATES
+from penstock.pipeline.learner.training_samples import denominator
 from tests.support.loss_batches import batch_of
 
 LOG2 = math.log(2.0)

@@ -9,7 +9,8 @@ import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.archive.files import find_archive
 from penstock.pipeline.archive.import_run import import_run
-from penstock.pipeline.audit.report import audit_kafka
+from penstock.pipeline.audit.kafka_reader import KafkaSource
+from penstock.pipeline.audit.report import audit
 from penstock.pipeline.cli import main
 from penstock.pipeline.observe.report.summary import collect
 from tests.support.paths import ROOT
@@ -70,5 +71,5 @@ def test_its_import_gives_the_same_report_and_a_clean_audit(log: KafkaLog, broke
     import_run(log, find_archive(DIR), becomes=run_id)
     report = collect(log, run_id)
     assert (report["steps"], report["samples"], report["versions"]) == (4, 32, 4)
-    judged = audit_kafka(broker, run_id)
+    judged = audit(KafkaSource(broker, run_id))
     assert judged.clean, judged

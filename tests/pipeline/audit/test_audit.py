@@ -20,7 +20,7 @@ from penstock.pipeline.audit import chunk_digests
 from penstock.pipeline.audit.kafka_reader import KafkaSource, client_settings
 from penstock.pipeline.audit.report import as_table, as_text, audit, summary
 from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, terms_of
-from penstock.pipeline.audit.source import Listed, Unreadable
+from penstock.pipeline.audit.source import Unreadable
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.schedule import MODES, preset
 from penstock.topics import weights
@@ -28,6 +28,7 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Record
 from tests.support.a_run import RUN, Teller, as_records
+from tests.support.listed_records import Listed
 from tests.support.paths import ROOT
 
 

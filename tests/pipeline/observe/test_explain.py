@@ -11,10 +11,10 @@ import torch
 from penstock.infra.errors import LogError
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms import losses
-from penstock.pipeline.algorithms.aggregation import AGGREGATES, token_share
+from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.learner.train_step import Objective
-from penstock.pipeline.learner.training_samples import pack
+from penstock.pipeline.learner.training_samples import pack, token_share
 from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.explain.gradient_share import left_out, shares
 from penstock.pipeline.observe.explain.stage_times import Moments, stages

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.scheduling.staleness import fractions_by_lag, lag_summary
+from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics import groups
 from penstock.topics.groups import Group
 from tests.support.a_run import Teller

@@ -1,0 +1,33 @@
+"""A run's records in a list, as a source of the audit."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from penstock.pipeline.audit.source import plain
+from penstock.topics.wire.record import Record
+
+
+class Listed:
+    """Records in a list."""
+
+    def __init__(self, run: str, records: Iterable[Record]) -> None:
+        self.run = run
+        self._topics: dict[str, dict[int, list[Record]]] = {}
+        for record in records:
+            self._topics.setdefault(plain(record.topic, run), {}).setdefault(record.partition, []).append(record)
+        for partitions in self._topics.values():
+            for held in partitions.values():
+                held.sort(key=lambda record: record.offset)
+
+    def partitions(self, topic: str) -> range:
+        """Up to the last one that holds a record."""
+        return range(max(self._topics.get(topic, {}), default=-1) + 1)
+
+    def begin(self, topic: str, partition: int) -> int:
+        """The offset of the first record."""
+        held = self._topics.get(topic, {}).get(partition)
+        return held[0].offset if held else 0
+
+    def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
+        """One partition after the other."""
+        for partition in self.partitions(topic) if partitions is None else partitions:
+            yield from self._topics.get(topic, {}).get(partition, ())
