@@ -15,6 +15,8 @@ from penstock.pipeline.observe.live.frame import waiting_for
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.stall import Drawn, Scene, Stuck
 from penstock.pipeline.runtime.topic_reader import drain
+from penstock.topics import rollouts
+from penstock.topics.wire.errors import Unusable
 
 LOOK_EVERY_S = 15.0
 """Interval between diagnoses of a stalled run; each reads the samples of one group."""
@@ -80,5 +82,8 @@ def _drawn(log: Log, run: str, group: int, partition: int) -> Drawn:
         records = [record for record in drain(tail, ends, silence_s=READ_LIMIT_S) if record.key == key]
     finally:
         tail.close()
-    numbers = {dict(record.headers).get("sample") for record in records}
+    numbers = set[int]()
+    for record in records:
+        with contextlib.suppress(Unusable):
+            numbers |= rollouts.tokens_of(rollouts.check(record, run=run)).keys()
     return Drawn(samples=len(numbers), newest_s=max((record.timestamp_ms / 1000 for record in records), default=None))
