@@ -82,6 +82,11 @@ def folder_widths(tree: Path) -> dict[str, int]:
     return {folder: len(names) for folder, names in entries.items()}
 
 
+def loose_modules(tree: Path) -> list[str]:
+    """Modules of `pipeline/` that lie in none of its folders."""
+    return [path.name for path in product_files(tree) if path.parent == tree / "pipeline" and path.name != "__init__.py"]
+
+
 def module_name(path: Path, tree: Path) -> str:
     """The dotted name of a file without the facade's prefix.
 
@@ -181,7 +186,7 @@ def measure(tree: Path) -> Figures:
     return Figures(
         widest_folder=widths[widest],
         widest_folder_name=widest,
-        loose_modules=sum(path.parent == tree / "pipeline" and path.name != "__init__.py" for path in files),
+        loose_modules=len(loose_modules(tree)),
         import_cycles=len(import_cycles(import_graph(tree))),
         complex_functions=len(complex_functions(tree)),
         product_files=len(files),
