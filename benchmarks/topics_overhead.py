@@ -25,8 +25,8 @@ from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.envs.tiny.model import make_tiny_model
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import load, summarise
-from penstock.pipeline.runtime.run_registry import create
 
 LIMIT_S = 900.0
 REWARD = "def even(prompts, completions, **columns):\n    return [len(text) % 2 for text in completions]\n"
@@ -36,7 +36,8 @@ def work_as_trainer(arguments: list[str]) -> int:
     """The trainer's process, with a backend that neither computes nor changes anything."""
     import torch
 
-    from penstock.infra.backends import StepResult, torch_backend
+    from penstock.infra.backends import torch_backend
+    from penstock.infra.backends.base import StepResult
     from penstock.pipeline.runtime.main import main
 
     class FreeBackend(torch_backend.TorchBackend):
@@ -80,6 +81,16 @@ def make_model(directory: Path, *, context: int) -> Path:
     return directory
 
 
+def wait_for(processes: dict[str, subprocess.Popen[bytes]]) -> dict[str, int | None]:
+    """The statuses once all have ended, one has failed, or the time is over."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        statuses = {name: process.poll() for name, process in processes.items()}
+        if any(statuses.values()) or None not in statuses.values() or time.monotonic() > deadline:
+            return statuses
+        time.sleep(0.1)
+
+
 def measure(home: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """The report's figures of one run, and the seconds between each step and the next."""
     model = make_model(home / "model", context=2 * chosen.tokens + 64)
@@ -97,7 +108,7 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         outputs = {name: stack.enter_context((home / f"{name}.txt").open("wb")) for name in commands}
         processes = {name: subprocess.Popen(commands[name], stdout=outputs[name], stderr=subprocess.STDOUT) for name in commands}
         try:
-            statuses = {name: process.wait(LIMIT_S) for name, process in processes.items()}
+            statuses = wait_for(processes)
         finally:
             for process in processes.values():
                 process.terminate()

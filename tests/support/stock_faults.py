@@ -5,16 +5,20 @@ Prints one JSON object; with `repaired` the same steps are taken after `faults.a
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.errors import KafkaError, RequestTimedOutError
 from kafka.future import Future
+from kafka.net.transport import KafkaSSLTransport
 from kafka.protocol.consumer import SyncGroupRequest
 from kafka.protocol.producer import ProduceRequest
 
@@ -168,9 +172,53 @@ def foreign_header_name(bootstrap: str, topic: str) -> dict[str, Any]:
     return {"values": values, "names": names}
 
 
+def small_reads(bootstrap: str, topic: str) -> dict[str, Any]:
+    """A record of 900 kB is fetched: the largest piece that was taken from a socket at once."""
+    pieces: list[int] = []
+
+    class Counted(socket.socket):
+        def recv(self, *arguments: Any) -> bytes:
+            piece = super().recv(*arguments)
+            pieces.append(len(piece))
+            return piece
+
+    socket.socket = Counted  # type: ignore[misc]
+    KafkaProducer(bootstrap_servers=bootstrap).send(topic, bytes(900_000), partition=0).get(10)
+    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    reader.assign([TopicPartition(topic, 0)])
+    received: list[bytes] = []
+    end = time.monotonic() + 10
+    while time.monotonic() < end and not received:
+        received = [bytes(record.value) for records in reader.poll(timeout_ms=500).values() for record in records]
+    return {"received": len(received[0]), "more_than_a_page": max(pieces) > 4096}
+
+
+def tls_copies(_bootstrap: str, _topic: str) -> dict[str, Any]:
+    """A request of 1 MiB is sent over TLS, 16 KiB at a time: how many bytes are copied on the way?"""
+    copied: list[int] = []
+
+    class Peer:
+        def send(self, data: Any) -> int:
+            copied.append(0 if isinstance(data, memoryview) else len(data))
+            return min(len(data), 16 << 10)
+
+    secure = SimpleNamespace(_sock=Peer(), _write_buffer=deque([bytes(1 << 20)]))
+    sent, error = KafkaSSLTransport._sock_send(secure)
+    return {"sent": sent, "error": error, "copied_mib": sum(copied[1:]) >> 20}
+
+
 FAULTS = {
     fault.__name__: fault
-    for fault in (late_second_join, short_polls, refused_record, stalled_broker, commit_without_its_record, foreign_header_name)
+    for fault in (
+        late_second_join,
+        short_polls,
+        refused_record,
+        stalled_broker,
+        commit_without_its_record,
+        foreign_header_name,
+        small_reads,
+        tls_copies,
+    )
 }
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import os
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import kafka
 import kafka.coordinator.base as coordinator_base
 import kafka.coordinator.consumer as coordinator_consumer
+from kafka import errors
+from kafka.net import transport
 from kafka.producer import transaction_manager
 from kafka.record import default_records
 from kafka.record import util as record_util
@@ -236,10 +239,58 @@ def _mask_header_names(buffer: bytearray, position: int) -> None:
         position += max(size, 0)
 
 
+def _responses_are_read_in_large_pieces() -> None:
+    """A response is read 4 KiB at a time: at 2,000 tokens a sample the reading costs a run a tenth of its speed.
+
+    Repro: small_reads. Report: "Receiving 4 KiB per recv() makes large fetches slow".
+    """
+
+    def receive(self: Any) -> tuple[bytes, Exception | None]:
+        pieces = []
+        error = None
+        while True:
+            try:
+                piece = self._sock.recv(_RECEIVED_AT_ONCE)
+            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except Exception as cause:
+                error = errors.KafkaConnectionError(cause)
+                break
+            if not piece:
+                error = errors.KafkaConnectionError("socket disconnected")
+                break
+            pieces.append(piece)
+        return b"".join(pieces), error
+
+    transport.KafkaTCPTransport._sock_recv = receive
+    transport.KafkaSSLTransport._sock_recv = receive
+
+
+def _sending_over_tls_copies_nothing() -> None:
+    """Over TLS each 16 KiB that are sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
+
+    Repro: tls_copies. Report: "KafkaSSLTransport._sock_send slices bytes, KafkaTCPTransport._sock_send a memoryview".
+    """
+    secure: Any = transport.KafkaSSLTransport
+    stock = secure._sock_send
+
+    def _sock_send(self: Any) -> Any:
+        waiting = self._write_buffer
+        for place, data in enumerate(waiting):
+            waiting[place] = memoryview(data)
+        return stock(self)
+
+    secure._sock_send = _sock_send
+
+
+_RECEIVED_AT_ONCE = 1 << 20
+
 _MANAGER = "kafka.producer.transaction_manager:TransactionManager"
 _END = "kafka.producer.transaction_manager:EndTxnHandler.handle_response"
 _COORDINATOR = "kafka.coordinator.base:BaseCoordinator"
 _REJOIN = "kafka.coordinator.consumer:ConsumerCoordinator.need_rejoin"
+_TCP = "kafka.net.transport:KafkaTCPTransport"
+_TLS = "kafka.net.transport:KafkaSSLTransport"
 _READ = "kafka.record.default_records:DefaultRecordBatch._read_msg"
 
 SOURCES = {
@@ -250,6 +301,9 @@ SOURCES = {
     f"{_COORDINATOR}.join_group_async": ("f9b7d8038dabf04d5e43becb43a0c5e24627431d2395c06e12c6c2a805fdf8b5",),
     f"{_COORDINATOR}._do_join_and_sync_async": ("3e4f55d945a361a115f4bd3b08ddbd14dba985f711a9c4302fdc1b7ebbee699b",),
     _READ: ("b203a6ee5e4f423b6e746cbb4310b123b980a27b6e84d0e1314289a400e2d89b",),
+    f"{_TCP}._sock_recv": ("2594a6a62ec5a3e56355033514d33265dcd9513bc5c24342c1b91c90641589ff",),
+    f"{_TLS}._sock_recv": ("0a592f230c5c4455245fa50057926170680e0f950c003a2186b10e578f10a481",),
+    f"{_TLS}._sock_send": ("833f88549f9bee7438a99821ddd8cf1aca57c240ac10621f5ed45900bcd658c2",),
 }
 """SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
 
@@ -263,5 +317,7 @@ REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _finished_join_is_used: (f"{_COORDINATOR}.join_group_async", f"{_COORDINATOR}._do_join_and_sync_async"),
     _lost_batch_fails_its_transaction: (f"{_MANAGER}.classify_batch_error", _END),
     _foreign_header_name_is_read: (_READ,),
+    _responses_are_read_in_large_pieces: (f"{_TCP}._sock_recv", f"{_TLS}._sock_recv"),
+    _sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
 }
 """Repair -> the functions it replaces. Two wrap `classify_batch_error`, the later one around the earlier."""

@@ -113,6 +113,18 @@ def test_a_join_that_ends_between_two_polls_is_used(broker: str, log: KafkaLog, 
     assert repaired["joins"] <= 3
 
 
+def test_a_large_response_is_read_in_large_pieces(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("small_reads", broker, small_topics)
+    assert stock == {"received": 900_000, "more_than_a_page": False}
+    assert repaired == {"received": 900_000, "more_than_a_page": True}
+
+
+def test_sending_over_tls_copies_nothing(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("tls_copies", broker, small_topics)
+    assert stock == {"sent": 1 << 20, "error": None, "copied_mib": 31}
+    assert repaired == {"sent": 1 << 20, "error": None, "copied_mib": 0}
+
+
 def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("refused_record", broker, small_topics)
     refused = "MessageSizeTooLargeError"
