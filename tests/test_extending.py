@@ -108,7 +108,7 @@ def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from penstock.pipeline.algorithms.importance_weights import correction_weights
 
-    monkeypatch.setitem(algorithms.CORRECTIONS, "toy", algorithms.Correction(by_sequence=False, masks=True, low=0.9, high=1.1))
+    monkeypatch.setitem(algorithms.CORRECTIONS, "toy", algorithms.Correction(unit="token", masks=True, low=0.9, high=1.1))
     assert config(algorithm={"correction": "toy", "proximal": "current"}).correction == "toy"
     weights, _ = correction_weights(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), correction="toy")
     assert weights.tolist() == [[1.0, 0.0]]

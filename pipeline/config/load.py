@@ -49,8 +49,10 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def from_json(text: str) -> Config:
-    """The configuration as the log holds it."""
-    return from_table(json.loads(text))
+    """The configuration as the log holds it; a record that does not say so was made under the first edition of the defaults."""
+    table = json.loads(text)
+    table.setdefault("algorithm", {}).setdefault("defaults", 1)
+    return from_table(table)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:

@@ -133,6 +133,7 @@ class SamplingSection(Section):
 
 
 class AlgorithmSection(Section):
+    defaults: Literal[1, 2] = Field(2, description="edition of what absent keys stand for; records without it were made under 1")
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
         "grpo", description=f"{', '.join(LOSSES)}, or package:function / file.py:function"
     )
@@ -142,6 +143,9 @@ class AlgorithmSection(Section):
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
     clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
+    clip_dual: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="bound of the ratio where the advantage is negative, 0 is none; the loss's own choice if absent"
+    )
     kl_coef: NonNegativeFloat = 0.0
     reference: Annotated[str | None, PATH] = Field(
         None, description="directory of the model that kl_coef compares with; model.path if absent"

@@ -39,6 +39,8 @@ class Objective:
     kl_coef: float
     token_budget: int
     aggregate: str
+    counts_untrained: bool
+    """Whether samples that are not trained count in the denominator of `sequence_mean` and `constant`."""
 
     @classmethod
     def of(cls, config: Config) -> "Objective":
@@ -51,6 +53,8 @@ class Objective:
             "max_tokens": config.sampling.max_new_tokens,
             "kl_coef": algorithm.kl_coef,
         }
+        if config.clip_dual is not None:
+            settings["clip_dual"] = config.clip_dual
         if config.correction != "none":
             settings["correction"] = config.correction
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
@@ -69,6 +73,7 @@ class Objective:
             kl_coef=algorithm.kl_coef,
             token_budget=config.trainer.micro_batch_tokens,
             aggregate=config.aggregate,
+            counts_untrained=config.counts_untrained,
         )
 
     def sequences(self, group: Group) -> list[TokenSequence]:
@@ -123,8 +128,11 @@ class Step:
         """Run what is left backward, divide once, and update the weights."""
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
-        denominator = sum(denominator_of(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
-        if not denominator:
+        tokens, masks = sum(batch.tokens for batch in self._held), [batch.completion_mask for batch in self._held]
+        denominator = denominator_of(
+            masks, self._groups, aggregate=self.objective.aggregate, counts_untrained=self.objective.counts_untrained
+        )
+        if not tokens:
             raise ValueError(f"groups {[group.group for group in self._groups]} have no trained token: every sample is masked or empty")
         if not self.backend.divides_late:
             for batch in self._held:
@@ -132,7 +140,8 @@ class Step:
         started = time.monotonic()
         result = self.backend.step(denominator=denominator)
         self.compute_s += time.monotonic() - started
-        summary = losses.summarise(losses.add_stats(self._stats))
+        counts = {"tokens": float(tokens), "denominator": denominator}  # the step's own, whatever a user's loss reports
+        summary = losses.summarise(losses.add_stats(self._stats) | counts)
         loss = summary.pop("loss")
         metrics = {"loss": loss, "grad_norm": result.grad_norm, "lr": result.lr, **summary, **self._measures(learner_version)}
         return StepOutcome(loss=loss, grad_norm=result.grad_norm, boundaries=boundaries(self._closed), metrics=metrics)

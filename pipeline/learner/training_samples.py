@@ -155,15 +155,17 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
     )
 
 
-def denominator(mask: np.ndarray[Any, Any], *, aggregate: str) -> float:
-    """What a mask [B, L] of trained tokens adds to a step's denominator: counts add up over any cut of the step.
+def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *, aggregate: str, counts_untrained: bool) -> float:
+    """What a step's loss sum is divided by, from the masks [B, L] of its trained tokens and the groups of its plan.
 
-    Tokens under `token_mean`, sequences with a trained token under `sequence_mean` and `constant`.
+    Trained tokens under `token_mean`; samples under `sequence_mean` and `constant`: all K of each group, so that a step does not weigh
+    more the more of it is masked, or without `counts_untrained` those with a trained token.
     """
     if aggregate == "token_mean":
-        return float(mask.sum())
+        return float(sum(int(mask.sum()) for mask in masks))
     if aggregate in AGGREGATES:
-        return float(mask.any(axis=1).sum())
+        trained = sum(int(mask.any(axis=1).sum()) for mask in masks)
+        return float(sum(group.samples_per_prompt for group in plan) if counts_untrained else trained)
     raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
 
 

@@ -135,7 +135,7 @@ def _step(step: Plain | None) -> list[str]:
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
     ]
     if step["denominator"] is not None:
-        unit = "trained tokens" if step["aggregate"] == "token_mean" else "trained samples"
+        unit = "trained tokens" if step["aggregate"] == "token_mean" else "samples"
         share = step["group_weight"] / step["step_weight"] if step["step_weight"] else 0.0
         lines.append(
             f"the step's loss sum is divided by {step['denominator']:g} {unit} ({step['aggregate']}); tokens trained: {step['tokens']}"
