@@ -19,7 +19,8 @@ def without_passwords(text: str) -> str:
         return text
     if not isinstance(table, dict):
         return text
-    config = table.get("config") if isinstance(table.get("config"), dict) else table
+    inner = table.get("config")
+    config: dict[str, Any] = inner if isinstance(inner, dict) else table
     return json.dumps(table) if _scrub(config) else text
 
 
