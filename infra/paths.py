@@ -25,15 +25,22 @@ def state_directory() -> Path:
     return writable((Path(base).expanduser() if base else Path.home() / ".local" / "state").absolute() / "penstock")
 
 
+def make_files_private() -> None:
+    """Files and directories that this process makes from now on are its user's alone: samples and logs lie in them."""
+    os.umask(0o077)
+
+
 def run_directory(run: str) -> Path:
     """Where this machine keeps a run's logs, measurements, checkpoints, report and final model."""
     return state_directory() / "runs" / run
 
 
 def writable(directory: Path) -> Path:
-    """Return `directory`, made if need be, after checking that a file can be written in it."""
+    """Return `directory`, made if need be and closed to other users, after checking that a file can be written in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if directory.stat().st_uid == os.getuid():  # one shared by several users stays as they set it up
+            directory.chmod(0o700)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

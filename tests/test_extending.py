@@ -12,6 +12,7 @@ import pytest
 from penstock.infra.backends import registry as backends
 from penstock.infra.engines import registry as engines
 from penstock.infra.engines.toy import ToyEngine
+from penstock.infra.kafka.settings import Connection
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms import registry as algorithms
 from penstock.pipeline.audit.check import Check, Violation
@@ -64,7 +65,7 @@ def test_every_answer_to_where_is_names_a_file_that_exists() -> None:
 def test_a_new_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toy = replace(roles.ROLES["tracker"], name="toy", single=False, workers=lambda _: 2)
     monkeypatch.setitem(roles.ROLES, "toy", toy)
-    supervisor = Supervisor("r", "127.0.0.1:1", config(), tmp_path, print)
+    supervisor = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), config(), tmp_path, print)
     monkeypatch.setattr(Supervisor, "_start", lambda *_, **__: None)
     supervisor.start()
     assert [worker.name for worker in supervisor.workers if worker.role == "toy"] == ["toy-0", "toy-1"]

@@ -247,7 +247,12 @@ class KafkaSection(Section):
     give_up_s: PositiveFloat = Field(
         GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
     )
-    security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
+    security: dict[str, str] = Field(
+        default_factory=dict,
+        exclude=True,  # no record and no file gets it: every process takes it from its own environment
+        repr=False,
+        description="security_protocol, sasl_mechanism, sasl_plain_username, …; passwords in PENSTOCK_SECURITY only",
+    )
 
 
 class MlflowSection(Section):
