@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.infra.errors import Fenced, PenstockError, Unrecoverable
+from penstock.infra.log import Log
 from penstock.infra.paths import make_files_private
+from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE, credentials
-from penstock.pipeline.runtime.exit_status import ENDED, exit_status
+from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -56,15 +58,13 @@ def work(
     debug: bool = False,
 ) -> int:
     """Join the run as `role` and do its work; SIGTERM and SIGINT end it in an orderly way."""
-    from penstock.infra.kafka.log import KafkaLog
-
     make_files_private()
     stop = threading.Event()
     stop_on_signals(stop)
     worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
     session: Session | None = None
     try:
-        log = KafkaLog(bootstrap, security=security, client_id=f"{run}.{worker or role}")
+        log = _log(bootstrap, security, client_id=f"{run}.{worker or role}")
         session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop)
         if session is None:
             return ENDED
@@ -74,7 +74,7 @@ def work(
         session.close(status="stopped" if stop.is_set() else "finished")
         session.reporter.say("done")
         return ENDED
-    except (PenstockError, ValueError, OSError) as error:
+    except (PenstockError, OSError, *MISTAKES) as error:
         return _failed(role, session, error, debug=debug)
     except ModuleNotFoundError as error:
         missing = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
@@ -83,6 +83,15 @@ def work(
         return _failed(role, session, error, debug=True)
     finally:
         sys.stdout.flush()
+
+
+def _log(bootstrap: str, security: Mapping[str, Any] | None, *, client_id: str) -> Log:
+    from penstock.infra.kafka.log import KafkaLog
+
+    try:
+        return KafkaLog(bootstrap, security=security, client_id=client_id)
+    except ValueError as error:
+        raise ConfigError(f"--bootstrap, --security: {error}") from error
 
 
 def _failed(role: str, session: Session | None, error: BaseException, *, debug: bool) -> int:

@@ -134,7 +134,9 @@ def _step(step: Plain | None) -> list[str]:
         f"(samples end at {', '.join(map(str, step['boundaries']))})",
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
     ]
-    if step["denominator"] is not None:
+    if step["tokens"] == 0:
+        lines.append("the step has no trained token: it left the weights as they were")
+    elif step["denominator"] is not None:
         unit = "trained tokens" if step["aggregate"] == "token_mean" else "samples"
         share = step["group_weight"] / step["step_weight"] if step["step_weight"] else 0.0
         lines.append(
