@@ -85,6 +85,7 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python tests/test_readme.py
+	$(BIN)/python -m tests.pipeline.algorithms.test_defaults_table
 
 # No index URL, so that no host name gets into the lock.
 lock: $(STAMP)/environment

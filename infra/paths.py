@@ -1,7 +1,10 @@
-"""The directory in which Penstock keeps this user's data on this machine; nothing is written elsewhere."""
+"""The directory in which Penstock keeps this user's data on this machine, and directories that a person names: complete or absent."""
 
+import contextlib
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.infra.errors import BrokerError
@@ -22,18 +25,45 @@ def state_directory() -> Path:
     return writable((Path(base).expanduser() if base else Path.home() / ".local" / "state").absolute() / "penstock")
 
 
+def make_files_private() -> None:
+    """Files and directories that this process makes from now on are its user's alone: samples and logs lie in them."""
+    os.umask(0o077)
+
+
 def run_directory(run: str) -> Path:
     """Where this machine keeps a run's logs, measurements, checkpoints, report and final model."""
     return state_directory() / "runs" / run
 
 
 def writable(directory: Path) -> Path:
-    """Return `directory`, made if need be, after checking that a file can be written in it."""
+    """Return `directory`, made if need be and closed to other users, after checking that a file can be written in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if directory.stat().st_uid == os.getuid():  # one shared by several users stays as they set it up
+            directory.chmod(0o700)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise BrokerError(f"cannot write to the state directory {directory} ({reason}): set PENSTOCK_HOME to another directory") from None
     return directory
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, *, holds: str) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path` when the block ends, and goes away when it fails.
+
+    Raises `ValueError` unless `path` is absent or an empty directory; `holds` names what was to be written.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is not empty: choose another directory for {holds}, or remove it first")
+    aside = path.absolute().with_name(f".{path.absolute().name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if path.exists():
+            path.rmdir()
+        aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -12,6 +12,7 @@ import pytest
 from penstock.infra.backends import registry as backends
 from penstock.infra.engines import registry as engines
 from penstock.infra.engines.toy import ToyEngine
+from penstock.infra.kafka.settings import Connection
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms import registry as algorithms
 from penstock.pipeline.audit.check import Check, Violation
@@ -64,7 +65,7 @@ def test_every_answer_to_where_is_names_a_file_that_exists() -> None:
 def test_a_new_role(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toy = replace(roles.ROLES["tracker"], name="toy", single=False, workers=lambda _: 2)
     monkeypatch.setitem(roles.ROLES, "toy", toy)
-    supervisor = Supervisor("r", "127.0.0.1:1", config(), tmp_path, print)
+    supervisor = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), config(), tmp_path, print)
     monkeypatch.setattr(Supervisor, "_start", lambda *_, **__: None)
     supervisor.start()
     assert [worker.name for worker in supervisor.workers if worker.role == "toy"] == ["toy-0", "toy-1"]
@@ -108,7 +109,7 @@ def test_a_new_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from penstock.pipeline.algorithms.importance_weights import correction_weights
 
-    monkeypatch.setitem(algorithms.CORRECTIONS, "toy", algorithms.Correction(by_sequence=False, masks=True, low=0.9, high=1.1))
+    monkeypatch.setitem(algorithms.CORRECTIONS, "toy", algorithms.Correction(unit="token", masks=True, low=0.9, high=1.1))
     assert config(algorithm={"correction": "toy", "proximal": "current"}).correction == "toy"
     weights, _ = correction_weights(torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), correction="toy")
     assert weights.tolist() == [[1.0, 0.0]]

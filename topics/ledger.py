@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
@@ -88,6 +89,8 @@ def decode(value: Payload) -> Entry:
     """The entry in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in ENTRY_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
+    if row["kind"] == "run-opened" and row["details"]:
+        row["details"] = without_passwords(row["details"])
     return Entry(**{**row, "plan": tuple(Planned(**planned) for planned in row["plan"])})
 
 

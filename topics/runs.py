@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
@@ -38,7 +39,7 @@ class RunRecord:
     run: str
     status: Status
     config: str
-    """JSON: the whole configuration."""
+    """JSON: the whole configuration, without passwords."""
     info: str
     """JSON: digests of tokenizer, template and stop ids; the reason of a failure."""
     created_ns: int
@@ -54,7 +55,7 @@ def decode(value: Payload) -> RunRecord:
     """The run's record in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["status"] in STATUSES, f"status is {row['status'][:60]!r}, expected one of {', '.join(STATUSES)}")
-    return RunRecord(**row)
+    return RunRecord(**{**row, "config": without_passwords(row["config"])})
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:

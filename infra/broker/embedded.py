@@ -210,7 +210,7 @@ def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
     tool = ["kafka.tools.StorageTool", "format", "--standalone", "--config", "server.properties", "--cluster-id", ports.new_cluster_id()]
     done = subprocess.run(
         [*java, *tool],
-        cwd=files.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False,
+        cwd=files.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False, umask=0o077,
     )  # fmt: skip
     if done.returncode:
         raise BrokerError(f"cannot prepare the broker's storage in {data}: {_last_lines(done.stdout + done.stderr)}")

@@ -41,7 +41,7 @@ def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, 
     """
     with output.open("wb") as console:
         child = subprocess.Popen(
-            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True, umask=0o077
         )
     _children[child.pid] = child
     note = pid_file.with_suffix(".new")

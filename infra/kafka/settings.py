@@ -33,7 +33,7 @@ class Connection:
 
     bootstrap: str
     client_id: str
-    security: Mapping[str, Any] = field(default_factory=dict)
+    security: Mapping[str, Any] = field(default_factory=dict, repr=False)
     unreachable_after_s: float = 10.0
 
     def __post_init__(self) -> None:

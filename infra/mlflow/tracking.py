@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.database import make_database
+from penstock.topics.secrets import without_password
 
 RUN_TAG = "penstock.run"
 POSITION_TAG = "penstock.position"
@@ -98,7 +98,7 @@ class MlflowRun:
         with translated(self.target.uri):
             # A request that timed out may have made a second run after we searched.
             if self._find_or_create().info.run_id != self.run_id:
-                shown = without_credentials(self.target.uri)
+                shown = without_password(self.target.uri)
                 raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
             self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
             for path in artifacts:
@@ -147,16 +147,6 @@ def log_params(client: Any, entities: Any, run_id: str, values: Mapping[str, str
         client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
 
 
-def without_credentials(uri: str) -> str:
-    """The address without user and password, fit to be shown.
-
-    Example:
-        without_credentials("https://me:secret@host/x")  # -> "https://host/x"
-    """
-    parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
-
-
 def nameable(key: str) -> str:
     """A metric's name as MLflow accepts it; a refused one would block every point behind it.
 
@@ -200,7 +190,7 @@ def translated(uri: str) -> Iterator[None]:
         # The client wraps connection errors in messages of its own.
         silent = isinstance(error, OSError) or "failed with exception" in cause
         outcome = "does not answer" if silent else f"refuses: {cause[:200]}"
-        raise TrackingError(f"MLflow at {without_credentials(uri)} {outcome}") from error
+        raise TrackingError(f"MLflow at {without_password(uri)} {outcome}") from error
 
 
 def _foreign_errors() -> tuple[type[BaseException], ...]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.infra.errors import TrackingError
-from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target, without_credentials
+from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target
+from penstock.topics.secrets import without_password
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
@@ -52,7 +53,7 @@ class Uploader:
     """Delivers a journal to MLflow from a thread of its own, with growing pauses while the server does not answer."""
 
     def __init__(self, target: Target, journal: Journal, *, say: Callable[[str], None]) -> None:
-        self.shown_uri = without_credentials(target.uri)
+        self.shown_uri = without_password(target.uri)
         self.run_id: str | None = None
         self.failing = False
         """True if MLflow refused or did not answer the last request."""

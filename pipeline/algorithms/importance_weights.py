@@ -1,4 +1,4 @@
-"""Importance weights for a behaviour policy that is not the proximal one: truncated or masked, by token or by sequence.
+"""Importance weights for a behaviour policy that is not the proximal one: truncated or masked, by token, by sequence or by its mean.
 
 The rule: weights carry no gradient and never change what a step is divided by; a masked token counts in the denominator like any other.
 """
@@ -25,9 +25,26 @@ def sequence_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mas
     return difference.sum(dim=1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
+def geometric_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The geometric mean of a sequence's token ratios over `mask`, as [B, 1]; 1 where nothing is trained; cut like a token's.
+
+    Its variance falls with the length where the product's grows, for a bias: it weighs a completion by its mean token.
+    """
+    return mean_log_ratio(logprobs, behaviour_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def mean_log_ratio(logprobs: torch.Tensor, other_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of logprobs - other_logprobs over a sequence's `mask`, as [B, 1]; 0 where nothing is trained."""
+    tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(mask, logprobs - other_logprobs, 0.0).sum(dim=1, keepdim=True) / tokens
+
+
 def log_ratio(logprobs: torch.Tensor, other_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """logprobs - other_logprobs [B, L-1], 0 outside `mask`, cut to +-`MAX_LOG_RATIO`: beyond that it is constant and has no gradient."""
     return torch.where(mask, logprobs - other_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+RATIOS = {"token": token_ratio, "sequence": sequence_ratio, "geometric": geometric_ratio}
 
 
 def truncated(ratio: torch.Tensor, *, high: float) -> torch.Tensor:
@@ -63,7 +80,7 @@ def correction_weights(
     lowest, highest = chosen.low if low is None else low, chosen.high if high is None else high
     if not 0.0 <= lowest <= 1.0 <= highest:
         raise ValueError(f"correction bounds must enclose the weight 1 and not be negative: {lowest} and {highest}")
-    ratio = (sequence_ratio if chosen.by_sequence else token_ratio)(proximal_logprobs, behaviour_logprobs, mask).expand(mask.shape)
+    ratio = RATIOS[chosen.unit](proximal_logprobs, behaviour_logprobs, mask).expand(mask.shape)
     weights = masked(ratio, low=lowest, high=highest) if chosen.masks else truncated(ratio, high=highest)
     return weights, {
         "correction_weight_raw_sum": (ratio * mask).sum(dtype=torch.float64),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights, log_ratio
+from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights, log_ratio, mean_log_ratio
 from penstock.pipeline.algorithms.registry import AGGREGATES
 
 Sums = dict[str, torch.Tensor]
@@ -30,15 +30,17 @@ def policy_loss(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    clip_dual: float | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """PPO's clipped surrogate per token (arXiv 1707.06347), with GRPO's group advantages (arXiv 2402.03300).
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(logprobs - proximal_logprobs); `clip_high > clip_low` is DAPO's
-    clip-higher (arXiv 2503.14476). `logprobs.detach()` as `proximal_logprobs` gives r = 1 and the plain policy gradient.
+    clip-higher (arXiv 2503.14476); where A < 0 `clip_dual` bounds r, which the minimum leaves open (arXiv 1912.09729).
+    `logprobs.detach()` as `proximal_logprobs` gives r = 1 and the plain policy gradient.
     `logprobs`, `proximal_logprobs`, `mask` [B, L-1], `advantages` [B] or [B, L-1]. For the sums see `_sums`.
     """
     log_ratios = log_ratio(logprobs, proximal_logprobs.detach(), mask)
-    return _clipped(log_ratios, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    return _clipped(log_ratios, advantages, mask, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
 
 
 def gspo_loss(
@@ -49,6 +51,7 @@ def gspo_loss(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    clip_dual: float | None = None,
 ) -> tuple[torch.Tensor, Sums]:
     """GSPO (arXiv 2507.18071): PPO's surrogate with s, the geometric mean of a sequence's token ratios, in the place of each of them.
 
@@ -56,11 +59,9 @@ def gspo_loss(
     is -min(s A, clip(s) A) in value and gradient, and other aggregations and advantages per token stay defined. A clipped sequence has
     no gradient at all. Clip ranges are for s, which is far closer to 1 than a token's ratio. Shapes as in `policy_loss`.
     """
-    tokens = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    mean = torch.where(mask, logprobs - proximal_logprobs, 0.0).sum(dim=1, keepdim=True) / tokens
-    shared = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
+    shared = mean_log_ratio(logprobs, proximal_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).detach()
     log_ratios = torch.where(mask, shared + (logprobs - logprobs.detach()), 0.0)
-    return _clipped(log_ratios, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    return _clipped(log_ratios, advantages, mask, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
 
 
 def cispo_loss(
@@ -98,24 +99,23 @@ def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.
     return torch.expm1(difference) - difference
 
 
-def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int) -> tuple[torch.Tensor, float]:
-    """(weights [B, L-1], what this batch adds to the step's denominator): sum(weights * loss) / sum(denominators) is the step's loss.
+def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int) -> torch.Tensor:
+    """Weights [B, L-1]: sum(weights * loss) over a step, divided once by its denominator, is the step's loss.
 
     `token_mean`: every token counts alike over the step (DAPO, arXiv 2503.14476). `sequence_mean`: every sequence counts alike
     (GRPO, arXiv 2402.03300). `constant`: the sum over a sequence divided by `max_tokens`, so that length has no influence
-    (Dr. GRPO, arXiv 2503.20783). Sequences without a trained token count nowhere.
+    (Dr. GRPO, arXiv 2503.20783).
     """
     trained = mask.to(torch.float32)
     per_sequence = trained.sum(dim=1, keepdim=True)
     if aggregate == "token_mean":
-        return trained, float(mask.sum())
-    sequences = float((per_sequence > 0).sum())
+        return trained
     if aggregate == "sequence_mean":
-        return trained / per_sequence.clamp(min=1.0), sequences
+        return trained / per_sequence.clamp(min=1.0)
     if aggregate == "constant":
         if max_tokens < 1:
             raise ValueError(f"constant aggregation divides by max_tokens, which cannot be {max_tokens}")
-        return trained / max_tokens, sequences
+        return trained / max_tokens
     raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
 
 
@@ -127,6 +127,7 @@ def batch_loss(
     surrogate: str = "clip",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    clip_dual: float | None = None,
     aggregate: str = "token_mean",
     max_tokens: int = 1,
     correction: str = "none",
@@ -141,7 +142,7 @@ def batch_loss(
     pass `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`;
     `correction` one of `CORRECTIONS` or "none": it weighs each token's loss by the bounded ratio proximal / behaviour, which with a
     proximal policy of its own is decoupled PPO (arXiv 2505.24298). `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs.
-    What the step is divided by counts the loss mask, masked-out tokens included. Finish the summed statistics with `summarise`.
+    The learner divides by the step's own count, masked-out tokens included. Finish the summed statistics with `summarise`.
     """
 
     def tensor(array: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
@@ -151,12 +152,13 @@ def batch_loss(
         raise ValueError(f"unknown surrogate {surrogate!r}: choose one of {', '.join(SURROGATES)}")
     mask, behaviour, advantages = tensor(batch.completion_mask), tensor(batch.behaviour_logprobs), tensor(batch.advantages)
     near = logprobs.detach() if proximal is None else tensor(proximal)
-    loss, sums = SURROGATES[surrogate](logprobs, near, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    bounds = {"clip_low": clip_low, "clip_high": clip_high} | ({} if clip_dual is None else {"clip_dual": clip_dual})
+    loss, sums = SURROGATES[surrogate](logprobs, near, advantages, mask, **bounds)
     if correction != "none":
         importance, corrected = correction_weights(near, behaviour, mask, correction=correction, low=correction_low, high=correction_high)
         loss = loss * importance
         sums |= corrected
-    weights, count = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens)
+    weights = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens)
     if kl_coef:
         if reference is None:
             raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs")
@@ -165,7 +167,7 @@ def batch_loss(
         sums["kl_reference_sum"] = to_reference.detach().sum()
     sums |= _importance_sums(logprobs, behaviour, mask)
     numbers = torch.stack([value.to(torch.float64) for value in sums.values()]).tolist()
-    return (loss * weights).sum(dtype=torch.float32), dict(zip(sums, numbers, strict=True)) | {"denominator": count}
+    return (loss * weights).sum(dtype=torch.float32), dict(zip(sums, numbers, strict=True))
 
 
 def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
@@ -180,6 +182,7 @@ def add_stats(parts: Iterable[Mapping[str, float]]) -> Stats:
 def summarise(sums: Mapping[str, float]) -> Stats:
     """A step's summed statistics as means over its `tokens`, its `loss` (`loss_sum` / `denominator`) and the effective sample size.
 
+    `tokens` and `denominator` are the learner's: the counts of the whole step, whatever a loss function reports.
     `NAME_sum` comes out as the mean NAME, an own loss's too. `ess` = (sum w)^2 / (N sum w^2) in (0, 1] over *unclamped* token weights
     w = current / behaviour (arXiv 2509.19128); clamping first hides the tail it is there to show. `weight` is their mean, `kl` is k3
     between proximal and current policy, `kl_behaviour_k1` and `kl_behaviour_k3` between behaviour and current, `clip_fraction`
@@ -215,12 +218,13 @@ def _importance_sums(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, m
 
 
 def _clipped(
-    log_ratios: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, clip_low: float, clip_high: float
+    log_ratios: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, clip_low: float, clip_high: float, clip_dual: float | None
 ) -> tuple[torch.Tensor, Sums]:
     ratio, per_token = log_ratios.exp(), _per_token(advantages)
     plain, clipped = ratio * per_token, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * per_token
-    loss = -torch.minimum(plain, clipped)
-    return torch.where(mask, loss, 0.0), _sums(log_ratios, mask, cut=clipped < plain)
+    least = torch.minimum(plain, clipped)
+    bounded = least if clip_dual is None else torch.where(per_token < 0, torch.maximum(least, clip_dual * per_token), least)
+    return torch.where(mask, -bounded, 0.0), _sums(log_ratios, mask, cut=(clipped < plain) | (bounded > least))
 
 
 def _per_token(advantages: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, say, security_settings
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, say
 
 if TYPE_CHECKING:
     from penstock.pipeline.audit.source import Source
@@ -34,5 +34,5 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> "Source":
     if (archived := open_archive(run)) is not None:
         return ArchivedSource(archived)
     with at(bootstrap, security) as log:
-        run_id, address = resolve(log, run), log.bootstrap
-    return KafkaSource(address, run_id, security=security_settings(security), say=say)
+        run_id, connection = resolve(log, run), log.connection
+    return KafkaSource(connection.bootstrap, run_id, security=connection.security, say=say)

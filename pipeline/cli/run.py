@@ -34,8 +34,10 @@ def run(
     json: Json = False,
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
+    from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
 
+    make_files_private()
     if resume is not None:
         if config is not None or overrides or dry_run or run_id is not None:
             raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --set, --run-id or --dry-run")
@@ -110,10 +112,9 @@ def worker(
     security: Security = None,
 ) -> int:
     """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
-    import json
-
     from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.config.plugins import nearest
+    from penstock.pipeline.config.security import credentials
     from penstock.pipeline.runtime.main import work
     from penstock.pipeline.runtime.roles import ROLES
     from penstock.topics.catalogue import check_run_id
@@ -124,8 +125,9 @@ def worker(
         check_run_id(run)  # a worker waits for a run that is not registered yet, but a malformed id can never be
     except ValueError as error:
         raise ConfigError(f"--run: {error}") from error
-    settings = security_settings(security)
-    if bootstrap == "embedded":
+    settings = credentials(security_settings(security))
+    embedded_broker = bootstrap == "embedded"
+    if embedded_broker:
         from penstock.infra.broker import embedded
 
         bootstrap = embedded.start(progress=say).bootstrap
@@ -135,6 +137,6 @@ def worker(
         bootstrap=bootstrap,
         slot=slot,
         model=None if model is None else str(model),
-        security=json.dumps(settings),
+        security={} if embedded_broker else settings,
         debug="--debug" in sys.argv,
     )

@@ -8,13 +8,16 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.config.schema import PATHS_OF, Resolve, Section
+from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
+from penstock.topics.secrets import without_passwords
 
 __all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json"]
 
@@ -37,6 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _make_absolute(table, file.resolve().parent)
     for override in overrides:
         _apply(table, override)
+    _refuse_passwords(table)
     return from_table(table)
 
 
@@ -45,12 +49,21 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     table = json.loads(to_json(config))
     for text in overrides:
         _apply(table, text)
-    return from_table(table)
+    _refuse_passwords(table)
+    changed = from_table(table)
+    return changed.model_copy(
+        update={"kafka": changed.kafka.model_copy(update={"security": config.kafka.security | changed.kafka.security})}
+    )
 
 
 def from_json(text: str) -> Config:
-    """The configuration as the log holds it."""
-    return from_table(json.loads(text))
+    """The configuration as the log holds it, without the passwords that earlier releases left there.
+
+    A record that does not say so was made under the first edition of the defaults.
+    """
+    table = json.loads(without_passwords(text))
+    table.setdefault("algorithm", {}).setdefault("defaults", 1)
+    return from_table(table)
 
 
 def from_table(table: Mapping[str, Any]) -> Config:
@@ -66,8 +79,17 @@ def from_table(table: Mapping[str, Any]) -> Config:
 
 
 def to_json(config: Config) -> str:
-    """The configuration for the log, with every default written out."""
+    """The configuration for the log, with every default written out and without `kafka.security`."""
     return config.model_dump_json()
+
+
+def _refuse_passwords(table: Mapping[str, Any]) -> None:
+    kafka, mlflow = table.get("kafka"), table.get("mlflow")
+    for key in kafka.get("security") or () if isinstance(kafka, dict) else ():
+        refuse_password(key, where=f"kafka.security.{key}")
+    uri = mlflow.get("tracking_uri") if isinstance(mlflow, dict) else None
+    if isinstance(uri, str) and urlsplit(uri).password is not None:
+        raise ConfigError("mlflow.tracking_uri: holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
 
 
 def _one_line(error: ValidationError) -> str:

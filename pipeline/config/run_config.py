@@ -72,14 +72,31 @@ class Config(Section):
         return self.algorithm.clip_high if self.algorithm.clip_high is not None else self._loss.clip_high
 
     @property
+    def clip_dual(self) -> float | None:
+        """Bound of the importance ratio where the advantage is negative; None without one."""
+        if self.algorithm.clip_dual is not None:
+            return self.algorithm.clip_dual or None
+        return self._loss.clip_dual if self.algorithm.defaults > 1 else None
+
+    @property
     def proximal(self) -> str:
         """Which logprobs the ratio is taken against: behaviour, snapshot or current."""
-        return algorithm_defaults.proximal_of(self.algorithm, self.rules)
+        return algorithm_defaults.proximal_of(self.algorithm, self.rules, rounded=self.rounded)
 
     @property
     def correction(self) -> str:
         """What bounds the weight proximal / behaviour; "none" where nothing weighs it."""
-        return algorithm_defaults.correction_of(self.algorithm, self.rules)
+        return algorithm_defaults.correction_of(self.algorithm, self.rules, rounded=self.rounded)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether engine or trainer computes in bfloat16: their logprobs of one token then differ at equal weights."""
+        return "bfloat16" in (self.rollout.dtype, self.trainer.dtype)
+
+    @property
+    def counts_untrained(self) -> bool:
+        """Whether samples that are not trained count in a step's denominator under `sequence_mean` and `constant`."""
+        return self.algorithm.defaults > 1
 
     @property
     def _loss(self) -> Loss:

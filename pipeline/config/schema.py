@@ -133,6 +133,7 @@ class SamplingSection(Section):
 
 
 class AlgorithmSection(Section):
+    defaults: Literal[1, 2] = Field(2, description="edition of what absent keys stand for; records without it were made under 1")
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
         "grpo", description=f"{', '.join(LOSSES)}, or package:function / file.py:function"
     )
@@ -142,6 +143,9 @@ class AlgorithmSection(Section):
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
     clip_low: FinitePositive | None = Field(None, description="the loss's own choice if absent")
     clip_high: FinitePositive | None = Field(None, description="the loss's own choice if absent")
+    clip_dual: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="bound of the ratio where the advantage is negative, 0 is none; the loss's own choice if absent"
+    )
     kl_coef: NonNegativeFloat = 0.0
     reference: Annotated[str | None, PATH] = Field(
         None, description="directory of the model that kl_coef compares with; model.path if absent"
@@ -243,7 +247,12 @@ class KafkaSection(Section):
     give_up_s: PositiveFloat = Field(
         GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
     )
-    security: dict[str, str] = Field(default_factory=dict, description="security_protocol, sasl_mechanism, sasl_plain_username, …")
+    security: dict[str, str] = Field(
+        default_factory=dict,
+        exclude=True,  # no record and no file gets it: every process takes it from its own environment
+        repr=False,
+        description="security_protocol, sasl_mechanism, sasl_plain_username, …; passwords in PENSTOCK_SECURITY only",
+    )
 
 
 class MlflowSection(Section):

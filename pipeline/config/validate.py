@@ -88,11 +88,19 @@ def _correction_bounds(config: Config) -> str | None:
         if value is not None and correction == "none":
             return f"algorithm.{key}: {value} bounds nothing without a correction; set algorithm.correction, for example 'tis'"
     if algorithm.correction_low is not None and not CORRECTIONS[correction].masks:
-        masking = "mis" if not CORRECTIONS[correction].by_sequence else "sequence_mis"
         return (
             f"algorithm.correction_low: {algorithm.correction_low} has no use, {correction!r} cuts from above only; leave it out, "
-            f"or set algorithm.correction = {masking!r}"
+            f"or set algorithm.correction = {correction.replace('tis', 'mis')!r}"
         )
+    return None
+
+
+def _clip_dual(config: Config) -> str | None:
+    dual, high = config.algorithm.clip_dual, 1.0 + config.clip_high
+    if dual and config.algorithm.loss == "cispo":
+        return f"algorithm.clip_dual: {dual} has no use with 'cispo', which cuts every ratio at {high:g}; leave it out"
+    if dual and dual <= high:
+        return f"algorithm.clip_dual: {dual} lies within the clip range, which ends at {high:g}; use more, 3 as a rule, or 0 for none"
     return None
 
 
@@ -142,6 +150,7 @@ CHECKS: tuple[Check, ...] = (
     _proximal,
     _corrected_once,
     _correction_bounds,
+    _clip_dual,
     _samples,
     _reward_weights,
     _initial_state,

@@ -25,7 +25,7 @@ class Verdict:
 
 
 def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: AlgorithmSection) -> Verdict:
-    """The outcome of these samples, by number; applies the penalty for truncated ones and the zero-variance filter, if configured."""
+    """The outcome of these samples, by number; applies the configured penalty for truncated ones and filters."""
     rewards: list[float] = list(score.rewards)
     if algorithm.truncated == "penalise":
         cut = [sample.finish == "length" for sample in samples]
@@ -36,7 +36,17 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score
     )
     if algorithm.filter_zero_variance and zero_variance(rewards):
         return Verdict(outcome="filtered", reason=f"every sample has the reward {rewards[0]:g}", samples=scored)
+    if not any(is_trained(sample, truncated=algorithm.truncated) for sample in samples):
+        return Verdict(
+            outcome="filtered", reason="no sample has a trained token: each is truncated, aborted, empty or masked", samples=scored
+        )
     return Verdict(outcome="scored", reason=None, samples=scored)
+
+
+def is_trained(sample: Rollout, *, truncated: str) -> bool:
+    """Whether a sample has tokens to train; `truncated` is `algorithm.truncated`."""
+    cut = truncated == "mask" and sample.finish == "length"
+    return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())
 
 
 def group_of(

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -107,19 +108,19 @@ def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Dige
 
 
 def model_folder(model_directory: str | Path) -> Path:
-    """The directory, after checking for the required files. Raises `ValueError` that says what to do."""
+    """The directory, after checking for the required files. Raises `ConfigError` that says what to do."""
     folder = Path(model_directory).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"model.path: there is no directory {folder}: put a model there, or make one with `penstock model tiny {folder}`")
+        raise ConfigError(f"model.path: there is no directory {folder}: put a model there, or make one with `penstock model tiny {folder}`")
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
+        raise ConfigError(
             f"model.path: {folder} has no tokenizer.json: save one with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
         )
     return folder
 
 
 def chat_template_of(folder: Path, chat_template: str) -> str | None:
-    """The template in use, None for none. Raises `ValueError` if one is required and missing."""
+    """The template in use, None for none. Raises `ConfigError` if one is required and missing."""
     if chat_template == "off":
         return None
     if chat_template not in MODES:
@@ -127,7 +128,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
             return Path(chat_template).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"data.chat_template: cannot read {chat_template}: {reason}; give auto, on, off or a Jinja file") from error
+            raise ConfigError(f"data.chat_template: cannot read {chat_template}: {reason}; give auto, on, off or a Jinja file") from error
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     template = _json(folder / "chat_template.json").get("chat_template") or _json(folder / "tokenizer_config.json").get("chat_template")
@@ -136,7 +137,7 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
     if isinstance(template, str):
         return template
     if chat_template == "on":
-        raise ValueError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
+        raise ConfigError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
     return None
 
 
@@ -147,7 +148,7 @@ def _light_tokenizer(folder: Path) -> Any:
         return Tokenizer.from_file(str(folder / "tokenizer.json"))
     # The library raises plain Exception for a file it cannot read.
     except Exception as error:
-        raise ValueError(f"model.path: cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model.path: cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _full_tokenizer(folder: Path) -> Any:
@@ -157,7 +158,7 @@ def _full_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     # The boundary to a library that reads a user's files: its errors have no common type.
     except Exception as error:
-        raise ValueError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _stop_ids(folder: Path) -> list[int]:
@@ -183,5 +184,5 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"model.path: {file} is not valid JSON: {error}") from error
+        raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -16,6 +16,7 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.config.schema import KafkaSection
+from penstock.pipeline.config.security import credentials
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.gpu_placement import place, visible_gpus
@@ -50,13 +51,13 @@ def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
         ConfigError: the address or a security setting is malformed.
         PenstockError: no broker can be reached or started.
     """
-    bootstrap = kafka.bootstrap
+    bootstrap, security = kafka.bootstrap, credentials(kafka.security)
     if bootstrap == "embedded":
         from penstock.infra.broker.embedded import start
 
-        bootstrap = start(progress=say).bootstrap
+        bootstrap, security = start(progress=say).bootstrap, {}
     try:
-        return KafkaLog(bootstrap, security=kafka.security, client_id="penstock")
+        return KafkaLog(bootstrap, security=security, client_id="penstock")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -109,7 +110,7 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
         tell = view.tell if live else say
         watching = Watching(
             view,
-            Supervisor(run, log.bootstrap, config, directory, tell, placement),
+            Supervisor(run, log.connection, config, directory, tell, placement),
             BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
             Watchdog(log, config.run.stall_s, tell),
         )

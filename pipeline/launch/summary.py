@@ -12,7 +12,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
     groups = steps * rules.prompts_per_step
     samples = groups * rules.samples_per_prompt
     a_step = rules.prompts_per_step * rules.samples_per_prompt
-    clip = f"-{config.clip_low}/+{config.clip_high}"
+    clip = f"-{config.clip_low}/+{config.clip_high}" + (f", dual {config.clip_dual:g}" if config.clip_dual else "")
     return [
         (
             "schedule",

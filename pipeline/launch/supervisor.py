@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.infra.kafka.settings import Connection
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch import restart_policy, run_lock
 from penstock.pipeline.launch.gpu_placement import NOT_PLACED, Placement
 from penstock.pipeline.launch.restart_policy import Rules
@@ -45,7 +47,7 @@ class Supervisor:
     """The workers that a launcher has started for a run."""
 
     run: str
-    bootstrap: str
+    connection: Connection
     config: Config
     directory: Path
     say: Say
@@ -205,8 +207,7 @@ class Supervisor:
         # -P and our root first: a user's own penstock.py in the working directory must not shadow ours.
         environment["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment |= self.placement.environment(name)
-        if config.kafka.security:
-            environment["PENSTOCK_SECURITY"] = json.dumps(config.kafka.security)
+        environment[VARIABLE] = json.dumps(dict(self.connection.security))
         command = [
             sys.executable,
             "-P",
@@ -216,7 +217,7 @@ class Supervisor:
             "--run",
             self.run,
             "--bootstrap",
-            self.bootstrap,
+            self.connection.bootstrap,
             "--slot",
             str(slot),
         ]

@@ -39,6 +39,8 @@ class Objective:
     kl_coef: float
     token_budget: int
     aggregate: str
+    counts_untrained: bool
+    """Whether samples that are not trained count in the denominator of `sequence_mean` and `constant`."""
 
     @classmethod
     def of(cls, config: Config) -> "Objective":
@@ -51,6 +53,8 @@ class Objective:
             "max_tokens": config.sampling.max_new_tokens,
             "kl_coef": algorithm.kl_coef,
         }
+        if config.clip_dual is not None:
+            settings["clip_dual"] = config.clip_dual
         if config.correction != "none":
             settings["correction"] = config.correction
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
@@ -69,6 +73,7 @@ class Objective:
             kl_coef=algorithm.kl_coef,
             token_budget=config.trainer.micro_batch_tokens,
             aggregate=config.aggregate,
+            counts_untrained=config.counts_untrained,
         )
 
     def sequences(self, group: Group) -> list[TokenSequence]:
@@ -98,7 +103,10 @@ class StepOutcome:
 
 @dataclass(slots=True)
 class Step:
-    """A step under way. `add` runs every micro-batch backward as soon as it is full, if the backend can divide late."""
+    """A step under way. `add` runs every micro-batch backward as soon as it is full, if the backend can divide late.
+
+    A step without a trained token is empty: it counts as a step, and leaves the weights as they are.
+    """
 
     backend: Backend
     objective: Objective
@@ -123,16 +131,23 @@ class Step:
         """Run what is left backward, divide once, and update the weights."""
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
-        denominator = sum(denominator_of(batch.completion_mask, aggregate=self.objective.aggregate) for batch in self._held)
-        if not denominator:
-            raise ValueError(f"groups {[group.group for group in self._groups]} have no trained token: every sample is masked or empty")
+        if not self._held:
+            self.backend.steps += 1  # the learning rate's schedule goes on
+            return StepOutcome(
+                loss=0.0, grad_norm=0.0, boundaries=(), metrics={"loss": 0.0, "grad_norm": 0.0, **self._measures(learner_version)}
+            )
+        tokens, masks = sum(batch.tokens for batch in self._held), [batch.completion_mask for batch in self._held]
+        denominator = denominator_of(
+            masks, self._groups, aggregate=self.objective.aggregate, counts_untrained=self.objective.counts_untrained
+        )
         if not self.backend.divides_late:
             for batch in self._held:
                 self._backward(batch, denominator=denominator)
         started = time.monotonic()
         result = self.backend.step(denominator=denominator)
         self.compute_s += time.monotonic() - started
-        summary = losses.summarise(losses.add_stats(self._stats))
+        counts = {"tokens": float(tokens), "denominator": denominator}  # the step's own, whatever a user's loss reports
+        summary = losses.summarise(losses.add_stats(self._stats) | counts)
         loss = summary.pop("loss")
         metrics = {"loss": loss, "grad_norm": result.grad_norm, "lr": result.lr, **summary, **self._measures(learner_version)}
         return StepOutcome(loss=loss, grad_norm=result.grad_norm, boundaries=boundaries(self._closed), metrics=metrics)
@@ -168,12 +183,13 @@ class Step:
         return {
             "groups": float(len(self._groups)),
             "samples": float(len(rollouts)),
+            "trained_samples": float(sum(len(batch) for batch in self._closed)),
             "reward_trained": float(np.mean([sample.reward for group in self._groups for sample in group.samples])),
             "completion_tokens_mean": float(lengths.mean()),
             **self._lags(learner_version),
             "micro_batches": float(len(self._closed)),
             "compute_s": self.compute_s,
-            "first_backward_at": self.first_backward_at or 0.0,
+            **({"first_backward_at": self.first_backward_at} if self.first_backward_at is not None else {}),
             "first_sample_at": min(rollout.started_ns for rollout in rollouts) / 1e9,
             "last_sample_at": max(rollout.ended_ns for rollout in rollouts) / 1e9,
         }
@@ -181,9 +197,11 @@ class Step:
     def _lags(self, learner_version: int) -> dict[str, float]:
         """How old what was trained is, in versions: each group by its oldest, as freshness counts, and each trained token by its own."""
         groups = [learner_version - (version_min([sample.rollout for sample in group.samples]) or 0) for group in self._groups]
-        taken = {(one.group, one.sample) for batch in self._closed for one in batch if one.loss_mask.any()}
+        taken = {(one.group, one.sample) for batch in self._closed for one in batch}
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
         trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in taken]
+        if not trained:
+            return lag_summary(groups)
         tokens = learner_version - np.concatenate([rollout.token_versions[rollout.loss_mask] for rollout in trained])
         return {
             **lag_summary(groups),

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.pipeline.algorithms.advantages import ADVANTAGES, handle_truncated
+from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load
+from penstock.pipeline.envs.group_outcome import is_trained
 from penstock.topics.groups import Group
 
 
@@ -61,16 +62,12 @@ def advantage_function(name: str) -> Callable[..., Any]:
 
 
 def sequences(group: Group, *, advantages: Callable[..., Any], truncated: str) -> list[TokenSequence]:
-    """The samples of a group that are trained, in order of their numbers; aborted and empty ones are not.
+    """The samples of a group that are trained, in order of their numbers; aborted, empty and masked ones are not.
 
     `truncated` is `algorithm.truncated`: under "mask" a sample that ran out of tokens is left out, its reward stays in the group's mean.
     """
     samples = group.samples
-    rewards, trained = handle_truncated(
-        [sample.reward for sample in samples],
-        truncated=[sample.rollout.finish == "length" for sample in samples],
-        rule="mask" if truncated == "mask" else "train",  # a penalty stands in the reward already
-    )
+    rewards = np.array([sample.reward for sample in samples], np.float64)  # a penalty stands in the reward already
     return [
         TokenSequence(
             group=group.group,
@@ -82,8 +79,8 @@ def sequences(group: Group, *, advantages: Callable[..., Any], truncated: str) -
             advantage=float(advantage),
             temperature=sample.rollout.temperature,
         )
-        for sample, advantage, keep in zip(samples, advantages(rewards), trained, strict=True)
-        if keep and sample.rollout.finish != "abort" and len(sample.rollout.token_ids)
+        for sample, advantage in zip(samples, advantages(rewards), strict=True)
+        if is_trained(sample.rollout, truncated=truncated)
     ]
 
 
@@ -155,15 +152,17 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
     )
 
 
-def denominator(mask: np.ndarray[Any, Any], *, aggregate: str) -> float:
-    """What a mask [B, L] of trained tokens adds to a step's denominator: counts add up over any cut of the step.
+def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *, aggregate: str, counts_untrained: bool) -> float:
+    """What a step's loss sum is divided by, from the masks [B, L] of its trained tokens and the groups of its plan.
 
-    Tokens under `token_mean`, sequences with a trained token under `sequence_mean` and `constant`.
+    Trained tokens under `token_mean`; samples under `sequence_mean` and `constant`: all K of each group, so that a step does not weigh
+    more the more of it is masked, or without `counts_untrained` those with a trained token.
     """
     if aggregate == "token_mean":
-        return float(mask.sum())
+        return float(sum(int(mask.sum()) for mask in masks))
     if aggregate in AGGREGATES:
-        return float(mask.any(axis=1).sum())
+        trained = sum(int(mask.any(axis=1).sum()) for mask in masks)
+        return float(sum(group.samples_per_prompt for group in plan) if counts_untrained else trained)
     raise ValueError(f"unknown loss aggregation {aggregate!r}: choose one of {', '.join(AGGREGATES)}")
 
 

@@ -1,21 +1,20 @@
 """Exit statuses of a worker process, as the launcher reads them."""
 
-import json
-
 from penstock.infra.errors import Fenced, Unrecoverable
+from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.envs.datasets.rows import DataError
 
 ENDED, FAILED, HOPELESS = 0, 1, 2
 """The run is over or a stop was asked for; failed, starting again may help; starting again cannot help."""
+MISTAKES = (ConfigError, PluginError, DataError)
+"""A person's mistake. Any other `ValueError` is a fault of this program, whose traceback is wanted."""
 
 
 def exit_status(error: BaseException) -> int:
     """FAILED where starting again may help after this error, else HOPELESS.
 
-    Text that cannot be decoded or parsed is a `ValueError` too, but a file half written is no person's mistake.
-
     Example:
-        exit_status(ValueError("sampling.top_p = 3"))  # -> 2
+        exit_status(ConfigError("sampling.top_p = 3"))  # -> 2
     """
-    if isinstance(error, UnicodeError | json.JSONDecodeError):
-        return FAILED
-    return HOPELESS if isinstance(error, Unrecoverable | Fenced | ValueError) else FAILED
+    return HOPELESS if isinstance(error, (Unrecoverable, Fenced, *MISTAKES)) else FAILED

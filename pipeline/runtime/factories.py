@@ -4,6 +4,8 @@ The rule: one model is loaded at a time in a process, because transformers chang
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.infra.backends.base import Backend
@@ -13,6 +15,15 @@ from penstock.infra.errors import EngineError
 from penstock.pipeline.config.load import Config, ConfigError
 
 _LOADING = threading.Lock()
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Settings that an engine or a backend refuses are a person's mistake. Raises `ConfigError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_engine(config: Config) -> None:
@@ -25,7 +36,7 @@ def check_engine(config: Config) -> None:
 
 def make_engine(config: Config) -> Engine:
     """An engine with the initial model loaded. Raises `EngineError`."""
-    with _LOADING:
+    with _LOADING, _mistakes():
         return config.engine.open(_settings_of(config))
 
 
@@ -50,7 +61,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
     """A backend with the model in `model.path` and a learning rate schedule over the run's `steps`. Raises `BackendError`."""
     chosen = config.trainer
     own = {key: getattr(chosen, key) for key in BACKENDS[chosen.backend].own}
-    with _LOADING:
+    with _LOADING, _mistakes():
         return open_backend(
             chosen.backend,
             model_path=config.model.path,

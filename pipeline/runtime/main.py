@@ -7,15 +7,19 @@ when starting again may help, 2 when it cannot: a person's mistake, a contradict
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.infra.errors import Fenced, PenstockError, Unrecoverable
-from penstock.pipeline.runtime.exit_status import ENDED, exit_status
+from penstock.infra.log import Log
+from penstock.infra.paths import make_files_private
+from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.config.security import VARIABLE, credentials
+from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -28,32 +32,39 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bootstrap", required=True, help="HOST:PORT of a Kafka broker")
     parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
     parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
-    parser.add_argument(
-        "--security", default=os.environ.get("PENSTOCK_SECURITY", "{}"), help="Kafka client security settings, as a JSON object"
-    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     chosen = parser.parse_args(arguments)
+    security = credentials({})
+    os.environ.pop(VARIABLE, None)  # users' functions run in child processes
     return work(
         chosen.role,
         run=chosen.run,
         bootstrap=chosen.bootstrap,
         slot=chosen.slot,
         model=chosen.model,
-        security=chosen.security,
+        security=security,
         debug=chosen.debug,
     )
 
 
-def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | None, security: str = "{}", debug: bool = False) -> int:
+def work(
+    role: str,
+    *,
+    run: str,
+    bootstrap: str,
+    slot: int | None,
+    model: str | None,
+    security: Mapping[str, Any] | None = None,
+    debug: bool = False,
+) -> int:
     """Join the run as `role` and do its work; SIGTERM and SIGINT end it in an orderly way."""
-    from penstock.infra.kafka.log import KafkaLog
-
+    make_files_private()
     stop = threading.Event()
     stop_on_signals(stop)
     worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
     session: Session | None = None
     try:
-        log = KafkaLog(bootstrap, security=json.loads(security), client_id=f"{run}.{worker or role}")
+        log = _log(bootstrap, security, client_id=f"{run}.{worker or role}")
         session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop)
         if session is None:
             return ENDED
@@ -63,7 +74,7 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
         session.close(status="stopped" if stop.is_set() else "finished")
         session.reporter.say("done")
         return ENDED
-    except (PenstockError, ValueError, OSError) as error:
+    except (PenstockError, OSError, *MISTAKES) as error:
         return _failed(role, session, error, debug=debug)
     except ModuleNotFoundError as error:
         missing = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
@@ -72,6 +83,15 @@ def work(role: str, *, run: str, bootstrap: str, slot: int | None, model: str | 
         return _failed(role, session, error, debug=True)
     finally:
         sys.stdout.flush()
+
+
+def _log(bootstrap: str, security: Mapping[str, Any] | None, *, client_id: str) -> Log:
+    from penstock.infra.kafka.log import KafkaLog
+
+    try:
+        return KafkaLog(bootstrap, security=security, client_id=client_id)
+    except ValueError as error:
+        raise ConfigError(f"--bootstrap, --security: {error}") from error
 
 
 def _failed(role: str, session: Session | None, error: BaseException, *, debug: bool) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Producer
-from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.reporter import Reporter, say
@@ -66,7 +66,7 @@ class Session:
         """Refuse a model directory whose tokenizer, template or stop ids are not those the run was created with."""
         path = self.config.model.path
         if dict(digests(path, chat_template=self.config.data.chat_template)) != self.info["digests"]:
-            raise ValueError(
+            raise ConfigError(
                 f"the tokenizer, chat template or stop ids in {path} are not those the run was created with; use the same model directory"
             )
 

@@ -56,7 +56,22 @@ def pids(home: Path, run: str) -> dict[str, int]:
     return json.loads((home / "runs" / run / "workers.json").read_text())["workers"]
 
 
-def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights(broker, run_id, tiny_model, tmp_path: Path, penstock_home: Path):
+def holding(text: str, *places: Path) -> list[str]:
+    """Files below these places in which a text stands."""
+    found = subprocess.run(["grep", "-rlaF", text, *map(str, places)], capture_output=True, text=True, check=False)
+    return found.stdout.split()
+
+
+def open_to_others(place: Path) -> list[Path]:
+    """Files and directories below a place that other users may look into."""
+    return [path for path in place.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o077]
+
+
+def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keeps_its_password_to_itself(
+    broker, run_id, tiny_model, tmp_path: Path, penstock_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    password = f"hush-{run_id}"
+    monkeypatch.setenv("PENSTOCK_SECURITY", json.dumps({"security_protocol": "PLAINTEXT", "sasl_plain_password": password}))
     sections = {
         "run": {"steps": 12, "seed": 7},
         "rollout": {"workers": 1, "engine": "toy", "toy_delay_s": 0.02},
@@ -65,9 +80,13 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights(broker, 
     config = config_of(tiny_model, tmp_path, **sections)
     plain = complete(broker, f"{run_id}-plain", config)
     run = f"{run_id}-cli"
-    with Crew(broker, run) as watching, launched(str(toml_of(config, tmp_path)), "--run-id", run, "--json") as process:
+    with (
+        Crew(broker, run) as watching,
+        launched(str(toml_of(config, tmp_path)), "--bootstrap", broker, "--run-id", run, "--json") as process,
+    ):
         watching.wait(lambda: run_exists(watching, run) and watching.report()["steps"] >= 2)
         workers = pids(penstock_home, run)
+        assert password not in "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in workers.values())
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
@@ -84,6 +103,9 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights(broker, 
     lines = [json.loads(line) for line in (penstock_home / "runs" / run / "metrics.jsonl").read_text().splitlines()]
     places = [(line["from"], line["number"]) for line in lines]
     assert len(places) == len(set(places))
+    assert holding(run, penstock_home / "broker", penstock_home / "runs")
+    assert not holding(password, penstock_home, tmp_path)
+    assert (penstock_home.stat().st_mode & 0o777, open_to_others(penstock_home / "runs" / run)) == (0o700, [])
 
 
 @pytest.mark.slow

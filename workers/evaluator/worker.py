@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
 from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
@@ -33,7 +34,7 @@ def main(session: Session) -> None:
     os.nice(5)  # on a busy machine rollouts and training come first
     held = session.config.eval
     if held.source is None:
-        raise ValueError("this run has no eval.source, so there is nothing to evaluate")
+        raise ConfigError("this run has no eval.source, so there is nothing to evaluate")
     session.reporter.doing("loading the model", now=True)
     evaluator = Evaluator.open(session)
     follower = LedgerFollower(session.log, session.run)

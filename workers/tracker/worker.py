@@ -13,12 +13,11 @@ from typing import Any
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Partition
-from penstock.infra.mlflow.tracking import without_credentials
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
 from penstock.pipeline.observe.html.build import Limits, build, write
 from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
-from penstock.pipeline.observe.metrics.points import Line, Points, without_secrets
+from penstock.pipeline.observe.metrics.points import Line, Points
 from penstock.pipeline.observe.report.summary import as_text, collect
 from penstock.pipeline.observe.run_status import status_of
 from penstock.pipeline.observe.run_view import RunView
@@ -26,6 +25,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
+from penstock.topics.secrets import without_password
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.tracker.metrics_file import MetricsFile
@@ -254,7 +254,7 @@ class Tracker:
         return self._stopped_at is not None and now - self._stopped_at > STOPPED_S
 
     def _write(self, report: dict[str, Any]) -> list[Path]:
-        config = without_secrets(json.loads(self.session.record.config))
+        config = json.loads(self.session.record.config)
         contents = {
             "config.json": json.dumps(config, indent=2),
             "report.json": json.dumps(report, indent=2),
@@ -286,7 +286,7 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
         return None
     tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
     target = target_of(session.record, session.config, tags=tags)
-    session.reporter.say(f"MLflow at {without_credentials(target.uri)}, experiment {target.experiment!r}")
+    session.reporter.say(f"MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
     return Uploader(target, file, say=session.reporter.say)
 
 

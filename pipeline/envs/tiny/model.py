@@ -4,15 +4,14 @@ The rule: the directory is an ordinary Hugging Face one, complete or absent, and
 """
 
 import json
-import os
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.infra.paths import new_directory
 from penstock.pipeline.envs.tiny.task import demonstrations
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -33,26 +32,19 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0, steps: int = WARM_S
     Raises:
         ValueError: the directory is not empty.
     """
-    path = Path(directory)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not empty: choose another directory for the tiny model, or remove it first")
     tokenizer = tiny_tokenizer()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # bits differ between thread counts
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = _untrained()
-            _teach(model, tokenizer, seed=seed, steps=steps, progress=progress)
-    finally:
-        torch.set_num_threads(threads)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    _save(model, tokenizer, aside)
-    if path.exists():
-        path.rmdir()
-    aside.rename(path)
-    return path
+    with new_directory(Path(directory), holds="the tiny model") as aside:
+        torch.set_num_threads(1)  # bits differ between thread counts
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = _untrained()
+                _teach(model, tokenizer, seed=seed, steps=steps, progress=progress)
+        finally:
+            torch.set_num_threads(threads)
+        _save(model, tokenizer, aside)
+    return Path(directory)
 
 
 def tiny_tokenizer() -> Any:
@@ -127,7 +119,6 @@ def _batch(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, 
 def _save(model: Any, tokenizer: Any, directory: Path) -> None:
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True)
     model.config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     # By name and once each: tied embeddings are one parameter. `save_pretrained` would import an accelerator library for seconds.

@@ -61,7 +61,8 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
     """
     advantages = training_samples.advantage_function(config.advantage)
     rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
-    total = sum(training_samples.denominator(row.loss_mask[None], aggregate=config.aggregate) for row in rows)
+    masks = [row.loss_mask[None] for row in rows]
+    total = training_samples.denominator(masks, plan, aggregate=config.aggregate, counts_untrained=config.counts_untrained)
     longest = config.sampling.max_new_tokens
 
     def share(number: int, row: TokenSequence) -> SampleShare:

@@ -134,8 +134,10 @@ def _step(step: Plain | None) -> list[str]:
         f"(samples end at {', '.join(map(str, step['boundaries']))})",
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
     ]
-    if step["denominator"] is not None:
-        unit = "trained tokens" if step["aggregate"] == "token_mean" else "trained samples"
+    if step["tokens"] == 0:
+        lines.append("the step has no trained token: it left the weights as they were")
+    elif step["denominator"] is not None:
+        unit = "trained tokens" if step["aggregate"] == "token_mean" else "samples"
         share = step["group_weight"] / step["step_weight"] if step["step_weight"] else 0.0
         lines.append(
             f"the step's loss sum is divided by {step['denominator']:g} {unit} ({step['aggregate']}); tokens trained: {step['tokens']}"

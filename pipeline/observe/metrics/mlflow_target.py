@@ -11,7 +11,7 @@ from penstock.infra.mlflow.child_run import PARENT_TAG
 from penstock.infra.mlflow.tracking import Target
 from penstock.infra.paths import state_directory
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.observe.metrics.points import flatten, without_secrets
+from penstock.pipeline.observe.metrics.points import flatten
 from penstock.topics.runs import RunRecord
 
 FORKED_TAG = "penstock.forked_from"
@@ -20,7 +20,7 @@ FORKED_TAG = "penstock.forked_from"
 def target_of(record: RunRecord, config: Config, *, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> Target:
     """The run's place in MLflow; its configuration, or another table, as parameters."""
     state = state_directory()
-    chosen, table = config.mlflow, without_secrets(json.loads(record.config) if params is None else params)
+    chosen, table = config.mlflow, json.loads(record.config) if params is None else params
     uri = chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
     return Target(
         run=record.run,

@@ -16,8 +16,6 @@ from penstock.topics.wire.record import Record
 
 STATUS_EVERY_MS = 10_000
 """One status of each worker in so long becomes a point: the second ones are for the live view."""
-SECRET = ("password", "secret", "token", "key_data", "sasl_plain_username")
-HIDDEN = "***"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +107,3 @@ def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
         else:
             found[f"{prefix}{key}"] = str(value)
     return found
-
-
-def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with what opens doors blotted out, fit for an experiment tracker others can read."""
-    from penstock.infra.mlflow.tracking import without_credentials
-
-    kafka, mlflow = dict(config.get("kafka", {})), dict(config.get("mlflow", {}))
-    kafka["security"] = {key: HIDDEN if any(word in key for word in SECRET) else value for key, value in kafka.get("security", {}).items()}
-    if mlflow.get("tracking_uri"):
-        mlflow["tracking_uri"] = without_credentials(mlflow["tracking_uri"])
-    return {**config, "kafka": kafka, "mlflow": mlflow}

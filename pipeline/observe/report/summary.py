@@ -48,6 +48,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "schedule": _schedule(view),
         "steps": len(steps),
         "steps_planned": steps_planned(view),
+        "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
         "versions": view.version or 0,
         "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),

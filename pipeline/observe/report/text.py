@@ -116,6 +116,9 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         ("drawn", Text(samples)),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
+    if empty := report["empty_steps"]:
+        text = f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"
+        lines.append(("empty", Text(text, style="yellow")))
     if report["restarts"]:
         lines.append(("restarts", Text(" · ".join(f"{role} {count}" for role, count in report["restarts"].items()))))
     return lines

@@ -15,8 +15,9 @@ import pytest
 
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow import uploader as uploading
-from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target, nameable, without_credentials
+from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target, nameable
 from penstock.infra.mlflow.uploader import Delivery, Uploader
+from penstock.topics.secrets import without_password
 
 WAIT_S = 60.0
 
@@ -261,8 +262,8 @@ def test_a_deleted_experiment_is_one_clear_error(target: Target) -> None:
 
 
 def test_an_address_is_shown_without_its_credentials() -> None:
-    assert without_credentials("https://me:secret@host:80/x?y=1") == "https://host:80/x?y=1"
-    assert without_credentials("sqlite:////state/mlflow.db") == "sqlite:////state/mlflow.db"
+    assert without_password("https://me:secret@host:80/x?y=1") == "https://host:80/x?y=1"
+    assert without_password("sqlite:////state/mlflow.db") == "sqlite:////state/mlflow.db"
     with pytest.raises(TrackingError) as caught:
         MlflowRun(Target(run="r", uri="http://me:secret@127.0.0.1:9", experiment="e"))
     assert str(caught.value) == "MLflow at http://127.0.0.1:9 does not answer"

@@ -1,5 +1,6 @@
 """Importance weights between the behaviour and the proximal policy, and which of them a configuration means."""
 
+import json
 import math
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.algorithms.importance_weights import CORRECTIONS, correction_weights
 from penstock.pipeline.algorithms.losses import batch_loss, summarise
-from penstock.pipeline.config.load import ConfigError, from_json, from_table, to_json
+from penstock.pipeline.config.load import ConfigError, from_json, from_table, override, to_json
 from penstock.pipeline.learner.train_step import Objective
 from tests.support.loss_batches import batch_of
 
@@ -34,13 +35,15 @@ def weights_of(correction, **bounds):
     ("mis", {}, [[0, 0.25, 1], [0.1, 4, 4]], 1),
     ("mis", {"low": 0.2, "high": 4.5}, [[0, 0.25, 1], [0, 4, 4]], 2),
     ("sequence_mis", {"high": 1.8}, [[0] * 3, [1.6] * 3], 3),
+    ("geometric_tis", {"high": 1.2}, [[1.2] * 3, [1.6 ** (1 / 3)] * 3], 3),  # means 2^(1/3) and 1.6^(1/3)
+    ("geometric_mis", {"high": 1.2}, [[0] * 3, [1.6 ** (1 / 3)] * 3], 3),
     ("icepop", {}, [[0, 0, 1], [0, 4, 4]], 3),
 ])  # fmt: skip
 def test_the_weights_of_every_correction_worked_out_by_hand(correction, bounds, expected, changed):
     found, sums = weights_of(correction, **bounds)
     assert found == [[*map(pytest.approx, row), -1.0] for row in expected]
-    by_sequence = CORRECTIONS[correction].by_sequence
-    raw = 3 * (2 + 1.6) if by_sequence else sum(sum(row[:3]) for row in RATIOS)
+    tokens = sum(sum(row[:3]) for row in RATIOS)
+    raw = {"token": tokens, "sequence": 3 * (2 + 1.6), "geometric": 3 * (2 ** (1 / 3) + 1.6 ** (1 / 3))}[CORRECTIONS[correction].unit]
     assert sums == pytest.approx({
         "correction_weight_raw_sum": raw, "correction_weight_sum": sum(map(sum, expected)), "corrected_fraction_sum": changed,
     })  # fmt: skip
@@ -69,7 +72,8 @@ def test_a_correction_equals_its_definition_token_by_token_however_extreme(rows,
     for row, tokens in enumerate(rows):
         for column, (value, trained) in enumerate(tokens):
             if trained:
-                log_weight = sum(other for other, counts in tokens if counts) if chosen.by_sequence else value
+                drawn = [other for other, counts in tokens if counts]
+                log_weight = {"token": value, "sequence": sum(drawn), "geometric": sum(drawn) / len(drawn)}[chosen.unit]
                 weight = math.exp(min(log_weight, 600.0))
                 bounded = min(weight, chosen.high) if not chosen.masks else weight if chosen.low <= weight <= chosen.high else 0.0
                 assert float(found[row, column]) == pytest.approx(bounded, rel=1e-4, abs=1e-8)
@@ -126,7 +130,7 @@ def test_masked_tokens_stay_in_what_a_step_is_divided_by(aggregate):
     arguments = {"aggregate": aggregate, "max_tokens": 4}
     plain, before = batch_loss(logprobs, batch, **arguments)
     loss, after = batch_loss(logprobs, batch, correction="mis", **arguments)
-    assert after["denominator"] == before["denominator"]
+    assert after["tokens"] == before["tokens"]  # what is divided by is the learner's count of the loss mask
     loss.backward()
     assert (logprobs.grad != 0).tolist() == [[False, True, True, True], [False] * 4]
     summary = summarise(after)
@@ -146,33 +150,67 @@ def test_no_correction_weighs_the_divergence_from_the_reference():
 # ---- what a configuration means
 
 
-def config_of(*, mode="one_step_off", per_version=1, **algorithm):
+def config_of(*, mode="one_step_off", per_version=1, dtype="float32", trainer="float32", **algorithm):
     return from_table({
-        "run": {"steps": 4}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}, "rollout": {"engine": "vllm"},
-        "schedule": {"mode": mode, "steps_per_version": per_version}, "algorithm": algorithm,
+        "run": {"steps": 4}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}, "rollout": {"engine": "vllm", "dtype": dtype},
+        "trainer": {"dtype": trainer}, "schedule": {"mode": mode, "steps_per_version": per_version}, "algorithm": algorithm,
     })  # fmt: skip
 
 
-@pytest.mark.parametrize(("given_", "proximal", "correction"), [
-    ({"mode": "pipelined"}, "current", "none"),
-    ({"mode": "pipelined", "per_version": 2}, "behaviour", "none"),
-    ({}, "behaviour", "none"),
-    ({"mode": "in_flight", "loss": "cispo"}, "behaviour", "none"),
-    ({"per_version": 2}, "behaviour", "none"),
-    ({"correction": "icepop"}, "current", "icepop"),
-    ({"correction": "mis", "per_version": 2}, "snapshot", "mis"),
-    ({"proximal": "current"}, "current", "tis"),
-    ({"proximal": "snapshot", "per_version": 2}, "snapshot", "tis"),
-    ({"proximal": "snapshot", "per_version": 2, "mode": "pipelined"}, "snapshot", "none"),
-    ({"proximal": "current", "correction": "none"}, "current", "none"),
-    ({"loss": "gspo"}, "current", "sequence_tis"),
-    ({"loss": "gspo", "per_version": 2}, "snapshot", "sequence_tis"),
-    ({"loss": "gspo", "mode": "pipelined", "per_version": 2}, "behaviour", "none"),
-])  # fmt: skip
-def test_what_is_left_out_follows_from_the_schedule_and_is_corrected_once(given_, proximal, correction):
+def recorded_before_editions(config):
+    """The configuration as a record has it that was written before `algorithm.defaults` and `algorithm.clip_dual` were keys."""
+    table = json.loads(to_json(config))
+    for key in ("defaults", "clip_dual"):
+        del table["algorithm"][key]
+    return from_json(json.dumps(table))
+
+
+# ((what is given), (proximal, correction), (the same of a record without an edition))
+DEFAULTS = [
+    ({"mode": "pipelined"}, ("current", "none"), ("current", "none")),
+    ({"mode": "pipelined", "dtype": "bfloat16"}, ("current", "tis"), ("current", "none")),
+    ({"mode": "synchronous", "trainer": "bfloat16"}, ("current", "tis"), ("current", "none")),
+    ({"mode": "pipelined", "per_version": 2}, ("behaviour", "none"), ("behaviour", "none")),
+    ({"mode": "pipelined", "per_version": 2, "dtype": "bfloat16"}, ("snapshot", "tis"), ("behaviour", "none")),
+    ({"mode": "pipelined", "dtype": "bfloat16", "correction": "none"}, ("current", "none"), ("current", "none")),
+    ({}, ("current", "tis"), ("behaviour", "none")),
+    ({"correction": "none"}, ("behaviour", "none"), ("behaviour", "none")),
+    ({"mode": "in_flight"}, ("current", "tis"), ("behaviour", "none")),
+    ({"mode": "bounded", "per_version": 4}, ("snapshot", "tis"), ("behaviour", "none")),
+    ({"mode": "in_flight", "loss": "cispo"}, ("behaviour", "none"), ("behaviour", "none")),
+    ({"mode": "in_flight", "loss": "cispo", "correction": "tis"}, ("current", "tis"), ("current", "tis")),
+    ({"mode": "pipelined", "loss": "cispo", "dtype": "bfloat16"}, ("behaviour", "none"), ("current", "none")),
+    ({"correction": "icepop"}, ("current", "icepop"), ("current", "icepop")),
+    ({"correction": "mis", "per_version": 2}, ("snapshot", "mis"), ("snapshot", "mis")),
+    ({"proximal": "current"}, ("current", "tis"), ("current", "tis")),
+    ({"proximal": "behaviour"}, ("behaviour", "none"), ("behaviour", "none")),
+    ({"proximal": "snapshot", "per_version": 2}, ("snapshot", "tis"), ("snapshot", "tis")),
+    ({"proximal": "snapshot", "per_version": 2, "mode": "pipelined"}, ("snapshot", "none"), ("snapshot", "none")),
+    ({"proximal": "current", "correction": "none"}, ("current", "none"), ("current", "none")),
+    ({"loss": "gspo"}, ("current", "geometric_tis"), ("current", "sequence_tis")),
+    ({"loss": "gspo", "per_version": 2}, ("snapshot", "geometric_tis"), ("snapshot", "sequence_tis")),
+    ({"loss": "gspo", "mode": "pipelined"}, ("current", "none"), ("current", "none")),
+    ({"loss": "gspo", "mode": "pipelined", "per_version": 2}, ("snapshot", "none"), ("behaviour", "none")),
+    ({"loss": "gspo", "mode": "pipelined", "trainer": "bfloat16"}, ("current", "geometric_tis"), ("current", "none")),
+]
+
+
+@pytest.mark.parametrize(("given_", "now"), [row[:2] for row in DEFAULTS])
+def test_what_is_left_out_follows_from_the_schedule_and_is_corrected_once(given_, now):
     config = config_of(**given_)
-    assert (config.proximal, config.correction) == (proximal, correction)
+    assert (config.proximal, config.correction) == now
     assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(("given_", "now", "before"), DEFAULTS)
+def test_a_record_without_an_edition_of_the_defaults_means_what_it_meant(given_, now, before):
+    config = recorded_before_editions(config_of(**given_))
+    assert (config.proximal, config.correction) == before
+    assert (config.clip_dual, config.counts_untrained) == (None, False)
+    assert from_json(to_json(config)) == config
+    assert override(config, ["run.seed=1"]).proximal == before[0]  # a fork or a what-if keeps the edition
+    renewed = override(config, ["algorithm.defaults=2"])
+    assert (renewed.proximal, renewed.correction) == now
 
 
 @pytest.mark.parametrize(("loss", "expected"), [
@@ -185,6 +223,8 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     config = config_of(loss=loss)
     assert (config.clip_low, config.clip_high, config.aggregate, config.advantage) == expected
     assert config_of(loss=loss, clip_low=0.5).clip_low == 0.5
+    assert config.clip_dual == (None if loss == "cispo" else 3.0)
+    assert config_of(loss=loss, clip_dual=0.0).clip_dual is None
 
 
 @pytest.mark.parametrize(("settings_", "message"), [
@@ -192,9 +232,12 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     ({"proximal": "behaviour", "correction": "icepop", "per_version": 2}, "set algorithm.proximal = 'snapshot'"),
     ({"proximal": "current", "per_version": 2}, "'current' needs schedule.steps_per_version = 1, not 2; use 'snapshot'"),
     ({"proximal": "snapshot"}, "'snapshot' is the current policy at schedule.steps_per_version = 1; use 'current'"),
-    ({"correction_high": 2.0}, "correction_high: 2.0 bounds nothing without a correction"),
+    ({"correction_high": 2.0, "mode": "pipelined"}, "correction_high: 2.0 bounds nothing without a correction"),
     ({"correction": "none", "correction_low": 0.5}, "correction_low: 0.5 bounds nothing without a correction"),
     ({"correction": "tis", "correction_low": 0.5}, "'tis' cuts from above only.*correction = 'mis'"),
+    ({"correction": "geometric_tis", "correction_low": 0.5}, "'geometric_tis' cuts from above only.*correction = 'geometric_mis'"),
+    ({"clip_dual": 1.1}, "clip_dual: 1.1 lies within the clip range, which ends at 1.2; use more"),
+    ({"clip_dual": 3.0, "loss": "cispo"}, "clip_dual: 3.0 has no use with 'cispo', which cuts every ratio at 5"),
     ({"correction": "mis", "correction_low": 1.5}, "algorithm.correction_low = 1.5"),
     ({"correction": "mis", "correction_high": 0.5}, "algorithm.correction_high = 0.5"),
     ({"correction": "mis", "correction_high": math.inf}, "algorithm.correction_high = inf"),
@@ -210,7 +253,8 @@ def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_,
 
 @pytest.mark.parametrize(("algorithm", "expected"), [
     ({"loss": "gspo"},
-     {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean", "correction": "sequence_tis"}),
+     {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean", "correction": "geometric_tis"}),
+    ({"mode": "pipelined", "per_version": 2}, {"clip_dual": 3.0, "aggregate": "sequence_mean"}),
     ({"loss": "cispo"}, {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
     ({"correction": "icepop", "correction_high": 1.5, "loss": "dapo"},
      {"clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean", "correction": "icepop", "correction_high": 1.5}),
@@ -218,7 +262,7 @@ def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_,
 def test_what_is_configured_is_what_a_step_computes(algorithm, expected):
     objective = Objective.of(config_of(**algorithm))
     batch = batch_of([[1, 1, 1], [1, 0, 1]], behaviour=-1.0, advantages=[1.0, -2.0])
-    logprobs = torch.tensor([[-1.1, -0.2, -0.5], [-0.7, -1.0, -2.0]])
+    logprobs = torch.tensor([[-1.1, -0.2, -0.5], [2.7, -1.0, -2.0]])
     near = batch.behaviour_logprobs if objective.proximal == "behaviour" else logprobs.numpy()
     loss, stats = objective.batch_loss(logprobs, batch, proximal=near)
     same, same_stats = batch_loss(logprobs, batch, proximal=near, **expected)

@@ -18,9 +18,10 @@ from penstock.pipeline.algorithms.losses import (
     summarise,
     token_weights,
 )
-from penstock.pipeline.algorithms.registry import AGGREGATES
+from penstock.pipeline.algorithms.registry import AGGREGATES, CORRECTIONS
 from penstock.pipeline.learner.training_samples import denominator
 from tests.support.loss_batches import batch_of
+from tests.support.trainer_alone import group_of
 
 LOG2 = math.log(2.0)
 
@@ -76,7 +77,7 @@ def test_autograd_agrees_with_finite_differences(aggregate):
     mask = torch.tensor(random.random((3, 4)) < 0.7)
     logprobs, near, reference = (torch.tensor(random.normal(size=(3, 4)) * 0.5 - 1) for _ in range(3))
     advantages = torch.tensor(random.normal(size=3))
-    weights, _ = token_weights(mask, aggregate=aggregate, max_tokens=7)
+    weights = token_weights(mask, aggregate=aggregate, max_tokens=7)
 
     def loss(current):
         per_token, _ = policy_loss(current, near, advantages, mask, clip_low=0.2, clip_high=0.28)
@@ -101,7 +102,7 @@ def test_wild_values_outside_the_mask_change_nothing(surrogate):
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_every_surrogate_at_ratio_one_has_the_plain_policy_gradient(surrogate, aggregate):
     current, batch = random_batch(4)
-    weights, _ = token_weights(torch.tensor(batch.completion_mask), aggregate=aggregate, max_tokens=7)
+    weights = token_weights(torch.tensor(batch.completion_mask), aggregate=aggregate, max_tokens=7)
     for proximal in (None, current.numpy()):
         logprobs = current.clone().requires_grad_()
         loss, stats = batch_loss(
@@ -111,6 +112,22 @@ def test_every_surrogate_at_ratio_one_has_the_plain_policy_gradient(surrogate, a
         torch.testing.assert_close(logprobs.grad, -torch.tensor(batch.advantages)[:, None] * weights)
         assert stats["clip_fraction_sum"] == 0.0
         assert loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "expected", "gradient"), [
+    (100.0, -2.0, 6.0, 0.0),  # without the bound: 200
+    (2.5, -2.0, 5.0, 5.0),
+    (0.5, -2.0, 1.6, 0.0),  # the lower clip range goes on as before
+    (100.0, 2.0, -2.4, 0.0),
+])  # fmt: skip
+@pytest.mark.parametrize("surrogate", [policy_loss, gspo_loss])
+def test_the_dual_clip_bounds_what_a_bad_token_that_became_likely_can_do(surrogate, ratio, advantage, expected, gradient):
+    logprobs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    mask, bounds = torch.ones(1, 1, dtype=torch.bool), {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}
+    loss, stats = surrogate(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), mask, **bounds)
+    loss.sum().backward()
+    assert (loss.item(), logprobs.grad.item()) == (pytest.approx(expected, rel=1e-5), pytest.approx(gradient, rel=1e-5))
+    assert stats["clip_fraction_sum"] == (gradient == 0.0)
 
 
 # ---- sequence ratios and clipped weights
@@ -186,7 +203,7 @@ EXTREMES = st.sampled_from([-1e4, -800.0, -80.0, -1.0, 0.0, 1.0, 80.0, 800.0, 1e
 @given(
     st.lists(st.tuples(EXTREMES, st.booleans(), st.sampled_from([-3.0, 0.0, 3.0])), min_size=1, max_size=6),
     st.sampled_from([*SURROGATES]),
-    st.sampled_from(["none", "tis", "sequence_tis", "mis", "sequence_mis", "icepop"]),
+    st.sampled_from(["none", *CORRECTIONS]),
     st.sampled_from(AGGREGATES),
 )
 def test_extreme_log_ratios_empty_masks_and_single_tokens_give_finite_numbers(rows, surrogate, correction, aggregate):
@@ -245,7 +262,8 @@ def test_the_effective_sample_size_is_of_unclamped_weights():
 def test_statistics_worked_out_by_hand_and_added_over_micro_batches():
     on_policy = batch_loss(torch.zeros(1, 2), batch_of([[1, 0]]))[1]
     moved = batch_loss(torch.full((1, 2), LOG2), batch_of([[1, 1]]), proximal=np.zeros((1, 2), np.float32))[1]
-    total = summarise(add_stats([on_policy | {"loss_sum": -1.0, "entropy_sum": 3.0}, moved | {"loss_sum": -2.4, "entropy_sum": 6.0}]))
+    parts = [on_policy | {"loss_sum": -1.0, "entropy_sum": 3.0}, moved | {"loss_sum": -2.4, "entropy_sum": 6.0}]
+    total = summarise(add_stats(parts) | {"denominator": 3.0})
     assert total == pytest.approx({
         "tokens": 3, "clip_fraction": 2 / 3, "clip_fraction_low": 0.0, "clip_fraction_high": 2 / 3, "ratio": 5 / 3,
         "kl": 2 * (1 - LOG2) / 3, "kl_behaviour_k1": -2 * LOG2 / 3, "kl_behaviour_k3": 2 * (1 - LOG2) / 3,
@@ -259,13 +277,22 @@ def test_statistics_worked_out_by_hand_and_added_over_micro_batches():
 MASK = [[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(("aggregate", "first", "second", "count"), [
-    ("token_mean", 1.0, 1.0, 4.0), ("sequence_mean", 1 / 3, 1.0, 2.0), ("constant", 0.1, 0.1, 2.0),
+@pytest.mark.parametrize(("aggregate", "first", "second"), [
+    ("token_mean", 1.0, 1.0), ("sequence_mean", 1 / 3, 1.0), ("constant", 0.1, 0.1),
 ])  # fmt: skip
-def test_token_weights_worked_out_by_hand(aggregate, first, second, count):
-    weights, contribution = token_weights(torch.tensor(MASK, dtype=torch.bool), aggregate=aggregate, max_tokens=10)
+def test_token_weights_worked_out_by_hand(aggregate, first, second):
+    weights = token_weights(torch.tensor(MASK, dtype=torch.bool), aggregate=aggregate, max_tokens=10)
     np.testing.assert_allclose(weights, np.float32([[first] * 3 + [0], [second, 0, 0, 0], [0] * 4]), rtol=1e-6)
-    assert contribution == count == denominator(np.array(MASK, bool), aggregate=aggregate)
+
+
+@pytest.mark.parametrize(("aggregate", "counts", "expected"), [
+    ("token_mean", True, 4.0), ("sequence_mean", True, 4.0), ("constant", True, 4.0),
+    ("token_mean", False, 4.0), ("sequence_mean", False, 2.0), ("constant", False, 2.0),
+])  # fmt: skip
+def test_a_step_is_divided_by_all_samples_of_its_plan_those_that_are_not_trained_too(aggregate, counts, expected):
+    plan = [group_of(0, version=0), group_of(1, version=0)]  # two samples each, one of the four is trained nowhere
+    masks = [np.array(MASK[:1], bool), np.array(MASK[1:], bool)]
+    assert denominator(masks, plan, aggregate=aggregate, counts_untrained=counts) == expected
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
@@ -289,7 +316,6 @@ def test_a_step_cut_into_micro_batches_has_the_loss_of_the_whole(seed, aggregate
     pieces = [part(slice(0, cut)), part(slice(cut, None))]
     assert sum(float(loss) for loss, _ in pieces) == pytest.approx(float(whole), abs=1e-5)
     assert add_stats(stats for _, stats in pieces) == pytest.approx(stats, abs=1e-5)
-    assert stats["denominator"] == denominator(batch.completion_mask, aggregate=aggregate)
 
 
 def test_kl_sits_in_the_loss_with_its_coefficient():
@@ -308,13 +334,13 @@ def test_an_unknown_surrogate_or_correction_is_named():
     logprobs, batch = random_batch(0)
     with pytest.raises(ValueError, match=r"'ppo'.*clip, gspo, cispo"):
         batch_loss(logprobs, batch, surrogate="ppo")
-    with pytest.raises(ValueError, match=r"'is'.*tis, sequence_tis, mis, sequence_mis, icepop"):
+    with pytest.raises(ValueError, match=r"'is'.*tis, sequence_tis, mis, sequence_mis, geometric_tis, geometric_mis, icepop"):
         batch_loss(logprobs, batch, correction="is")
 
 
 @pytest.mark.parametrize("call", [
     lambda: token_weights(torch.ones(1, 1, dtype=torch.bool), aggregate="mean", max_tokens=1),
-    lambda: denominator(np.ones((1, 1), bool), aggregate="mean"),
+    lambda: denominator([np.ones((1, 1), bool)], [], aggregate="mean", counts_untrained=True),
 ])  # fmt: skip
 def test_an_unknown_aggregation_is_named(call):
     with pytest.raises(ValueError, match=r"'mean'.*token_mean, sequence_mean, constant"):

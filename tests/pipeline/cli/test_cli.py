@@ -17,6 +17,9 @@ from penstock.pipeline import cli
 from penstock.pipeline.cli import app, sql
 from penstock.pipeline.cli import broker as brokers
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
+from penstock.pipeline.cli.options import security_settings
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.security import credentials
 from tests.support.paths import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -263,13 +266,32 @@ def test_every_example_passes_a_dry_run(file: Path) -> None:
 
 
 def test_security_settings_come_from_words_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.pipeline.cli.options import security_settings
-    from penstock.pipeline.config.load import ConfigError
-
     monkeypatch.setenv("PENSTOCK_SECURITY", '{"sasl_plain_username": "ann", "sasl_mechanism": "PLAIN"}')
-    assert security_settings(["sasl_mechanism=SCRAM-SHA-512"]) == {"sasl_plain_username": "ann", "sasl_mechanism": "SCRAM-SHA-512"}
+    given = security_settings(["sasl_mechanism=SCRAM-SHA-512"])
+    assert credentials(given) == {"sasl_plain_username": "ann", "sasl_mechanism": "SCRAM-SHA-512"}
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         security_settings(["nonsense"])
+    monkeypatch.setenv("PENSTOCK_SECURITY", "hush")
+    with pytest.raises(ConfigError, match="PENSTOCK_SECURITY is not JSON"):
+        credentials({})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status", "latest", "--security", "sasl_plain_password=hush"],
+        ["run", "CONFIG", "--dry-run", "--set", "kafka.security.ssl_password=hush"],
+        ["run", "CONFIG", "--dry-run", "--set", "mlflow.tracking_uri=https://me:hush@host/"],
+    ],
+)
+def test_a_password_on_the_command_line_or_in_the_configuration_is_refused_unsaid(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([config(tmp_path) if word == "CONFIG" else word for word in words]) == USAGE
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert ("PENSTOCK_SECURITY" in told) or ("MLFLOW_TRACKING_PASSWORD" in told)
+    assert "hush" not in told
 
 
 def test_the_version_is_that_of_the_wheel() -> None:

@@ -55,6 +55,22 @@ def test_the_filter_looks_at_rewards_after_the_penalty() -> None:
     assert judged((0.0, 1.0, 0.0, 1.0), finishes=cut, **settings).outcome == "filtered"
 
 
+@pytest.mark.parametrize(
+    ("finishes", "truncated", "outcome"),
+    [
+        (("length",) * 4, "mask", "filtered"),
+        (("length",) * 4, "train", "scored"),
+        (("length", "length", "length", "stop"), "mask", "scored"),
+        (("abort", "length", "length", "abort"), "mask", "filtered"),
+    ],
+)
+def test_a_group_without_a_trained_token_is_filtered_with_that_reason(finishes: tuple[str, ...], truncated: str, outcome: str) -> None:
+    found = judged(finishes=finishes, truncated=truncated)
+    assert found.outcome == outcome
+    assert ("no sample has a trained token" in (found.reason or "")) == (outcome == "filtered")
+    assert [sample.reward for sample in found.samples] == list(REWARDS)
+
+
 def test_an_outcome_holds_all_that_a_later_reader_needs_of_its_prompt() -> None:
     prompt = prompts.decode(Teller().group(list(REWARDS), version=3)[0].value)
     reward = RewardSection(functions=["exact_match", "length"])

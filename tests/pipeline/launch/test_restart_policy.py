@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.infra.errors import BackendError, Fenced, LogUnreachable, Unrecoverable
 from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.envs.datasets.rows import DataError
 from penstock.pipeline.launch.restart_policy import (
     LONGEST_PAUSE_S,
     Death,
@@ -85,8 +87,10 @@ def test_nothing_is_started_again_when_that_cannot_help_or_is_not_wanted():
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (ValueError("sampling.top_p = 3"), 2),
         (ConfigError("no such key"), 2),
+        (PluginError("own.py has no function f"), 2),
+        (DataError("train.jsonl:17 has no prompt"), 2),
+        (ValueError("operands could not be broadcast together"), 1),
         (Unrecoverable("step 3 repeated gave other bits"), 2),
         (Fenced("another process writes as r.trainer"), 2),
         (LogUnreachable("no broker answers"), 1),

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from penstock.infra.errors import PenstockError
+from penstock.infra.kafka.settings import Connection
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.launch import run_lock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
@@ -43,7 +44,7 @@ class CheapSupervisor(Supervisor):
 
 def crew_of(directory: Path, *, said: list[str], programs: dict[str, str] | None = None, **run: Any) -> CheapSupervisor:
     table = {"run": {"steps": 1, **run}, "model": {"path": "m"}, "data": {"source": "tiny:successor"}, "rollout": {"workers": 1}}
-    crew = CheapSupervisor("r", "127.0.0.1:1", from_table(table), directory, said.append)
+    crew = CheapSupervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), directory, said.append)
     crew.programs = programs or {}
     return crew
 

@@ -327,7 +327,7 @@ def test_a_run_followed_by_three_trackers_is_one_mlflow_run_without_double_point
     assert [(step, value) for step, _, value in history("reward")] == [(step, pytest.approx(step / 4)) for step in range(STEPS)]
     assert [step for step, _, _ in history("eval/greedy_accuracy")] == [0, STEPS]
     assert run.data.params["schedule.prompts_per_step"] == "2"
-    assert run.data.params["kafka.security.sasl_plain_password"] == "***"
+    assert not [name for name in run.data.params if "security" in name]
     assert run.data.tags["penstock.git"] == "abc123"
     artifacts = tmp_path / "state" / "mlartifacts"
     assert {path.name for path in artifacts.rglob("*") if path.is_file()} == {"config.json", "report.html", "report.json", "report.txt"}

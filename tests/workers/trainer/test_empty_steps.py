@@ -1,0 +1,55 @@
+"""A step whose groups hold no trained token is committed without an update, and every reader agrees on it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.observe.explain import as_json, text
+from penstock.pipeline.observe.report.summary import collect
+from penstock.pipeline.observe.report.text import as_text
+from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.train.steps import Asked
+from penstock.pipeline.replay.train.verify import Replayed, replay
+from tests.support.crew import audited
+from tests.support.trainer_alone import config_for, group_of, trained, written
+
+MaskedRun = tuple[MemoryLog, str, dict[str, Any]]
+
+
+@pytest.fixture
+def masked_run(run_id: str, tiny_model: Path, tmp_path: Path) -> MaskedRun:
+    """Every sample ran out of tokens and is masked; the trainer dies once after a step and once in recovery."""
+    log = MemoryLog()
+    config = config_for(tiny_model, tmp_path, algorithm={"truncated": "mask"}, trainer={"lr_schedule": "linear"})
+    written(log, run_id, config, [group_of(number, version=max(0, number // 2 - 1)) for number in range(12)])
+    return log, run_id, trained(log, run_id, "ledger.step.after:5", "recovery.repeated:1")
+
+
+def test_a_run_without_a_trained_token_ends_with_the_weights_it_began_with(masked_run: MaskedRun) -> None:
+    log, run, outcome = masked_run
+    assert outcome["status"] == "finished"
+    assert outcome["kinds"] == {"run-opened": 1, "step": 6, "version": 7, "run-closed": 1}
+    assert len({digest for _, digest in outcome["versions"]}) == 1
+    for entry in read_past(log, run).steps:
+        assert (entry.boundaries, entry.metrics["trained_samples"], entry.metrics["samples"]) == ((), 0.0, 4.0)
+        assert (entry.metrics["loss"], entry.metrics["grad_norm"]) == (0.0, 0.0)
+    violated = {result.check.name for result in audited(log, run).results if result.violations}
+    assert violated <= {"group-samples", "prompt-arithmetic"}  # nobody drew the samples of this run, and no feeder admitted its prompts
+
+
+def test_report_explain_and_replay_say_that_a_step_was_empty(masked_run: MaskedRun) -> None:
+    log, run, _ = masked_run
+    report = collect(log, run)
+    assert report["empty_steps"] == 6
+    assert "6 of 6 steps had no trained token and left the weights as they were" in as_text(report)
+    life = as_json.explain(log, run, 3, say=lambda _: None)
+    assert life["fate"] == "trained"
+    assert {sample["trained"] for sample in life["samples"]} == {"out of tokens, algorithm.truncated = mask"}
+    assert "the step has no trained token: it left the weights as they were" in text.as_page(life)
+    recording, result = Recording.open(log, run), Replayed(run)
+    replay(recording, Asked(), result=result, say=lambda _: None)
+    recording.close()
+    assert (result.matching, result.first, result.whole) == (6, None, True)
