@@ -41,8 +41,9 @@ def summary(
 ) -> dict[str, float]:
     """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a prompt whose reward broke is None.
 
-    Such a prompt's completions are counted in `n_failed` and are in nothing else. `greedy` scores one completion a prompt, `sampled` so many `samples`; `names` are those of the reward functions. A completion whose
-    reward reaches the threshold is solved. avg@k's interval is over prompts, whose k samples are not independent.
+    Such a prompt's completions are counted in `n_failed` and are in nothing else. `greedy` scores one completion a prompt, `sampled`
+    so many `samples`; `names` are those of the reward functions. A completion whose reward reaches the threshold is solved. avg@k's
+    interval is over prompts, whose k samples are not independent.
     """
     failed = sum(score is None for score in greedy) + samples * sum(score is None for score in sampled)
     values = {"n": float(len(greedy)), "samples": float(samples), "n_failed": float(failed)}
