@@ -8,7 +8,7 @@ from collections.abc import Callable
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import CORRECTIONS
-from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.config.run_config import Config, source_name
 from penstock.pipeline.scheduling.schedule import MODES
 
 Check = Callable[[Config], str | None]
@@ -117,6 +117,20 @@ def _reward_weights(config: Config) -> str | None:
     return None
 
 
+def _eval_weights(config: Config) -> str | None:
+    weights, functions = config.eval.weights, config.eval.functions
+    if weights is not None and len(weights) != len(functions or ()):
+        return f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions"
+    return None
+
+
+def _eval_sources(config: Config) -> str | None:
+    names = [source_name(source) for source in config.eval_sources]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        return f"eval.source: two sources would both be called {repeated!r} in the measurements; rename one"
+    return None
+
+
 def _initial_state(config: Config) -> str | None:
     if (config.trainer.initial_state is None) != (config.trainer.initial_steps == 0):
         return "trainer.initial_state: goes with trainer.initial_steps, the optimizer steps behind it; `penstock fork` sets both"
@@ -135,7 +149,7 @@ def _backend(config: Config) -> str | None:
 
 
 def _early_stopping(config: Config) -> str | None:
-    if (config.eval.target is not None or config.eval.patience is not None) and config.eval.source is None:
+    if (config.eval.target is not None or config.eval.patience is not None) and not config.eval_sources:
         return "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
     return None
 
@@ -153,6 +167,8 @@ CHECKS: tuple[Check, ...] = (
     _clip_dual,
     _samples,
     _reward_weights,
+    _eval_weights,
+    _eval_sources,
     _initial_state,
     _partitions,
     _backend,

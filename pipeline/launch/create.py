@@ -70,10 +70,9 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         check(dataset, also=renderer.render)
         scoring = rewards.resolve(config.reward.functions, config.reward.weights)
         scoring.check(dataset[0].columns)
-        if config.eval.source is not None:
-            held_out = open_eval_data(config)
+        for held_out in open_eval_data(config).values():
             check(held_out, also=renderer.render)
-            scoring.check(held_out[0].columns)
+            rewards.resolve(config.eval_reward.functions, config.eval_reward.weights).check(held_out[0].columns)
         for function in (config.algorithm.loss, config.advantage):
             if ":" in function:
                 source_digest(function)
