@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics import dead_letters, groups, ledger, metrics, owners, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.samples import SAMPLE_FIELDS
 from penstock.topics.wire.record import Outgoing
@@ -25,7 +25,7 @@ CODECS = {
     codec.name: codec.schema
     for codec in (
         prompts.CODEC, rollouts.CODEC, groups.CODEC, ledger.CODEC, weights.CODEC, weights.CHUNK_CODEC, metrics.CODEC, dead_letters.CODEC,
-        runs.CODEC,
+        owners.CODEC, runs.CODEC,
     )
 }  # fmt: skip
 
