@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.infra.ownership import SILENT_S, Place
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.config.schema import KafkaSection
@@ -29,6 +28,7 @@ from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.run_status import closing
 from penstock.pipeline.runtime.factories import check_engine
+from penstock.pipeline.runtime.ownership import SILENT_S, Place
 from penstock.pipeline.runtime.run_registry import find, mark
 from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.ownership import new_token
+from penstock.pipeline.runtime.ownership import new_token
 
 PIDS = "workers.json"
 LOCK = "launcher.lock"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from penstock.infra.ownership import ENDED, TOKEN, new_token
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Death
 from penstock.pipeline.observe.run_view_types import WorkerView
+from penstock.pipeline.runtime.ownership import ENDED, TOKEN, new_token
 
 LAST_WORDS = 12
 """Lines of a dead worker's log that are shown."""

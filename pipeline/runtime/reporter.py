@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from penstock.infra.log import Log, Producer
-from penstock.infra.ownership import new_token
+from penstock.pipeline.runtime.ownership import new_token
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 

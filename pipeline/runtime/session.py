@@ -17,10 +17,10 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Producer, Transactions
-from penstock.infra.ownership import Place, given_token, new_token
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
+from penstock.pipeline.runtime.ownership import Place, given_token, new_token
 from penstock.pipeline.runtime.reporter import Reporter, say
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.scheduling.schedule import Schedule

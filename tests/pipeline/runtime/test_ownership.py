@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock.infra import ownership
 from penstock.infra.errors import Fenced
 from penstock.infra.memory.log import MemoryLog
-from penstock.infra.ownership import Place, given_token, new_token
+from penstock.pipeline.runtime import ownership
+from penstock.pipeline.runtime.ownership import Place, given_token, new_token
 from penstock.topics.catalogue import topics_of
 from penstock.topics.wire.record import Outgoing
 
