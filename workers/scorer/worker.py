@@ -38,7 +38,7 @@ def main(session: Session) -> None:
     session.check_model()
     topics = [session.topic("prompts"), session.topic("rollouts")]
     follower = LedgerFollower(session.log, session.run)
-    transactions = session.log.transactions(f"{session.run}.{session.worker}")
+    transactions = session.transactions()
     reward = config.reward
     pool: ChildPool[int] = ChildPool(
         CHILD, init=spec(reward.functions, reward.weights), size=config.scorer.processes, timeout_s=reward.timeout_s
