@@ -160,6 +160,9 @@ class AlgorithmSection(Section):
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None, description="the correction's own bound if absent"
     )
+    combine: Literal["rewards", "advantages"] = Field(
+        "rewards", description="whether the rewards of several functions are summed, or the advantages that each gives"
+    )
     filter_zero_variance: bool = True
     truncated: Literal["train", "mask", "penalise"] = "train"
     truncated_penalty: float = Field(

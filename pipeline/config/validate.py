@@ -104,6 +104,25 @@ def _clip_dual(config: Config) -> str | None:
     return None
 
 
+def _own_loss(config: Config) -> str | None:
+    algorithm = config.algorithm
+    if ":" in algorithm.loss and algorithm.aggregate is None and algorithm.defaults > 1:
+        return (
+            "algorithm.aggregate: is required with an own loss, whose sum the learner divides: 'token_mean' by the step's trained tokens, "
+            "'sequence_mean' or 'constant' by its samples"
+        )
+    return None
+
+
+def _combine(config: Config) -> str | None:
+    if config.algorithm.combine == "advantages" and config.algorithm.truncated == "penalise":
+        return (
+            "algorithm.truncated: 'penalise' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; add "
+            "'soft_overlong' to reward.functions"
+        )
+    return None
+
+
 def _samples(config: Config) -> str | None:
     if config.schedule.samples_per_prompt == 1:
         return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2"
@@ -165,6 +184,8 @@ CHECKS: tuple[Check, ...] = (
     _corrected_once,
     _correction_bounds,
     _clip_dual,
+    _own_loss,
+    _combine,
     _samples,
     _reward_weights,
     _eval_weights,

@@ -103,8 +103,9 @@ class Evaluator:
         held = [(name, row) for name, dataset in open_eval_data(config).items() for row in map(dataset.__getitem__, range(len(dataset)))]
         renderer = Renderer(config.model.path, chat_template=config.data.chat_template, max_prompt_tokens=config.data.max_prompt_tokens)
         rows = [(row, renderer.render(row)) for _, row in held]
-        reward = config.eval_reward
-        pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=1, timeout_s=reward.timeout_s)
+        reward, longest = config.eval_reward, config.eval.max_new_tokens or config.sampling.max_new_tokens
+        init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=longest)
+        pool: ChildPool[int] = ChildPool(CHILD, init=init, size=1, timeout_s=reward.timeout_s)
         return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, [name for name, _ in held])
 
     def evaluate(self, version: int, state: LedgerState) -> dict[str, float] | None:
@@ -129,8 +130,11 @@ class Evaluator:
             ]
             for index, completions in self._drawn(requests):
                 row, (text, _) = self.rows[index]
-                texts = [self.decoder.decode(completion.token_ids) for completion in completions]
-                self.pool.submit(index, payload(texts, prompt=text, messages=row.messages, columns=row.columns))
+                token_ids = [list(map(int, completion.token_ids)) for completion in completions]
+                texts, step = [self.decoder.decode(ids) for ids in token_ids], version * session.schedule.steps_per_version
+                self.pool.submit(
+                    index, payload(texts, prompt=text, messages=row.messages, columns=row.columns, completion_ids=token_ids, step=step)
+                )
             if session.stop.is_set():
                 return None
             scores[greedy] = self._scored()
