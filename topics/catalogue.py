@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 RUNS_TOPIC = "penstock.runs"
 TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
+"""What flows, and what is kept of it."""
+OWNERS = "owners"
+"""Who writes: of use only while the run is at work, so neither archived nor audited."""
 
 MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
 """A payload of 16 MiB with headers and framing: twice the largest piece that is written on purpose."""
@@ -21,6 +24,8 @@ _SETTINGS: dict[str, dict[str, str]] = {
     # Chunks of old versions are deleted on purpose; without the short delay their files would fill the disk for a minute more.
     "weights": {**_RECORD, "segment.bytes": str(WEIGHTS_SEGMENT_BYTES), "file.delete.delay.ms": "1000"},
     "dead-letters": {**_RECORD, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)},
+    # A record per writer and two seconds, of which the newest counts; compaction begins with the second segment.
+    OWNERS: {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "max.message.bytes": str(1 << 20)},
 }
 
 
@@ -54,7 +59,7 @@ def topic_name(run: str, topic: str) -> str:
     Example:
         topic_name("demo-1", "groups")  # -> "demo-1.groups"
     """
-    assert topic in TOPICS, topic
+    assert topic in (*TOPICS, OWNERS), topic
     return f"{run}.{topic}"
 
 
@@ -71,7 +76,7 @@ def topics_of(run: str, *, partitions: int, weight_partitions: int = 2) -> dict[
         raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
     counts = {"prompts": partitions, "rollouts": partitions, "groups": partitions, "weights": weight_partitions}
     specs = {}
-    for topic in TOPICS:
+    for topic in (*TOPICS, OWNERS):
         name = topic_name(run, topic)
         specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=dict(_SETTINGS.get(topic, _RECORD)))
     return specs

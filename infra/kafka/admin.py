@@ -32,7 +32,6 @@ class Holder(NamedTuple):
 
     producer_id: int
     epoch: int
-    timeout_ms: int
 
 
 class Admin:
@@ -185,7 +184,7 @@ class Admin:
         """The producer that took a transactional id last."""
         descriptions = self._ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
         described = descriptions[transactional_id]
-        return Holder(described.producer_id, described.producer_epoch, described.transaction_timeout_ms)
+        return Holder(described.producer_id, described.producer_epoch)
 
     def close(self) -> None:
         """Close the client; waits for nothing."""

@@ -23,7 +23,7 @@ from penstock.infra.kafka.tail import KafkaTail
 from penstock.infra.kafka.transactions import KafkaTransactions
 from penstock.infra.log import GIVE_UP_S, TRANSACTION_S, Partition, Start, StartAt
 from penstock.topics.catalogue import TopicSpec
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 
 _RUN_GAP = 64
 """Offsets further apart than this are fetched with a seek each, rather than by reading the records between them."""
@@ -132,18 +132,34 @@ class KafkaLog:
             linger_ms=linger_ms,
         )
 
+    def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
+        """The value of the newest record with this key, of all that was written when this is called; None if there is none."""
+        tail = self.tail({(topic, partition): "earliest"})
+        try:
+            return next((record.value for record in reversed(tail.read_to_end(undecided=True)) if record.key == key), None)
+        finally:
+            tail.close()
+
     def _patience_s(self, give_up_s: float | None) -> float:
         return min(self._contact.give_up_s if give_up_s is None else give_up_s, _LONGEST_S)
 
-    def transactions(self, transactional_id: str, *, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None) -> KafkaTransactions:
-        """A writer of transactions; it takes the id from any other process that holds it."""
+    def transactions(
+        self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
+    ) -> KafkaTransactions:
+        """A writer of transactions; it takes the id from any other process that holds it.
+
+        `claim` is written first. The newest record with its key says whose the id is: a writer whom the broker refuses goes on only
+        if that record is its own, without a claim never. So the claim's value must be of this process alone.
+        """
         return KafkaTransactions(
             self._connection,
             self._costs,
             self._contact,
             self._admin,
             lambda topic, partition, offset: bool(self._fetch(topic, partition, [offset], 10.0)),
+            self._newest,
             transactional_id=transactional_id,
+            claim=claim,
             timeout_s=timeout_s,
             give_up_s=self._patience_s(give_up_s),
         )

@@ -155,15 +155,12 @@ def producer(connection: Connection, *, give_up_s: float, linger_ms: float) -> d
     }
 
 
-def transactional(connection: Connection, *, transactional_id: str, timeout_s: float, mark_ms: int = 0) -> dict[str, Any]:
-    """Settings for writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass.
-
-    The broker remembers the time-out of whoever took the id last: `mark_ms`, up to two seconds more, tells instances apart.
-    """
+def transactional(connection: Connection, *, transactional_id: str, timeout_s: float) -> dict[str, Any]:
+    """Settings for writing transactions of `timeout_s` at most; the broker aborts an overdue one and lets readers pass."""
     return {
         **producer(connection, give_up_s=timeout_s, linger_ms=0),  # adding partitions takes a round trip, in which the records gather
         "transactional_id": transactional_id,
-        "transaction_timeout_ms": int(timeout_s * 1000) + mark_ms,
+        "transaction_timeout_ms": int(timeout_s * 1000),
         # With the default of 100 ms back-to-back transactions take 105-215 ms each, with 2 ms about 6-12 ms.
         "retry_backoff_ms": 2,
     }

@@ -87,11 +87,14 @@ class KafkaTail:
         self._meter.seconds += time.thread_time() - began
         return records
 
-    def read_to_end(self, timeout_s: float = 60.0) -> list[Record]:
-        """Everything up to the current ends; raises LogError when that takes longer than `timeout_s`, not counting outages."""
+    def read_to_end(self, timeout_s: float = 60.0, *, undecided: bool = False) -> list[Record]:
+        """Everything up to the current ends; raises LogError when that takes longer than `timeout_s`, not counting outages.
+
+        With `undecided`, what transactions have written that are open now belongs to it: their end is waited for.
+        """
         deadline = time.monotonic() + timeout_s
         held = [consumer.partition_of(tp) for tp in self._consumer.assignment()]
-        ends = self._admin.offsets(held, end=True, committed=self._committed)
+        ends = self._admin.offsets(held, end=True, committed=self._committed and not undecided)
         begins = self._admin.offsets(held, end=False, committed=self._committed)
         behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
         records: list[Record] = []

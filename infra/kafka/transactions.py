@@ -1,11 +1,10 @@
 """Writes records and group offsets together or not at all.
 
 The rule: a producer that met any error is never used again. Its successor takes the id only if no other process has, checks
-whether the last transaction was committed, and repeats it only when it certainly was not.
+whether the last transaction was committed, and repeats it only when it certainly was not. Whose the id is, the newest claim in the
+log says: after every renewal it is read again, before anything else is written.
 """
 
-import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +27,9 @@ from penstock.topics.wire.record import Outgoing
 Visible = Callable[[str, int, int], bool]
 """Returns whether a committed record is at (topic, partition, offset); raises LogError when that cannot be read."""
 
-_INSTANCES = itertools.count()
+Newest = Callable[[str, int, bytes | None], bytes | None]
+"""Returns the value of the newest committed record with (topic, partition, key); raises LogError when that cannot be read."""
+
 _FINAL = (*edge.NEVER_WRITTEN, *edge.REFUSED, ValueError, TypeError)
 """Errors that another attempt would meet again. All others are transient, even Fenced when only our own transaction took too long."""
 
@@ -43,22 +44,25 @@ class KafkaTransactions:
         contact: Contact,
         admin: Admin,
         visible: Visible,
+        newest: Newest,
         *,
         transactional_id: str,
+        claim: Outgoing | None,
         timeout_s: float,
         give_up_s: float,
     ) -> None:
-        self._connection, self._costs, self._admin, self._visible = connection, costs, admin, visible
+        self._connection, self._costs, self._admin = connection, costs, admin
+        self._visible, self._newest, self._claim = visible, newest, claim
         self._contact, self._wait = contact, Wait(contact)
         self._id, self._timeout_s, self._give_up_s = transactional_id, timeout_s, give_up_s
-        mark_ms = (os.getpid() * 37 + next(_INSTANCES)) % 2000
-        self._configs = settings.transactional(connection, transactional_id=transactional_id, timeout_s=timeout_s, mark_ms=mark_ms)
+        self._configs = settings.transactional(connection, transactional_id=transactional_id, timeout_s=timeout_s)
         self._meter = costs.meter("send_s")
         self._identity: Any = None
+        """Producer id and epoch as last known; None before the id was taken: then nobody else's epoch outlives ours."""
         self._kafka: Any = None
         self._fenced = False
         self._wait.begin()
-        self._open(time.monotonic() + give_up_s)
+        self._take_over(time.monotonic() + give_up_s)
         self._wait.answered()
 
     def commit(self, records: Sequence[Outgoing], *, offsets: Commits | None = None, member: Membership | None = None) -> list[int]:
@@ -150,46 +154,78 @@ class KafkaTransactions:
         self._costs.unwatch(private_api.io_thread(kafka))
         private_api.close_producer(kafka, 0)
 
+    def _take_over(self, deadline: float) -> None:
+        """Take the id from whoever has it, and write the claim under the fresh epoch, before anything else.
+
+        An attempt that fails begins again with another fresh epoch: until the claim stands, a writer that renews its own may come between.
+        """
+        while True:
+            self._open(deadline)
+            try:
+                if self._claim is not None:
+                    self._kafka.begin_transaction()
+                    send(self._kafka, self._claim).get(self._timeout_s)
+                    private_api.commit_transaction(self._kafka, self._timeout_s)
+                return
+            except (errors.KafkaError, ValueError, TypeError) as error:
+                cause = private_api.first_error(self._kafka) or error
+                self._drop()
+                self._identity = None
+                if isinstance(cause, _FINAL) or time.monotonic() > deadline:
+                    raise edge.translate(cause, f"cannot take over {self._id}") from cause
+                time.sleep(0.05)
+
     def _open(self, deadline: float) -> None:
         """Make the producer if there is none; waits for the broker until `deadline`, raises Fenced or LogUnreachable."""
-        fenced = Fenced(f"another process writes as {self._id} now: this one must stop")
-        if self._fenced:
-            raise fenced
         while self._kafka is None:
+            if self._fenced:
+                raise self._refusal()
             kafka: Any = None
             try:
                 kafka = edge.make(KafkaProducer, self._connection, self._configs)
                 private_api.init_transactions(kafka, self._identity, self._timeout_s)
-            except LogUnreachable:
-                if time.monotonic() > deadline:
-                    raise
-            except errors.ProducerFencedError as error:
-                private_api.close_producer(kafka, 0)
-                self._fenced = not self._took_it_ourselves()
-                if self._fenced:
-                    raise fenced from error
-            except errors.KafkaError as error:
-                private_api.close_producer(kafka, 0)
-                if time.monotonic() > deadline or isinstance(error, _FINAL):
-                    raise edge.translate(error, f"cannot write as {self._id}") from error
-                time.sleep(0.05)
+                self._require_own_claim()
+            except (errors.KafkaError, LogError) as error:
+                if kafka is not None:
+                    private_api.close_producer(kafka, 0)
+                self._open_failed(error, deadline)
             else:
                 self._kafka = kafka
                 self._costs.watch(private_api.io_thread(kafka), "io_s")
 
-    def _took_it_ourselves(self) -> bool:
-        """True if the broker refuses our identity only because it raised our epoch itself; then the id is ours again.
+    def _open_failed(self, error: errors.KafkaError | LogError, deadline: float) -> None:
+        """Return where another attempt may do, else raise."""
+        if isinstance(error, errors.ProducerFencedError):
+            self._adopt_own_epoch(error)
+        elif isinstance(error, LogError) and not isinstance(error, LogUnreachable):
+            raise error
+        if time.monotonic() > deadline or isinstance(error, _FINAL):
+            raise edge.translate(error, f"cannot write as {self._id}") from error
+        time.sleep(0.05)
+
+    def _adopt_own_epoch(self, error: errors.ProducerFencedError) -> None:
+        """Take the epoch that the broker has raised ours to, unless another process did that; then raise Fenced.
 
         A broker that dies between raising the epoch and answering leaves us with the old one, also after its restart.
         """
-        if self._identity is None:
-            return False
+        if self._claim is None or self._identity is None:
+            self._fenced = True
+            raise self._refusal() from error
+        self._require_own_claim()
         holder = self._admin.holder(self._id)
-        same = (holder.producer_id, holder.timeout_ms) == (self._identity.producer_id, self._configs["transaction_timeout_ms"])
-        if not same or holder.epoch <= self._identity.epoch:
-            return False
         self._identity = type(self._identity)(holder.producer_id, holder.epoch)
-        return True
+
+    def _require_own_claim(self) -> None:
+        """Raise Fenced for good unless the newest claim is ours; nothing to ask before ours is written."""
+        claim = self._claim
+        if claim is None or self._identity is None:
+            return
+        if self._newest(claim.topic, claim.partition, claim.key) != bytes(claim.value):
+            self._fenced = True
+            raise self._refusal()
+
+    def _refusal(self) -> Fenced:
+        return Fenced(f"another process writes as {self._id} now: this one must stop")
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Stop, within `timeout_s`."""

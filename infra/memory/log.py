@@ -114,10 +114,13 @@ class MemoryLog:
         return MemoryProducer(self._state)
 
     def transactions(
-        self, transactional_id: str, *, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
+        self, transactional_id: str, *, claim: Outgoing | None = None, timeout_s: float = TRANSACTION_S, give_up_s: float | None = None
     ) -> MemoryTransactions:
-        """A writer of transactions; it takes the id from any other that holds it."""
-        return MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
+        """A writer of transactions; it takes the id from any other that holds it, and writes `claim` first."""
+        writer = MemoryTransactions(self._state, transactional_id, markers_late_s=self._markers_late_s)
+        if claim is not None:
+            writer.commit([claim])
+        return writer
 
     def costs(self) -> dict[str, float]:
         """Zeros: the in-memory log costs no CPU time worth counting."""

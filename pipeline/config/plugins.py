@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+from urllib.parse import parse_qsl
 
 
 class PluginError(ValueError):
@@ -53,6 +55,19 @@ def split(spec: str) -> tuple[str, str]:
     return where, name
 
 
+def split_options(spec: str) -> tuple[str, dict[str, Any]]:
+    """The text before a question mark, and the options after it: numbers and true/false as such, everything else as text.
+
+    Example:
+        split_options("own.py:f?longest=8")  # -> ("own.py:f", {"longest": 8})
+    """
+    # In a glob `?` matches one character, so only text like name=value after it is taken for options.
+    plain, mark, query = spec.partition("?")
+    if not mark or not re.match(r"\w+=", query):
+        return spec, {}
+    return plain, {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
+
+
 def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
     """SHA-256 (hex) of the source that holds the function: of the file's bytes, before any of it runs.
 
@@ -66,7 +81,7 @@ def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
     try:
         module = importlib.util.find_spec(where)
     except (ImportError, ValueError) as error:
-        raise PluginError(f"{spec!r}: {_one_line(error)}") from error
+        raise PluginError(f"{spec!r}: {one_line(error)}") from error
     if module is None:
         raise _no_module(spec, where)
     if module.origin is None or not module.origin.endswith(".py"):
@@ -127,7 +142,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     # The border to a user's module: whatever it raises is told to them in one line.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise PluginError(f"{spec!r} fails while it is imported: {_one_line(error)}") from error
+        raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
     return module
 
 
@@ -138,9 +153,9 @@ def _load_module(spec: str, where: str, base_dir: str | Path | None) -> ModuleTy
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
             raise _no_module(spec, error.name) from error
-        raise PluginError(f"{spec!r} fails while it is imported: {_one_line(error)}") from error
+        raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{spec!r} fails while it is imported: {_one_line(error)}") from error
+        raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
 
 
 def _no_module(spec: str, missing: str) -> PluginError:
@@ -155,7 +170,19 @@ def _append_to_path(folder: str | Path | None) -> None:
         sys.path.append(text)
 
 
-def _one_line(error: BaseException) -> str:
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def one_line(error: BaseException) -> str:
+    """What a user's function raised, with the place in its file."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

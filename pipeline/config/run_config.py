@@ -1,5 +1,7 @@
 """A whole run's configuration as one object, with the numbers that follow from it."""
 
+import re
+
 from penstock.infra.engines.base import EngineKind
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import LOSSES, Loss
@@ -26,6 +28,15 @@ from penstock.pipeline.scheduling.schedule import Schedule, preset
 
 class ConfigError(ValueError):
     """A person's mistake in the configuration, in one line."""
+
+
+def source_name(source: str) -> str:
+    """What a data source is called among measurements.
+
+    Example:
+        source_name("hf:openai/gsm8k")  # -> "gsm8k"
+    """
+    return re.sub(r"[^\w.-]", "_", re.split(r"[/:]", source.removesuffix(".jsonl").removesuffix(".parquet"))[-1])
 
 
 class Config(Section):
@@ -97,6 +108,27 @@ class Config(Section):
     def counts_untrained(self) -> bool:
         """Whether samples that are not trained count in a step's denominator under `sequence_mean` and `constant`."""
         return self.algorithm.defaults > 1
+
+    @property
+    def eval_sources(self) -> list[str]:
+        """The held-out sources; none without an evaluator."""
+        source = self.eval.source
+        return [source] if isinstance(source, str) else source or []
+
+    @property
+    def eval_reward(self) -> RewardSection:
+        """The reward functions of evaluations: their own, else those of the run."""
+        if self.eval.functions is None:
+            return self.reward
+        return self.reward.model_copy(update={"functions": self.eval.functions, "weights": self.eval.weights})
+
+    @property
+    def eval_threshold(self) -> float:
+        """The reward from which a held-out completion counts as solved."""
+        if self.eval.threshold is not None:
+            return self.eval.threshold
+        reward = self.eval_reward
+        return sum(max(weight, 0.0) for weight in reward.weights or [1.0] * len(reward.functions))
 
     @property
     def _loss(self) -> Loss:

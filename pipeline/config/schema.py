@@ -163,6 +163,9 @@ class AlgorithmSection(Section):
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None, description="the correction's own bound if absent"
     )
+    combine: Literal["rewards", "advantages"] = Field(
+        "rewards", description="whether the rewards of several functions are summed, or the advantages that each gives"
+    )
     filter_zero_variance: bool = True
     truncated: Literal["train", "mask", "penalise"] = "train"
     truncated_penalty: float = Field(
@@ -224,10 +227,15 @@ class TrainerSection(Section):
 
 
 class EvalSection(Section):
-    source: Annotated[str | None, SOURCE] = Field(None, description="held-out prompts, as data.source; no evaluator if absent")
+    source: Annotated[str | list[str] | None, SOURCE] = Field(
+        None, description="held-out prompts, as data.source, or a list of such; no evaluator if absent"
+    )
+    functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as reward.functions, and those if absent")
+    weights: list[float] | None = Field(None, description="one for each of eval.functions")
+    threshold: float | None = Field(None, description="reward from which a completion is solved; the sum of positive weights if absent")
     split: str = "test"
     start: NonNegative = 0
-    limit: Positive | None = 64
+    limit: Positive | None = Field(64, description="of each source")
     size: Positive | None = None
     every: Positive = Field(50, description="versions between two evaluations; the first and the last are always evaluated")
     samples: Positive = Field(4, description="sampled completions a prompt, beside the greedy one")

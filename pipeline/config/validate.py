@@ -8,7 +8,7 @@ from collections.abc import Callable
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import CORRECTIONS
-from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.config.run_config import Config, source_name
 from penstock.pipeline.scheduling.schedule import MODES
 
 Check = Callable[[Config], str | None]
@@ -104,6 +104,25 @@ def _clip_dual(config: Config) -> str | None:
     return None
 
 
+def _own_loss(config: Config) -> str | None:
+    algorithm = config.algorithm
+    if ":" in algorithm.loss and algorithm.aggregate is None and algorithm.defaults > 1:
+        return (
+            "algorithm.aggregate: is required with an own loss, whose sum the learner divides: 'token_mean' by the step's trained tokens, "
+            "'sequence_mean' or 'constant' by its samples"
+        )
+    return None
+
+
+def _combine(config: Config) -> str | None:
+    if config.algorithm.combine == "advantages" and config.algorithm.truncated == "penalise":
+        return (
+            "algorithm.truncated: 'penalise' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; add "
+            "'soft_overlong' to reward.functions"
+        )
+    return None
+
+
 def _samples(config: Config) -> str | None:
     if config.schedule.samples_per_prompt == 1:
         return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2"
@@ -114,6 +133,20 @@ def _reward_weights(config: Config) -> str | None:
     weights, functions = config.reward.weights, config.reward.functions
     if weights is not None and len(weights) != len(functions):
         return f"reward.weights: {len(weights)} weights for {len(functions)} reward.functions"
+    return None
+
+
+def _eval_weights(config: Config) -> str | None:
+    weights, functions = config.eval.weights, config.eval.functions
+    if weights is not None and len(weights) != len(functions or ()):
+        return f"eval.weights: {len(weights)} weights for {len(functions or ())} eval.functions"
+    return None
+
+
+def _eval_sources(config: Config) -> str | None:
+    names = [source_name(source) for source in config.eval_sources]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        return f"eval.source: two sources would both be called {repeated!r} in the measurements; rename one"
     return None
 
 
@@ -135,7 +168,7 @@ def _backend(config: Config) -> str | None:
 
 
 def _early_stopping(config: Config) -> str | None:
-    if (config.eval.target is not None or config.eval.patience is not None) and config.eval.source is None:
+    if (config.eval.target is not None or config.eval.patience is not None) and not config.eval_sources:
         return "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
     return None
 
@@ -151,8 +184,12 @@ CHECKS: tuple[Check, ...] = (
     _corrected_once,
     _correction_bounds,
     _clip_dual,
+    _own_loss,
+    _combine,
     _samples,
     _reward_weights,
+    _eval_weights,
+    _eval_sources,
     _initial_state,
     _partitions,
     _backend,

@@ -1,4 +1,4 @@
-"""The built-in rewards: exact match, math-verify, and reasoning-gym's own scores.
+"""The built-in rewards: exact match, math-verify, reasoning-gym's own scores, and DAPO's length penalty.
 
 The rule: a reward depends on the completion and the row alone, never on time.
 """
@@ -109,6 +109,28 @@ def _task_entry(recipe: str, index: int) -> tuple[Any, Any]:
     return task, task[index]
 
 
-BUILTINS: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "math_verify": math_verify, "reasoning_gym": reasoning_gym}
+def soft_overlong(
+    completion_lengths: Sequence[int], max_completion_length: int, *, longest: int | None = None, cache: int | None = None
+) -> list[float]:
+    """DAPO's soft punishment of long completions (arXiv 2503.14476, equation 13): 0 up to `longest` - `cache` tokens, falling to -1.
+
+    If absent, `longest` is `sampling.max_new_tokens` and `cache` a fifth of it, as in the paper.
+
+    Example:
+        soft_overlong([6, 9, 10, 12], 10, cache=4)  # -> [0.0, -0.75, -1.0, -1.0]
+    """
+    end = max_completion_length if longest is None else longest
+    width = max(1, end // 5) if cache is None else cache
+    if not 0 < width <= end:
+        raise ValueError(f"soft_overlong: cache = {width} has to lie between 1 and longest = {end}")
+    return [-min(1.0, max(0.0, (length - (end - width)) / width)) for length in completion_lengths]
+
+
+BUILTINS: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+    "soft_overlong": soft_overlong,
+}
 WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _math_library, "reasoning_gym": _gym_library}
 """Imports that take seconds, to be done before the time limit of the first call starts."""

@@ -34,7 +34,7 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score
         ScoredSample(rollout=sample, completion=text, reward=reward, components=components)
         for sample, text, reward, components in zip(samples, completions, rewards, score.components, strict=True)
     )
-    if algorithm.filter_zero_variance and zero_variance(rewards):
+    if algorithm.filter_zero_variance and zero_variance(rewards) and not (algorithm.combine == "advantages" and _differ(score)):
         return Verdict(outcome="filtered", reason=f"every sample has the reward {rewards[0]:g}", samples=scored)
     if not any(is_trained(sample, truncated=algorithm.truncated) for sample in samples):
         return Verdict(
@@ -47,6 +47,12 @@ def is_trained(sample: Rollout, *, truncated: str) -> bool:
     """Whether a sample has tokens to train; `truncated` is `algorithm.truncated`."""
     cut = truncated == "mask" and sample.finish == "length"
     return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())
+
+
+def _differ(score: Score) -> bool:
+    """Whether any component differs among the samples it applies to."""
+    columns = [[value for value in column if value is not None] for column in zip(*score.components, strict=True)]
+    return any(values and not zero_variance(values) for values in columns)
 
 
 def group_of(

@@ -1,6 +1,7 @@
 """Scores a group by TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
 
-The rule: a broken reward is a failure with its reason, never a zero; `None` says that a function does not apply.
+Beside columns a function can ask for `completion_ids` and `trainer_state`, as in TRL, and for `completion_lengths` and
+`max_completion_length`. The rule: a broken reward is a failure with its reason, never a zero; `None` says that a function does not apply.
 Runs in a child process (`child`), because a user's function may hang; importing this module is cheap.
 """
 
@@ -10,13 +11,13 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.plugins import PluginError, load, nearest, source_digest
+from penstock.pipeline.config.plugins import PluginError, load, nearest, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS, WARM_UPS
 
@@ -43,23 +44,42 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What TRL's `trainer_state` holds, as far as it follows from the record of a group: a reward judged again is the same."""
+
+    global_step: int
+    """Optimizer steps behind the oldest weights that drew the group."""
+    max_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
     """The reward functions of a run with their names and weights."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
     functions: tuple[Callable[..., Any], ...]
+    max_steps: int = 0
+    max_completion_length: int = 0
 
     def score(
-        self, completions: Sequence[str], *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, columns: Mapping[str, Any]
+        self,
+        completions: Sequence[str],
+        *,
+        prompt: str,
+        messages: Sequence[Mapping[str, Any]] | None,
+        columns: Mapping[str, Any],
+        completion_ids: Sequence[Sequence[int]] = (),
+        step: int = 0,
     ) -> Score:
         """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
 
+        `step` is the number of optimizer steps behind the weights that drew them.
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
         """
         count = len(completions)
-        arguments: dict[str, list[Any]] = {name: [value] * count for name, value in columns.items()}
+        arguments = self._offered({name: [value] * count for name, value in columns.items()}, completion_ids, step)
         if messages is None:
             arguments |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
@@ -71,7 +91,17 @@ class Rewards:
     def check(self, columns: Mapping[str, Any]) -> None:
         """Check that a row has the columns that every function takes. Raises `RewardError` that names the column and the nearest one."""
         for name, function in zip(self.names, self.functions, strict=True):
-            _arguments(name, function, {**columns, "prompts": [], "completions": []})
+            _arguments(name, function, {**self._offered(columns, (), 0), "prompts": [], "completions": []})
+
+    def _offered(self, columns: Mapping[str, Any], completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
+        """The columns, and what functions can ask for beside them unless a column has its name."""
+        facts = {
+            "completion_ids": [list(ids) for ids in completion_ids],
+            "completion_lengths": [len(ids) for ids in completion_ids],
+            "max_completion_length": self.max_completion_length,
+            "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
+        }
+        return {**columns, **{name: value for name, value in facts.items() if name not in columns}}
 
     def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
         returned: list[Any] = []
@@ -100,11 +130,20 @@ class Rewards:
         return total
 
 
-def resolve(names: Sequence[str], weights: Sequence[float] | None = None, *, base_dir: str | Path | None = None) -> Rewards:
-    """Resolve reward functions by name or plug-in spec; weights default to 1.
+def resolve(
+    names: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    base_dir: str | Path | None = None,
+    max_steps: int = 0,
+    max_completion_length: int = 0,
+) -> Rewards:
+    """Resolve reward functions by name or plug-in spec, with options after a question mark; weights default to 1.
+
+    `max_steps` and `max_completion_length` are the run's, for functions that ask for them.
 
     Raises:
-        PluginError: an unknown name, or a function that cannot be loaded.
+        PluginError: an unknown name, a function that cannot be loaded, or an option that it does not take.
         ValueError: there is not one finite weight for each.
     """
     if not names:
@@ -112,51 +151,88 @@ def resolve(names: Sequence[str], weights: Sequence[float] | None = None, *, bas
     if weights is not None and (len(weights) != len(names) or not all(isfinite(weight) for weight in weights)):
         raise ValueError(f"reward weights {list(weights)}: expected {len(names)} finite numbers, one for each of {', '.join(names)}")
     functions = tuple(_find(name, base_dir) for name in names)
-    return Rewards(names=tuple(names), weights=tuple(map(float, weights or [1.0] * len(names))), functions=functions)
+    return Rewards(
+        names=tuple(names),
+        weights=tuple(map(float, weights or [1.0] * len(names))),
+        functions=functions,
+        max_steps=max_steps,
+        max_completion_length=max_completion_length,
+    )
 
 
 def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
     """SHA-256 of the source behind each reward, for the run's record; nothing is imported. Raises `PluginError`."""
     builtin = hashlib.sha256(Path(builtin_rewards.__file__).read_bytes()).hexdigest()
-    return {name: builtin if name in BUILTINS else source_digest(name, base_dir=base_dir) for name in names}
+    plain = {name: split_options(name)[0] for name in names}
+    return {name: builtin if plain[name] in BUILTINS else source_digest(plain[name], base_dir=base_dir) for name in names}
 
 
-def spec(names: Sequence[str], weights: Sequence[float] | None = None, *, base_dir: str | Path | None = None) -> dict[str, Any]:
+def spec(
+    names: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    base_dir: str | Path | None = None,
+    max_steps: int = 0,
+    max_completion_length: int = 0,
+) -> dict[str, Any]:
     """The arguments of `resolve` as JSON, for a child process."""
-    chosen = None if weights is None else list(weights)
-    return {"names": list(names), "weights": chosen, "base_dir": None if base_dir is None else str(base_dir)}
+    return {
+        "names": list(names),
+        "weights": None if weights is None else list(weights),
+        "base_dir": None if base_dir is None else str(base_dir),
+        "max_steps": max_steps,
+        "max_completion_length": max_completion_length,
+    }
 
 
 def payload(
-    completions: Sequence[str], *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, columns: Mapping[str, Any]
+    completions: Sequence[str],
+    *,
+    prompt: str,
+    messages: Sequence[Mapping[str, Any]] | None,
+    columns: Mapping[str, Any],
+    completion_ids: Sequence[Sequence[int]] = (),
+    step: int = 0,
 ) -> dict[str, Any]:
-    """One group as JSON, for a child process; the row's prompt and columns are sent once, not once per completion."""
-    return {"completions": list(completions), "prompt": prompt, "messages": messages, "columns": dict(columns)}
+    """One group as JSON, the keywords of `Rewards.score`; the row's prompt and columns are sent once, not once per completion."""
+    return {
+        "completions": list(completions),
+        "prompt": prompt,
+        "messages": messages,
+        "columns": dict(columns),
+        "completion_ids": [list(map(int, ids)) for ids in completion_ids],
+        "step": step,
+    }
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return the handler of a child process: it takes `payload(...)` and returns a score by the functions of `spec(...)`."""
-    rewards = resolve(init["names"], init["weights"], base_dir=init["base_dir"])
+    rewards = resolve(**init)
     for name in rewards.names:
         if name in WARM_UPS:
             WARM_UPS[name]()
 
     def score(group: Mapping[str, Any]) -> dict[str, Any]:
-        result = rewards.score(group["completions"], prompt=group["prompt"], messages=group["messages"], columns=group["columns"])
+        result = rewards.score(**group)
         return {"rewards": result.rewards, "components": result.components}
 
     return score
 
 
 def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
-    if name in BUILTINS:
-        return BUILTINS[name]
-    if ":" not in name:
+    plain, options = split_options(name)
+    if plain not in BUILTINS and ":" not in plain:
         builtins = ", ".join(BUILTINS)
         raise PluginError(
-            f"{name!r} is no reward: expected {builtins}, package.module:function or file.py:function{nearest(name, BUILTINS)}"
+            f"{name!r} is no reward: expected {builtins}, package.module:function or file.py:function{nearest(plain, BUILTINS)}"
         )
-    return load(name, base_dir=base_dir)
+    function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
+    if options:
+        try:
+            inspect.signature(function).bind_partial(**options)
+        except TypeError as error:
+            raise PluginError(f"{name!r}: {error}") from error
+    return partial(function, **options) if options else function
 
 
 def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, to_json
-from penstock.pipeline.config.plugins import source_digest
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import check
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
 from penstock.pipeline.envs.tokenization import Renderer, digests
+from penstock.pipeline.learner.try_functions import try_own_functions
 from penstock.pipeline.runtime.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
@@ -70,15 +70,12 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         check(dataset, also=renderer.render)
         scoring = rewards.resolve(config.reward.functions, config.reward.weights)
         scoring.check(dataset[0].columns)
-        if config.eval.source is not None:
-            held_out = open_eval_data(config)
+        for held_out in open_eval_data(config).values():
             check(held_out, also=renderer.render)
-            scoring.check(held_out[0].columns)
-        for function in (config.algorithm.loss, config.advantage):
-            if ":" in function:
-                source_digest(function)
+            rewards.resolve(config.eval_reward.functions, config.eval_reward.weights).check(held_out[0].columns)
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
+    try_own_functions(config)
     rows, steps = len(dataset), config.steps(len(dataset))
     longest = data.max_prompt_tokens + config.sampling.max_new_tokens
     if context is not None and config.sampling.max_new_tokens >= context:

@@ -4,9 +4,10 @@ The rule: it only starts commands that a person could start by hand, and watches
 not help, or a person asks it to stop, it leaves the run so that `penstock run --resume RUN` continues it.
 """
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,9 @@ from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.run_status import closing
 from penstock.pipeline.runtime.factories import check_engine
+from penstock.pipeline.runtime.ownership import SILENT_S, Place
 from penstock.pipeline.runtime.run_registry import find, mark
+from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
@@ -97,8 +100,13 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     from penstock.pipeline.observe.live.view import LiveView
 
     run, directory, placement = record.run, run_directory(record.run), place(config, visible_gpus())
-    with attending(directory, run), lasting_output(), asked_to_stop() as stop:
-        end_leftovers(directory, run, say=say)
+    with (
+        attending(directory, run) as (token, ended),
+        lasting_output(),
+        asked_to_stop() as stop,
+        _only_one(Place(log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, say=say, stop=stop)),
+    ):
+        left = end_leftovers(directory, run, say=say)
         for name in REPORTS:
             (directory / name).unlink(missing_ok=True)  # an earlier report must not remain if the tracker dies
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
@@ -110,7 +118,7 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
         tell = view.tell if live else say
         watching = Watching(
             view,
-            Supervisor(run, log.connection, config, directory, tell, placement),
+            Supervisor(run, log.connection, config, directory, tell, placement, left),
             BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
             Watchdog(log, config.run.stall_s, tell),
         )
@@ -133,6 +141,18 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
     for name in watching.supervisor.missing:
         say(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
     return status
+
+
+@contextlib.contextmanager
+def _only_one(place: Place) -> Iterator[None]:
+    """Hold the launcher's place in the run; raises `Fenced` while a launcher on another machine is alive there."""
+    name = topic_name(place.run, OWNERS)
+    place.log.create_topics({name: topics_of(place.run, partitions=1)[name]})  # runs of an earlier release lack it
+    place.take().close()
+    try:
+        yield
+    finally:
+        place.leave()
 
 
 @dataclass(slots=True)

@@ -10,12 +10,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from penstock.infra.errors import PenstockError
+from penstock.pipeline.runtime.ownership import new_token
 
 PIDS = "workers.json"
 LOCK = "launcher.lock"
@@ -24,25 +25,38 @@ STOP_LIMIT_S = 30.0
 
 
 @contextlib.contextmanager
-def attending(directory: Path, run: str) -> Iterator[None]:
-    """Hold the lock of this run's only launcher on this machine; raises `PenstockError` while another one holds it."""
+def attending(directory: Path, run: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """Hold the lock of this run's only launcher on this machine; raises `PenstockError` while another one holds it.
+
+    Gives this launcher's token and that of the one before it on this machine, which has ended.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
+        file.seek(0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            who = file.read().strip() or "unknown"
+            who = file.readline().strip() or "unknown"
             raise PenstockError(f"run {run} is attended already, by process {who}: stop that one first, or let it go on") from None
+        token, before = new_token(), file.read().splitlines()[1:]
         file.truncate(0)
-        file.write(f"{os.getpid()}\n")
+        file.write(f"{os.getpid()}\n{token}\n")
         file.flush()
-        yield
+        yield token, frozenset(before)
 
 
-def note(directory: Path, *, pids: Mapping[str, int], started: Mapping[str, float], starts: Mapping[str, int]) -> None:
+def note(
+    directory: Path,
+    *,
+    pids: Mapping[str, int],
+    started: Mapping[str, float],
+    starts: Mapping[str, int],
+    tokens: Mapping[str, Sequence[str]],
+) -> None:
     """Write the list of worker processes, whole or not at all."""
-    table = {"launcher": os.getpid(), "workers": dict(pids), "started": dict(started), "starts": dict(starts)}
+    table = {
+        "launcher": os.getpid(), "workers": dict(pids), "started": dict(started), "starts": dict(starts), "tokens": dict(tokens)
+    }  # fmt: skip
     unfinished = directory / f"{PIDS}.new"
     unfinished.write_text(json.dumps(table), encoding="utf-8")
     unfinished.replace(directory / PIDS)
@@ -53,11 +67,12 @@ def forget(directory: Path) -> None:
     (directory / PIDS).unlink(missing_ok=True)
 
 
-def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> None:
-    """End the workers that a killed launcher of this run left; only for the holder of the lock."""
-    left = {name: process for name, pid in _noted(directory).items() if (process := _worker(pid, run)) is not None}
+def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limit_s: float = STOP_LIMIT_S) -> dict[str, list[str]]:
+    """End the workers that a killed launcher of this run left; only for the holder of the lock. Returns worker -> tokens, all ended."""
+    noted, tokens = _noted(directory)
+    left = {name: process for name, pid in noted.items() if (process := _worker(pid, run)) is not None}
     if not left:
-        return
+        return tokens
     say(f"ending what an earlier launcher of run {run} left behind: {', '.join(left)}")
     for process in left.values():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -67,6 +82,7 @@ def end_leftovers(directory: Path, run: str, *, say: Callable[[str], None], limi
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     _still(left.values(), limit_s=limit_s)
+    return tokens
 
 
 def _still(processes: Iterable[psutil.Process], *, limit_s: float) -> list[psutil.Process]:
@@ -84,13 +100,14 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _noted(directory: Path) -> dict[str, int]:
-    """Name -> pid as last written, {} if unreadable: after a power cut the file may be incomplete."""
+def _noted(directory: Path) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Name -> pid and name -> tokens as last written, empty if unreadable: after a power cut the file may be incomplete."""
     try:
-        pids = json.loads((directory / PIDS).read_text(encoding="utf-8"))["workers"]
-        return {str(name): int(pid) for name, pid in pids.items()}
+        table = json.loads((directory / PIDS).read_text(encoding="utf-8"))
+        pids = {str(name): int(pid) for name, pid in table["workers"].items()}
+        return pids, {str(name): list(map(str, tokens)) for name, tokens in table.get("tokens", {}).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        return {}, {}
 
 
 def _worker(pid: int, run: str) -> psutil.Process | None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,8 @@ class Supervisor:
     directory: Path
     say: Say
     placement: Placement = NOT_PLACED
+    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Worker -> tokens of the processes that an earlier launcher had started; they have ended."""
     workers: list[Worker] = field(default_factory=list)
 
     def start(self) -> None:
@@ -191,6 +193,7 @@ class Supervisor:
             pids={worker.name: worker.process.pid for worker in rows if worker.process is not None},
             started={worker.name: worker.started_s for worker in rows},
             starts={worker.name: worker.starts for worker in rows},
+            tokens={worker.name: worker.tokens for worker in rows},
         )
 
     def _place(self, role: str, slot: int) -> Worker:
@@ -221,4 +224,5 @@ class Supervisor:
             "--slot",
             str(slot),
         ]
-        return Worker(role, name, command, environment, self.directory / "logs" / f"{name}.log")
+        log_file = self.directory / "logs" / f"{name}.log"
+        return Worker(role, name, command, environment, log_file, tokens=list(self.left.get(name, ())))

@@ -16,6 +16,7 @@ import psutil
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Death
 from penstock.pipeline.observe.run_view_types import WorkerView
+from penstock.pipeline.runtime.ownership import ENDED, TOKEN, new_token
 
 LAST_WORDS = 12
 """Lines of a dead worker's log that are shown."""
@@ -31,6 +32,8 @@ class Worker:
     environment: dict[str, str]
     log_file: Path
     process: "subprocess.Popen[bytes] | None" = None
+    tokens: list[str] = field(default_factory=list)
+    """Of its processes, oldest first: by its token a worker knows whether the owner of its place has certainly ended."""
     starts: int = 0
     started_s: float = 0.0
     """Wall-clock start time [s since the epoch]; also in `workers.json`."""
@@ -66,6 +69,8 @@ class Worker:
         """Start its process; a line in its log keeps it apart from the one before. `moved` counts the run's progress so far."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.starts += 1
+        ended = ",".join(self.tokens)
+        self.tokens.append(new_token())
         after = f", {self.name} {restart_policy.how(self.deaths[-1].status)} before" if self.deaths else ""
         with self.log_file.open("ab") as log:
             log.write(f"---- {time.strftime('%Y-%m-%d %H:%M:%S')} {self.name}: start {self.starts}{after}\n".encode())
@@ -77,7 +82,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self.environment,
+                env={**self.environment, TOKEN: self.tokens[-1], ENDED: ended},
                 start_new_session=True,
             )
         self.started_s, self._ready_s, self.dead, self._moved = time.time(), None, False, moved

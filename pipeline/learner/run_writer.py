@@ -163,6 +163,7 @@ class RunWriter:
             dead_letters.write(record, error)
             return
         if manifest.version not in self.state.manifests:
+            self.session.require_place()
             dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
         elif manifest != self.state.manifests[manifest.version]:
             place = f"{record.topic}/{record.partition}/{record.offset}"

@@ -33,7 +33,7 @@ class Objective:
     """Loss and advantage of a run with their settings."""
 
     batch_loss: BatchLoss
-    advantages: Callable[..., Any]
+    advantages: Callable[[Group], Any]
     proximal: str
     truncated: str
     kl_coef: float
@@ -67,7 +67,9 @@ class Objective:
 
         return cls(
             batch_loss=batch_loss,
-            advantages=training_samples.advantage_function(config.advantage),
+            advantages=training_samples.combined_advantages(
+                training_samples.advantage_function(config.advantage), combine=algorithm.combine
+            ),
             proximal=config.proximal,
             truncated=algorithm.truncated,
             kl_coef=algorithm.kl_coef,

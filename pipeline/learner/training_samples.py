@@ -61,13 +61,34 @@ def advantage_function(name: str) -> Callable[..., Any]:
     return ADVANTAGES[name] if name in ADVANTAGES else load(name)
 
 
-def sequences(group: Group, *, advantages: Callable[..., Any], truncated: str) -> list[TokenSequence]:
+def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callable[[Group], Any]:
+    """From a group to one advantage a sample: the `function` of its rewards or, under `combine` = "advantages", for several rewards the
+    weighted sum of the `function` of each component (GDPO, arXiv 2601.05242, without its last normalisation over the batch).
+
+    A component that does not apply to a sample (None) adds nothing to it, and is not in the mean of the others.
+    """
+
+    def of_rewards(group: Group) -> Any:
+        return function(np.array(group.rewards, np.float64))
+
+    def of_components(group: Group) -> Any:
+        total = np.zeros(len(group.samples), np.float64)
+        values = np.array([sample.components for sample in group.samples], np.float64)  # None becomes NaN
+        for weight, column in zip(group.reward_weights, values.T, strict=True):
+            applies = ~np.isnan(column)
+            if applies.any():
+                total[applies] += weight * np.asarray(function(column[applies]), np.float64)
+        return total.astype(np.float32)
+
+    return of_components if combine == "advantages" else of_rewards
+
+
+def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: str) -> list[TokenSequence]:
     """The samples of a group that are trained, in order of their numbers; aborted, empty and masked ones are not.
 
     `truncated` is `algorithm.truncated`: under "mask" a sample that ran out of tokens is left out, its reward stays in the group's mean.
     """
     samples = group.samples
-    rewards = np.array([sample.reward for sample in samples], np.float64)  # a penalty stands in the reward already
     return [
         TokenSequence(
             group=group.group,
@@ -79,7 +100,7 @@ def sequences(group: Group, *, advantages: Callable[..., Any], truncated: str) -
             advantage=float(advantage),
             temperature=sample.rollout.temperature,
         )
-        for sample, advantage in zip(samples, advantages(rewards), strict=True)
+        for sample, advantage in zip(samples, advantages(group), strict=True)
         if is_trained(sample.rollout, truncated=truncated)
     ]
 

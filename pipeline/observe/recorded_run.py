@@ -5,6 +5,7 @@ The rule: read once, up to the ends the topics have then; what is read of the la
 
 import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Log
@@ -43,8 +44,18 @@ class RecordedRun:
     @property
     def rescored_from(self) -> str | None:
         """The run whose prompts and samples it holds, if `penstock replay score` wrote it."""
-        info = json.loads(self.record.info) if self.record is not None else {}
-        return info.get("rescored_from", {}).get("run")
+        run: str | None = self._info.get("rescored_from", {}).get("run")
+        return run
+
+    @property
+    def planned_steps(self) -> int:
+        """Optimizer steps that the run was to take; 0 where the register of runs has lost it."""
+        return int(self._info.get("steps") or 0)
+
+    @property
+    def _info(self) -> dict[str, Any]:
+        info: dict[str, Any] = json.loads(self.record.info) if self.record is not None else {}
+        return info
 
     @property
     def ended(self) -> bool:

@@ -20,6 +20,7 @@ from penstock.infra.paths import make_files_private
 from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
+from penstock.pipeline.runtime.ownership import SILENT_S
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -65,7 +66,7 @@ def work(
     session: Session | None = None
     try:
         log = _log(bootstrap, security, client_id=f"{run}.{worker or role}")
-        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop)
+        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S)
         if session is None:
             return ENDED
         session.reporter.say(f"joined run {run}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from penstock.infra.log import Log, Producer
+from penstock.pipeline.runtime.ownership import new_token
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 
@@ -80,7 +81,8 @@ class Reporter:
     worker: str
     log: Log
     producer: Producer
-    incarnation: str = field(default_factory=lambda: f"{time.time_ns():x}")
+    incarnation: str = field(default_factory=new_token)
+    """The process's token, of which other processes know it."""
     encoding: CodecTimer = field(default_factory=CodecTimer)
     decoding: CodecTimer = field(default_factory=CodecTimer)
     values: dict[str, float] = field(default_factory=dict)

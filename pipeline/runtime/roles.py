@@ -58,6 +58,8 @@ _METRICS = {"metrics": "what it does, once a second"}
 _REPORTS = {**_METRICS, "dead-letters": "records it cannot use"}
 _LETTERS = {"dead-letters": "records that were set aside before"}
 _JOINS = {"penstock.runs": "the run's configuration"}
+_PLACE = {"owners": "whether another process writes under this name"}
+_TAKES = {"owners": "that this process writes under its name"}
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
 
 _TABLE = (
@@ -71,10 +73,11 @@ _TABLE = (
             "groups": "headers: which groups ended, which were dropped",
             **_FOLLOWS,
             "metrics": "free slots",
+            **_PLACE,
             **_LETTERS,
             **_JOINS,
         },
-        writes={"prompts": "one prompt group to sample", **_REPORTS},
+        writes={"prompts": "one prompt group to sample", **_TAKES, **_REPORTS},
     ),
     Role(
         name="rollout",
@@ -106,10 +109,11 @@ _TABLE = (
             "rollouts": "their samples",
             "groups": "what is finished",
             **_FOLLOWS,
+            **_PLACE,
             **_LETTERS,
             **_JOINS,
         },
-        writes={"groups": "one group's outcome", **_REPORTS},
+        writes={"groups": "one group's outcome", **_TAKES, **_REPORTS},
     ),
     Role(
         name="trainer",
@@ -123,12 +127,14 @@ _TABLE = (
             "ledger": "what was done before",
             "weights": "versions that exist already",
             "metrics": "an evaluator's wish to end the run",
+            **_PLACE,
             **_LETTERS,
             **_JOINS,
         },
         writes={
             "ledger": "steps, stale groups, versions, the end",
             "weights": "manifests and chunks",
+            **_TAKES,
             **_REPORTS,
             "penstock.runs": "the run's status",
         },
@@ -139,7 +145,7 @@ _TABLE = (
         colour="blue",
         extras=("rollout", "rewards"),
         on_sample_path=False,
-        workers=lambda config: int(config.eval.source is not None),
+        workers=lambda config: int(bool(config.eval_sources)),
         gpus=lambda config: config.rollout.gpus_per_worker,
         reads={"weights": "manifests and chunks", "ledger": "the end of the run", "metrics": "what was measured before", **_JOINS},
         writes={"metrics": "accuracy by version"},
@@ -167,7 +173,7 @@ ROLES: Mapping[str, Role] = {role.name: role for role in _TABLE}
 
 HELPERS = tuple(role.name for role in _TABLE if not role.on_sample_path)
 
-TOPICS = (*catalogue.TOPICS, catalogue.RUNS_TOPIC)
+TOPICS = (*catalogue.TOPICS, catalogue.OWNERS, catalogue.RUNS_TOPIC)
 """In the order in which a sample's life passes them."""
 
 
@@ -218,7 +224,12 @@ def as_text() -> str:
 
 
 def _who(topic: str, names: list[str]) -> str:
-    return {"metrics": "every role", "dead-letters": "who reads a topic", "penstock.runs": "launcher, trainer"}.get(topic, ", ".join(names))
+    return {
+        "metrics": "every role",
+        catalogue.OWNERS: "launcher and single writers",
+        "dead-letters": "who reads a topic",
+        "penstock.runs": "launcher, trainer",
+    }.get(topic, ", ".join(names))
 
 
 def _audience(topic: str) -> str:
@@ -229,7 +240,7 @@ def as_mermaid() -> str:
     """The DAG as a Mermaid flow chart: roles are boxes, topics are cylinders; reports of every role are left out."""
     lines = ["flowchart LR"]
     lines += [f"    {role.name}[{role.name}]" for role in ROLES.values()]
-    shown = [topic for topic in TOPICS if topic != "dead-letters"]
+    shown = [topic for topic in TOPICS if topic not in ("dead-letters", catalogue.OWNERS)]
     lines += [f"    {_node(topic)}[({topic})]" for topic in shown]
     for role in ROLES.values():
         # Every role reports to metrics: one arrow from each would hide the flow, the evaluator's is its result.

@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.log import Log, Producer
+from penstock.infra.log import Log, Producer, Transactions
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
+from penstock.pipeline.runtime.ownership import Place, given_token, new_token
 from penstock.pipeline.runtime.reporter import Reporter, say
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.scheduling.schedule import Schedule
@@ -39,6 +40,10 @@ class Session:
     info: Mapping[str, Any]
     stop: threading.Event
     """Set by SIGTERM and SIGINT: finish or hand back, then end."""
+    token: str = field(default_factory=new_token)
+    """The process, for all others."""
+    watch_s: float = 0.0
+    """How long a silent owner of the place that this worker takes is watched; 0 in a process that other workers share."""
     finishing: Callable[[], str] | None = None
     """Says what the worker still does once it is asked to stop, and about how long that takes; set by the worker, called by any thread."""
     schedule: Schedule = field(init=False)
@@ -46,11 +51,14 @@ class Session:
     """The plain producer: samples, chunks, measurements and dead letters."""
     reporter: Reporter = field(init=False)
     dead_letters: DeadLetters = field(init=False)
+    _place: Place | None = None
 
     def __post_init__(self) -> None:
         self.schedule = self.config.rules
         self.producer = self.log.producer(linger_ms=5.0)
-        self.reporter = Reporter(run=self.run, role=self.role, worker=self.worker, log=self.log, producer=self.producer)
+        self.reporter = Reporter(
+            run=self.run, role=self.role, worker=self.worker, log=self.log, producer=self.producer, incarnation=self.token
+        )
         self.dead_letters = DeadLetters(self.log, self.reporter)
 
     @property
@@ -61,6 +69,19 @@ class Session:
     def topic(self, name: str) -> str:
         """The Kafka name of one of the run's topics."""
         return f"{self.run}.{name}"
+
+    def transactions(self) -> Transactions:
+        """Take this worker's place as the only writer under its name. Raises `Fenced` while another process is alive there."""
+        reporter = self.reporter
+        self._place = Place(
+            log=self.log, run=self.run, writer=self.worker, token=self.token, watch_s=self.watch_s, say=reporter.say, stop=self.stop
+        )
+        return self._place.take()
+
+    def require_place(self) -> None:
+        """Raise `Fenced` if another process has taken this worker's place: before it calls foreign what its successor may have written."""
+        if self._place is not None:
+            self._place.require_held()
 
     def check_model(self) -> None:
         """Refuse a model directory whose tokenizer, template or stop ids are not those the run was created with."""
@@ -80,13 +101,17 @@ class Session:
 
     def close(self, *, status: str) -> None:
         """Send the last measurement and let the producer finish."""
+        if self._place is not None:
+            self._place.leave()
         self.reporter.close(status=status)
         self.producer.flush(10.0)
         self.producer.close()
         self.dead_letters.close()
 
 
-def join(*, run: str, role: str, log: Log, worker: str | None, model: str | None, stop: threading.Event) -> Session | None:
+def join(
+    *, run: str, role: str, log: Log, worker: str | None, model: str | None, stop: threading.Event, watch_s: float = 0.0
+) -> Session | None:
     """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited."""
     said = False
     while (record := find(log, run)) is None:
@@ -98,7 +123,8 @@ def join(*, run: str, role: str, log: Log, worker: str | None, model: str | None
     config = from_json(record.config)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
-    name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{os.getpid()}"
+    token = given_token()
+    name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
     log.wait_out(config.kafka.give_up_s, say=partial(say, name))  # before any client is made: it holds for those that follow
     session = Session(
         run=run,
@@ -109,6 +135,8 @@ def join(*, run: str, role: str, log: Log, worker: str | None, model: str | None
         config=config,
         info=json.loads(record.info),
         stop=stop,
+        token=token,
+        watch_s=watch_s,
     )
     session.reporter.labels.update(host=socket.gethostname(), pid=str(os.getpid()), doing="starting")
     session.reporter.status(force=True)

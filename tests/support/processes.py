@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from penstock.pipeline.runtime.main import work
+from penstock.pipeline.runtime.ownership import ENDED, TOKEN, new_token
 from penstock.pipeline.runtime.roles import ROLES
 
 PRELOADED = [
@@ -34,13 +35,18 @@ class Processes:
     def __init__(self, bootstrap: str, run: str, directory: Path) -> None:
         self.bootstrap, self.run, self.directory = bootstrap, run, directory
         self.running: dict[str, BaseProcess] = {}
+        self._tokens: dict[str, list[str]] = {}
 
     def start(
         self, role: str, slot: int = 0, *, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
     ) -> str:
         """Start a worker and return its name; `before` runs in the new process first, and must be importable by name."""
         name = ROLES[role].worker(slot)
-        settings = {"OMP_NUM_THREADS": "1", "PENSTOCK_HOME": os.environ["PENSTOCK_HOME"], **(environment or {})}
+        tokens, before_it = self._tokens.setdefault(name, []), self.running.get(name)
+        ended = tokens[:-1] if before_it is not None and before_it.is_alive() else tokens  # as a launcher tells it
+        own = {TOKEN: new_token(), ENDED: ",".join(ended)}
+        tokens.append(own[TOKEN])
+        settings = {"OMP_NUM_THREADS": "1", "PENSTOCK_HOME": os.environ["PENSTOCK_HOME"], **own, **(environment or {})}
         arguments = (role, slot, self.run, self.bootstrap, settings, self.output(name), before)
         process = _FORKS.Process(target=_work, args=arguments, name=f"{self.run}.{name}")
         process.start()

@@ -34,6 +34,8 @@ class RecordingLog:
         return _Noting(self._log.producer(**options), self)
 
     def transactions(self, transactional_id: str, **options: Any) -> Any:
+        if claim := options.get("claim"):
+            self._note_writes([claim])
         return _Noting(self._log.transactions(transactional_id, **options), self)
 
     def _note_reads(self, partitions: Iterable[tuple[str, int]]) -> None:

@@ -3,20 +3,22 @@
 import pytest
 
 from penstock.topics import groups
-from penstock.topics.catalogue import MAX_RECORD_BYTES, RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topic_name, topics_of
+from penstock.topics.catalogue import MAX_RECORD_BYTES, OWNERS, RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topic_name, topics_of
 
 
-def test_a_run_owns_seven_topics_in_a_fixed_order_under_its_own_prefix():
+def test_a_run_owns_eight_topics_in_a_fixed_order_under_its_own_prefix():
     specs = topics_of("demo-1", partitions=8)
-    assert list(specs) == [f"demo-1.{topic}" for topic in TOPICS]
+    assert list(specs) == [f"demo-1.{topic}" for topic in (*TOPICS, OWNERS)]
     assert all(name == spec.name for name, spec in specs.items())
-    assert [spec.partitions for spec in specs.values()] == [8, 8, 8, 2, 1, 1, 1]
-    assert sum(spec.partitions for spec in specs.values()) == 29
+    assert [spec.partitions for spec in specs.values()] == [8, 8, 8, 2, 1, 1, 1, 1]
+    assert sum(spec.partitions for spec in specs.values()) == 30
     assert topic_name("demo-1", "groups") in specs
 
 
-def test_nothing_of_a_run_is_ever_deleted_or_compacted_by_the_broker():
-    for spec in topics_of("r", partitions=1).values():
+def test_nothing_that_flows_in_a_run_is_ever_deleted_or_compacted_by_the_broker():
+    specs = topics_of("r", partitions=1)
+    assert specs.pop(f"r.{OWNERS}").configs["cleanup.policy"] == "compact"
+    for spec in specs.values():
         assert (spec.configs["cleanup.policy"], spec.configs["retention.ms"], spec.configs["retention.bytes"]) == ("delete", "-1", "-1")
 
 

@@ -189,7 +189,7 @@ def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedR
 
     backend: Any = SimpleNamespace(fingerprint=lambda: {"torch": "2"})
     loss = tmp_path / "own.py"
-    config = override(recorded.config, [f"algorithm.loss={loss}:loss"])
+    config = override(recorded.config, [f"algorithm.loss={loss}:loss", "algorithm.aggregate=token_mean"])
     loss.write_text("def loss(*_, **__): return 1")
     before = arithmetic_of(backend, config)
     loss.write_text("def loss(*_, **__): return 2")

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.pipeline.envs.rewards import Score
+
 Z95 = 1.959964
 """Two-sided 95 % quantile of the standard normal distribution."""
 
@@ -25,28 +27,57 @@ def wilson(successes: float, trials: int) -> tuple[float, float]:
     return (max(0.0, centre - half), min(1.0, centre + half))
 
 
-def summary(*, greedy: Sequence[bool], sampled: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Greedy accuracy, avg@k and pass@k of one version, with 95 % intervals.
+def pass_at(k: int, *, solved: int, samples: int) -> float:
+    """Chance that at least one of k samples drawn without replacement is among the solved ones (arXiv 2107.03374, section 2.1).
 
-    `greedy` has one entry per prompt, `sampled` k per prompt. avg@k's interval is over prompts, whose k samples are not independent.
+    Example:
+        pass_at(2, solved=1, samples=4)  # -> 0.5
     """
-    prompts, k = len(greedy), len(sampled[0]) if sampled else 0
-    low, high = wilson(sum(greedy), prompts)
-    means = [sum(row) / len(row) for row in sampled]
-    mean = sum(means) / len(means) if means else 0.0
-    spread = math.sqrt(sum((value - mean) ** 2 for value in means) / (len(means) - 1)) if len(means) > 1 else 0.0
-    half = Z95 * spread / math.sqrt(len(means)) if means else 0.0
-    return {
-        "n": float(prompts),
-        "samples": float(k),
-        "greedy_accuracy": sum(greedy) / prompts,
-        "greedy_low": low,
-        "greedy_high": high,
-        "sampled_accuracy": mean,
-        "sampled_low": max(0.0, mean - half),
-        "sampled_high": min(1.0, mean + half),
-        "pass_at_k": sum(any(row) for row in sampled) / len(sampled) if sampled else 0.0,
-    }
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
+
+
+def summary(
+    *, greedy: Sequence[Score | None], sampled: Sequence[Score | None], samples: int, names: Sequence[str], threshold: float
+) -> dict[str, float]:
+    """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a prompt whose reward broke is None.
+
+    Such a prompt's completions are counted in `n_failed` and are in nothing else. `greedy` scores one completion a prompt, `sampled`
+    so many `samples`; `names` are those of the reward functions. A completion whose reward reaches the threshold is solved. avg@k's
+    interval is over prompts, whose k samples are not independent.
+    """
+    failed = sum(score is None for score in greedy) + samples * sum(score is None for score in sampled)
+    values = {"n": float(len(greedy)), "samples": float(samples), "n_failed": float(failed)}
+    ones, many = [score for score in greedy if score is not None], [score for score in sampled if score is not None]
+    if ones:
+        solved = sum(_solved(score, threshold)[0] for score in ones)
+        low, high = wilson(solved, len(ones))
+        values |= {"greedy_accuracy": solved / len(ones), "greedy_low": low, "greedy_high": high, **_rewards("greedy", ones, names)}
+    if many:
+        counts = [sum(_solved(score, threshold)) for score in many]
+        mean = sum(counts) / (len(counts) * samples)
+        spread = math.sqrt(sum((count / samples - mean) ** 2 for count in counts) / (len(counts) - 1)) if len(counts) > 1 else 0.0
+        half = Z95 * spread / math.sqrt(len(counts))
+        values |= {"sampled_accuracy": mean, "sampled_low": max(0.0, mean - half), "sampled_high": min(1.0, mean + half)}
+        for k in sorted({samples, *(2**power for power in range(samples.bit_length()))} - {1}):
+            values[f"pass_at_{k}"] = sum(pass_at(k, solved=count, samples=samples) for count in counts) / len(counts)
+        values |= {"pass_at_k": values.get(f"pass_at_{samples}", mean), **_rewards("sampled", many, names)}
+    return values
+
+
+def _solved(score: Score, threshold: float) -> list[bool]:
+    return [reward >= threshold - 1e-9 for reward in score.rewards]
+
+
+def _rewards(how: str, scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
+    """Mean reward, and the mean of each function over the completions that it applies to."""
+    totals = [reward for score in scores for reward in score.rewards]
+    means = {f"{how}_reward": sum(totals) / len(totals)}
+    for place, name in enumerate(names):
+        values = [row[place] for score in scores for row in score.components]
+        applying = [value for value in values if value is not None]
+        if applying:
+            means[f"{how}_reward/{name}"] = sum(applying) / len(applying)
+    return means
 
 
 def due(*, newest: int, last: int, every: int, done: set[int], closed: bool) -> int | None:
@@ -74,8 +105,10 @@ class EarlyStopping:
     best_version: int | None = None
     since_best: int = 0
 
-    def note(self, *, version: int, accuracy: float) -> str | None:
-        """Apply an evaluation; returns the reason to stop, or None."""
+    def note(self, *, version: int, accuracy: float | None) -> str | None:
+        """Apply an evaluation; returns the reason to stop, or None. One without an accuracy, because every reward broke, says nothing."""
+        if accuracy is None:
+            return None
         if accuracy > self.best:
             self.best, self.best_version, self.since_best = accuracy, version, 0
         else:

@@ -6,13 +6,14 @@ The rule: it reads the same weights as every worker and never delays training; t
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
 from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
@@ -33,7 +34,7 @@ def main(session: Session) -> None:
     """Evaluate versions until the run is closed and its last version is evaluated."""
     os.nice(5)  # on a busy machine rollouts and training come first
     held = session.config.eval
-    if held.source is None:
+    if not session.config.eval_sources:
         raise ConfigError("this run has no eval.source, so there is nothing to evaluate")
     session.reporter.doing("loading the model", now=True)
     evaluator = Evaluator.open(session)
@@ -57,8 +58,8 @@ def main(session: Session) -> None:
         values = evaluator.evaluate(version, state)
         if values is None:
             break
-        reason = stopping.note(version=version, accuracy=values["greedy_accuracy"])
-        labels = {"source": held.source} | ({"ask": "stop", "reason": reason} if reason else {})
+        reason = stopping.note(version=version, accuracy=values.get("greedy_accuracy"))
+        labels = {"source": ", ".join(session.config.eval_sources)} | ({"ask": "stop", "reason": reason} if reason else {})
         values["best_version"] = float(stopping.best_version or 0)
         session.reporter.send(kind="eval", values=values, labels=labels, version=version)
     evaluator.close()
@@ -77,7 +78,7 @@ def evaluated(session: Session, stopping: EarlyStopping) -> set[int]:
         version = measurement.version
         if measurement.kind == "eval" and version is not None and version not in done:
             done.add(version)
-            stopping.note(version=version, accuracy=measurement.values["greedy_accuracy"])
+            stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
     tail.close()
     return done
 
@@ -91,26 +92,29 @@ class Evaluator:
     pool: ChildPool[int]
     decoder: Decoder
     rows: list[tuple[Any, Any]]
-    """(data row, its token ids), one per held-out prompt."""
+    """(data row, its text and token ids), one per held-out prompt."""
+    sources: list[str]
+    """The name of each row's source."""
 
     @classmethod
     def open(cls, session: Session) -> "Evaluator":
         """Load the model and render the held-out prompts."""
         config = session.config
-        dataset = open_eval_data(config)
+        held = [(name, row) for name, dataset in open_eval_data(config).items() for row in map(dataset.__getitem__, range(len(dataset)))]
         renderer = Renderer(config.model.path, chat_template=config.data.chat_template, max_prompt_tokens=config.data.max_prompt_tokens)
-        rows = [(dataset[i], renderer.render(dataset[i])) for i in range(len(dataset))]
-        reward = config.reward
-        pool: ChildPool[int] = ChildPool(CHILD, init=spec(reward.functions, reward.weights), size=1, timeout_s=reward.timeout_s)
-        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows)
+        rows = [(row, renderer.render(row)) for _, row in held]
+        reward, longest = config.eval_reward, config.eval.max_new_tokens or config.sampling.max_new_tokens
+        init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=longest)
+        pool: ChildPool[int] = ChildPool(CHILD, init=init, size=1, timeout_s=reward.timeout_s)
+        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, [name for name, _ in held])
 
     def evaluate(self, version: int, state: LedgerState) -> dict[str, float] | None:
-        """Greedy accuracy, avg@k and pass@k of one version; None when the worker was stopped meanwhile."""
+        """What `measures` gives of one version; None when the worker was stopped meanwhile."""
         session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
         started = time.monotonic()
         self.engine.load_weights(version, fetch(session.log, state.manifests[version], run=session.run))
         longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
-        outcomes: dict[bool, dict[int, list[bool]]] = {}
+        scores: dict[bool, dict[int, Score]] = {}
         for greedy, rows in ((True, 1), (False, held.samples)):
             how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
             requests = [
@@ -126,15 +130,42 @@ class Evaluator:
             ]
             for index, completions in self._drawn(requests):
                 row, (text, _) = self.rows[index]
-                texts = [self.decoder.decode(completion.token_ids) for completion in completions]
-                self.pool.submit(index, payload(texts, prompt=text, messages=row.messages, columns=row.columns))
+                token_ids = [list(map(int, completion.token_ids)) for completion in completions]
+                texts, step = [self.decoder.decode(ids) for ids in token_ids], version * session.schedule.steps_per_version
+                self.pool.submit(
+                    index, payload(texts, prompt=text, messages=row.messages, columns=row.columns, completion_ids=token_ids, step=step)
+                )
             if session.stop.is_set():
                 return None
-            outcomes[greedy] = self._scored()
-        order = range(len(self.rows))
-        values = summary(greedy=[outcomes[True][i][0] for i in order], sampled=[outcomes[False][i] for i in order])
-        session.reporter.say(f"version {version}: greedy {values['greedy_accuracy']:.3f}, sampled {values['sampled_accuracy']:.3f}")
+            scores[greedy] = self._scored()
+        values = self.measures(scores[True], scores[False])
+        found = [f"{how} {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_accuracy") in values]
+        found += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
+        session.reporter.say(f"version {version}: {', '.join(found)}")
         return {**values, "eval_s": time.monotonic() - started}
+
+    def measures(self, greedy: Mapping[int, Score], sampled: Mapping[int, Score]) -> dict[str, float]:
+        """Accuracies, pass@k and mean rewards over all held-out prompts; of several sources also of each, as `SOURCE/NAME`.
+
+        A prompt that is not in `greedy` or `sampled` has no reward there, because a function broke.
+        """
+        config = self.session.config
+        names = [source_name(name) for name in config.eval_reward.functions]
+
+        def of(rows: Sequence[int]) -> dict[str, float]:
+            return summary(
+                greedy=[greedy.get(row) for row in rows],
+                sampled=[sampled.get(row) for row in rows],
+                samples=config.eval.samples,
+                names=names,
+                threshold=config.eval_threshold,
+            )
+
+        values, different = of(range(len(self.rows))), dict.fromkeys(self.sources)
+        for source in different if len(different) > 1 else ():
+            mine = of([row for row, name in enumerate(self.sources) if name == source])
+            values |= {f"{source}/{name}": value for name, value in mine.items()}
+        return values
 
     def close(self) -> None:
         """End the child processes and release the model."""
@@ -153,15 +184,14 @@ class Evaluator:
                     yield completion.group, sorted(held.pop(completion.group), key=lambda completion: completion.sample)
             self.session.reporter.status()
 
-    def _scored(self) -> dict[int, list[bool]]:
-        """Prompt -> whether each completion has the full reward."""
-        reward = self.session.config.reward
-        full = sum(reward.weights or [1.0] * len(reward.functions))
-        solved: dict[int, list[bool]] = {}
+    def _scored(self) -> dict[int, Score]:
+        """Prompt -> the rewards of its completions; a prompt whose reward broke is left out, and said."""
+        scores: dict[int, Score] = {}
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
-                    raise ValueError(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
-                solved[result.key] = [value >= full - 1e-9 for value in Score.of(result.result).rewards]
+                    self.session.reporter.say(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
+                else:
+                    scores[result.key] = Score.of(result.result)
             self.session.reporter.status()
-        return solved
+        return scores

@@ -36,7 +36,7 @@ def main(session: Session) -> None:
     data = session.config.data
     renderer = Renderer(session.config.model.path, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
     # Fence before reading: no write of an earlier feeder can follow the records read now.
-    transactions = session.log.transactions(f"{session.run}.feeder")
+    transactions = session.transactions()
     state = Admission(session.run, session.config.partitions, LedgerState(session.run))
     session.finishing = lambda: "nothing is left to finish (about 1 s)"
     tail = _catch_up(session, state)

@@ -38,11 +38,10 @@ def main(session: Session) -> None:
     session.check_model()
     topics = [session.topic("prompts"), session.topic("rollouts")]
     follower = LedgerFollower(session.log, session.run)
-    transactions = session.log.transactions(f"{session.run}.{session.worker}")
+    transactions = session.transactions()
     reward = config.reward
-    pool: ChildPool[int] = ChildPool(
-        CHILD, init=spec(reward.functions, reward.weights), size=config.scorer.processes, timeout_s=reward.timeout_s
-    )
+    init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=config.sampling.max_new_tokens)
+    pool: ChildPool[int] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
@@ -232,11 +231,17 @@ class Scorer:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
             self._unscored.append(self._group(group, "abandoned", why, ()))
             return
-        completions = [self.decoder.decode(sample.token_ids.tolist()) for sample in group.ordered()]
+        samples = group.ordered()
+        token_ids = [sample.token_ids.tolist() for sample in samples]
+        completions = [self.decoder.decode(ids) for ids in token_ids]
         self._scoring[number] = Scoring(state.partition, group, completions)
         messages = json.loads(group.prompt.messages) if group.prompt.messages else None
         columns = json.loads(group.prompt.columns)
-        self.pool.submit(number, payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns))
+        step = (groups.version_min(samples) or 0) * self.session.schedule.steps_per_version
+        self.pool.submit(
+            number,
+            payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step),
+        )
 
     def _scored(self, result: Done[int] | Failed[int]) -> Group | None:
         """A scored, filtered or failed group; None for one whose partition went to another owner meanwhile."""

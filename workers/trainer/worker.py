@@ -34,7 +34,7 @@ POLL_S = 0.5
 def main(session: Session) -> None:
     """Train until the run's steps are done, an evaluator asks for the end, or too many groups are dropped."""
     # Fence first, read afterwards: nothing an earlier trainer still had in hand can follow what is read now.
-    transactions = session.log.transactions(f"{session.run}.trainer")
+    transactions = session.transactions()
     past = read_past(session.log, session.run)
     if past.story.closed is not None:
         session.reporter.say("the run is closed already")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
+from penstock.pipeline.config.plugins import split_options
 from penstock.pipeline.envs.datasets.files import open_files
 from penstock.pipeline.envs.datasets.generated import ReasoningGym, open_function, open_tiny
 from penstock.pipeline.envs.datasets.hub import Hub
@@ -70,7 +70,7 @@ def open_dataset(
         DataError: one line that names the source and what is wrong. Rows are not read yet: see `check`.
         PluginError: a function that cannot be loaded.
     """
-    plain, options = _split_options(source)
+    plain, options = split_options(source)
     scheme, _, name = plain.partition(":")
     rows = size if size is not None or limit is None else start + limit
     given = Given(name=name, base=Path(base_dir or ".").resolve(), split=split, seed=seed, size=size, rows=rows, options=options)
@@ -107,22 +107,3 @@ def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> N
     if problems:
         rest = f" | and {more} more rows" if more else ""
         raise DataError(" | ".join(problems) + rest)
-
-
-def _split_options(source: str) -> tuple[str, dict[str, Any]]:
-    # In a glob `?` matches one character, so only text like name=value after it is taken for options.
-    plain, mark, query = source.partition("?")
-    if not mark or not re.match(r"\w+=", query):
-        return source, {}
-    return plain, {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
-
-
-def _value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -59,7 +59,8 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
     dr_grpo arXiv 2503.20783, dapo arXiv 2503.14476, gspo arXiv 2507.18071, cispo arXiv 2506.13585) without its KL term.
     Raises `PluginError` for an own advantage that is not here.
     """
-    advantages = training_samples.advantage_function(config.advantage)
+    function = training_samples.advantage_function(config.advantage)
+    advantages = training_samples.combined_advantages(function, combine=config.algorithm.combine)
     rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
     masks = [row.loss_mask[None] for row in rows]
     total = training_samples.denominator(masks, plan, aggregate=config.aggregate, counts_untrained=config.counts_untrained)

@@ -3,6 +3,7 @@
 The rule: what the trainer would leave out has none (NaN), and a run whose advantage is not known has none at all, with the reason.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
-from penstock.pipeline.learner.training_samples import advantage_function, sequences
+from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages, sequences
 from penstock.topics.groups import Group
 
 Floats = npt.NDArray[np.float32]
@@ -47,11 +48,11 @@ class Advantages:
         return values
 
     def _open(self, table: dict[str, Any], *, own: bool) -> None:
-        from penstock.pipeline.config.load import from_table
+        from penstock.pipeline.config.load import from_json
 
-        config = from_table(table)
+        config = from_json(json.dumps(table))
         self.name, self._truncated = config.advantage, config.algorithm.truncated
         if self.name in ADVANTAGES or own:
-            self._function = advantage_function(self.name)
+            self._function = combined_advantages(advantage_function(self.name), combine=config.algorithm.combine)
         else:
             raise ValueError(f"{self.name} is the run's own function, and is loaded by `penstock report` only")

@@ -95,7 +95,11 @@ def _evals(evals: Sequence[Mapping[str, Any]]) -> Text:
         if first.get(key) is not None:
             ends = f"{first[key]:.3f} → {last[key]:.3f}" if last is not first and last.get(key) is not None else f"{first[key]:.3f}"
             found.append(f"{name} {ends}")
+        if first.get(f"{name}_reward") is not None and last.get(f"{name}_reward") is not None:
+            found.append(f"{name} reward {first[f'{name}_reward']:.3f} → {last[f'{name}_reward']:.3f}")
     prompts = f", {int(last['n'])} held-out prompts" if last.get("n") else ""
+    if failed := sum(int(one.get("n_failed") or 0) for one in evals):
+        prompts += f", {failed} completions without a reward"
     span = f"version {first['version']} → {last['version']}" if last is not first else f"version {first['version']}"
     return Text.assemble((" · ".join(found), "bold"), (f"   {span}{prompts}", "dim"))
 

@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import Config, ConfigError, from_table, overr
 from penstock.pipeline.envs.group_outcome import verdict
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.replay.rescore.cases import Case, Left
-from penstock.topics.groups import Group
+from penstock.topics.groups import Group, version_min
 
 CHANGEABLE = ("algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
 """Keys beside `reward.…` that decide how a group of given samples ends."""
@@ -46,13 +46,14 @@ def changed(config: Config, *, functions: Sequence[str] = (), weights: Sequence[
     return override(from_table(table), [f"reward.functions={json.dumps(table['reward']['functions'])}", *overrides])
 
 
-def rescore(recorded: Iterable[Case | Left], config: Config, *, processes: int) -> Iterator[Rescored | Left]:
-    """Judge group after group under `config.reward`, in the order given.
+def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, processes: int) -> Iterator[Rescored | Left]:
+    """Judge group after group of a run of so many steps under `config.reward`, in the order given.
 
     Raises `ChildError` (one line) where a reward function cannot be loaded at all.
     """
     reward = config.reward
-    with ChildPool[int](CHILD, init=spec(reward.functions, reward.weights), size=processes, timeout_s=reward.timeout_s) as pool:
+    init = spec(reward.functions, reward.weights, max_steps=steps, max_completion_length=config.sampling.max_new_tokens)
+    with ChildPool[int](CHILD, init=init, size=processes, timeout_s=reward.timeout_s) as pool:
         waiting: dict[int, Case | Left] = {}
         ended: dict[int, Rescored | Left] = {}
         given = 0
@@ -61,7 +62,7 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, processes: int) 
                 ended[number] = case
             else:
                 waiting[number] = case
-                pool.submit(number, _payload(case))
+                pool.submit(number, _payload(case, config))
             while len(waiting) + len(ended) >= WINDOW * processes and given not in ended:
                 _take(pool, waiting, ended, config)
             while given in ended:
@@ -74,9 +75,15 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, processes: int) 
             given += 1
 
 
-def _payload(case: Case) -> object:
-    messages = json.loads(case.messages) if case.messages else None
-    return payload(case.completions, prompt=case.group.prompt, messages=messages, columns=json.loads(case.group.columns))
+def _payload(case: Case, config: Config) -> object:
+    return payload(
+        case.completions,
+        prompt=case.group.prompt,
+        messages=json.loads(case.messages) if case.messages else None,
+        columns=json.loads(case.group.columns),
+        completion_ids=[sample.token_ids.tolist() for sample in case.samples],
+        step=(version_min(case.samples) or 0) * config.schedule.steps_per_version,
+    )
 
 
 def _take(pool: ChildPool[int], waiting: dict[int, Case | Left], ended: dict[int, Rescored | Left], config: Config) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.config.plugins import PluginError, split_options
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.observe.recorded_run import read_run
 from penstock.pipeline.replay.rescore.cases import cases
@@ -55,7 +55,7 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
     with begun as new:
         say(f"judging the groups of {run}")
         recorded, processes = cases(source, model=wish.model), wish.processes or config.scorer.processes
-        for number, judged in enumerate(rescore(recorded, config, processes=processes)):
+        for number, judged in enumerate(rescore(recorded, config, steps=source.planned_steps, processes=processes)):
             comparison.add(judged)
             if new is not None:
                 new.add(judged)
@@ -71,7 +71,7 @@ def check(config: Config) -> None:
     """Raise `ConfigError` for a reward that is not here; a user's code is looked for and not run: that is done in child processes."""
     names = config.reward.functions
     try:
-        if builtin := [name for name in names if ":" not in name]:
+        if builtin := [name for name in names if ":" not in split_options(name)[0]]:
             rewards.resolve(builtin)
         rewards.digests(names)
     except PluginError as error:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from kafka import KafkaProducer
-from kafka.errors import KafkaTimeoutError
+from kafka.errors import KafkaError, KafkaTimeoutError
 
 from penstock.infra.errors import Fenced, LogError, OutcomeUnknown
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.log import KafkaLog
+from penstock.topics.wire.record import Outgoing
+from tests.support.containers import contained, containers_work
 from tests.support.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
 from tests.support.paths import ROOT
 
@@ -86,7 +88,7 @@ def test_a_transaction_that_overstays_its_time_is_done_again_not_taken_for_a_for
     def slow_at_first(producer: Any, timeout_s: float) -> None:
         attempts.append(timeout_s)
         if len(attempts) == 1:
-            time.sleep(5)  # the time-out may be two seconds longer, and the broker looks for overdue transactions each second
+            time.sleep(3)  # the broker looks for overdue transactions each second
         commit(producer, 10)
 
     monkeypatch.setattr(private_api, "commit_transaction", slow_at_first)
@@ -97,10 +99,21 @@ def test_a_transaction_that_overstays_its_time_is_done_again_not_taken_for_a_for
     assert values_in(log, topic) == [b"once"]
 
 
-def test_a_writer_whose_own_renewal_was_done_but_not_answered_is_not_taken_for_fenced(log: KafkaLog, topic: str, run_id: str) -> None:
+def claim_of(topic: str, token: bytes) -> Outgoing:
+    return outgoing(topic, token, key=b"owner", partition=1)
+
+
+@pytest.fixture
+def claimed(log: KafkaLog, run_id: str) -> str:
+    """A topic whose second partition holds the claims."""
+    (name,) = make_topics(log, run_id, "claimed", partitions=2)
+    return name
+
+
+def test_a_writer_whose_own_renewal_was_done_but_not_answered_is_not_taken_for_fenced(log: KafkaLog, claimed: str, run_id: str) -> None:
     """A broker that dies between raising the epoch and answering leaves exactly this behind."""
-    writer = log.transactions(f"{run_id}.writer")
-    writer.commit([outgoing(topic, b"1")])
+    writer = log.transactions(f"{run_id}.writer", claim=claim_of(claimed, b"us"))
+    writer.commit([outgoing(claimed, b"1")])
     writer._drop()
     identity = writer._identity
     for _ in range(2):  # a broker that has not been restarted still knows the epoch before the newest
@@ -108,30 +121,93 @@ def test_a_writer_whose_own_renewal_was_done_but_not_answered_is_not_taken_for_f
         private_api.init_transactions(renewed, identity, 10.0)
         identity = private_api.producer_identity(renewed)
         private_api.close_producer(renewed, 3.0)
-    writer.commit([outgoing(topic, b"2")])
+    writer.commit([outgoing(claimed, b"2")])
     writer.close()
-    assert values_in(log, topic) == [b"1", b"2"]
+    assert values_in(log, claimed) == [b"1", b"2"]
 
 
+@pytest.mark.parametrize("claims", [True, False])
 def test_a_writer_that_lost_an_answer_does_not_take_the_id_back_from_its_successor(
-    log: KafkaLog, topic: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+    log: KafkaLog, claimed: str, run_id: str, monkeypatch: pytest.MonkeyPatch, claims: bool
 ) -> None:
-    old = log.transactions(f"{run_id}.writer")
-    old.commit([outgoing(topic, b"old")])
+    old = log.transactions(f"{run_id}.writer", claim=claim_of(claimed, b"old") if claims else None)
+    old.commit([outgoing(claimed, b"old")])
     new: list[Any] = []
 
     def succeeded_meanwhile(*_: object) -> None:
         monkeypatch.undo()
-        new.append(log.transactions(f"{run_id}.writer"))
+        new.append(log.transactions(f"{run_id}.writer", claim=claim_of(claimed, b"new") if claims else None))
         raise KafkaTimeoutError("no answer")
 
     monkeypatch.setattr(private_api, "commit_transaction", succeeded_meanwhile)
-    with pytest.raises(Fenced):
-        old.commit([outgoing(topic, b"zombie")])
-    new[0].commit([outgoing(topic, b"new")])
-    assert values_in(log, topic) == [b"old", b"new"]
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            old.commit([outgoing(claimed, b"zombie")])
+    new[0].commit([outgoing(claimed, b"new")])
+    assert values_in(log, claimed) == [b"old", b"new"]
     old.close()
     new[0].close()
+
+
+def test_of_a_writer_and_one_that_has_taken_the_id_but_not_claimed_it_exactly_one_goes_on(log: KafkaLog, claimed: str, run_id: str) -> None:
+    """The newcomer holds a fresh epoch and dies, or is slow, before its claim stands: the writer may renew its own and goes on."""
+    writer = log.transactions(f"{run_id}.writer", claim=claim_of(claimed, b"us"))
+    newcomer = KafkaProducer(**writer._configs)
+    newcomer.init_transactions()
+    writer.commit([outgoing(claimed, b"1")])
+    newcomer.begin_transaction()
+    with pytest.raises(KafkaError):
+        newcomer.send(claimed, b"late", partition=1, key=b"owner").get(WAIT_S)
+    private_api.close_producer(newcomer, 0)
+    writer.commit([outgoing(claimed, b"2")])
+    writer.close()
+    assert values_in(log, claimed) == [b"1", b"2"]
+
+
+_WRITES_UNTIL_FENCED = """
+import os, sys
+from penstock.infra.errors import Fenced
+from penstock.infra.kafka.log import KafkaLog
+from penstock.topics.wire.record import Outgoing
+
+bootstrap, writer, topic, token = sys.argv[1:]
+claim = Outgoing(topic=topic, partition=1, key=b"owner", headers=(), value=token.encode())
+transactions = KafkaLog(bootstrap).transactions(writer, claim=claim)
+print("open", os.getpid(), flush=True)
+for line in sys.stdin:
+    try:
+        transactions.commit([Outgoing(topic=topic, partition=0, key=None, headers=(), value=token.encode())])
+        print("written", flush=True)
+    except Fenced:
+        print("fenced", flush=True)
+"""
+
+
+def told(process: "subprocess.Popen[str]", line: str | None = None) -> str:
+    """The next line that a process prints, after it was given one."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if line is not None:
+        process.stdin.write(line)
+        process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.skipif(not containers_work(), reason="this system lets nobody make PID namespaces here")
+def test_two_processes_with_the_same_pid_do_not_take_each_other_for_themselves(
+    broker: str, log: KafkaLog, claimed: str, run_id: str
+) -> None:
+    arguments = (_WRITES_UNTIL_FENCED, broker, f"{run_id}.writer", claimed)
+    with contained([sys.executable, "-c", *arguments, "old"]) as old:
+        assert told(old) == "open 1"
+        assert told(old, "\n") == "written"
+        with contained([sys.executable, "-c", *arguments, "new"]) as new:
+            assert told(new) == "open 1"
+            said = [(told(new, "\n"), told(old, "\n")) for _ in range(3)]
+            new.kill()
+        old.kill()
+    assert said == [("written", "fenced")] * 3
+    assert values_in(log, claimed) == [b"old", b"new", b"new", b"new"]
 
 
 def test_an_open_transaction_holds_up_only_those_who_ask_for_committed_records(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:

@@ -42,6 +42,15 @@ def test_a_group_of_equal_rewards_is_filtered_only_if_that_is_asked_for(outcome:
     assert len(found.samples) == 4
 
 
+def test_equal_sums_of_different_components_are_trained_where_each_has_its_own_advantage() -> None:
+    score = Score(rewards=(1.0,) * 4, components=((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (0.0, 1.0)))
+    for combine, outcome in (("rewards", "filtered"), ("advantages", "scored")):
+        algorithm = AlgorithmSection.model_validate({"combine": combine})
+        assert verdict(drawn(), ["a", "b", "c", "d"], score, algorithm=algorithm).outcome == outcome
+    same = Score(rewards=(1.0,) * 4, components=((1.0, None),) * 4)
+    assert verdict(drawn(), ["a", "b", "c", "d"], same, algorithm=AlgorithmSection(combine="advantages")).outcome == "filtered"
+
+
 def test_a_truncated_sample_pays_the_penalty_and_keeps_its_components() -> None:
     found = judged(finishes=("stop", "stop", "length", "length"), truncated="penalise", truncated_penalty=-0.5)
     assert [sample.reward for sample in found.samples] == [1.0, 0.0, 0.5, -0.5]

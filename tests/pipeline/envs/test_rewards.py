@@ -58,6 +58,12 @@ def words(completions, **kwargs):
 def number(completions, **kwargs):
     return 1.0
 
+def trl_style(completions, completion_ids, trainer_state, **kwargs):
+    return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+
+def weighty(completions, completion_lengths, *, each=1.0):
+    return [each * length for length in completion_lengths]
+
 def hangs(completions, **kwargs):
     if "hang" in completions:
         time.sleep(600)
@@ -90,6 +96,44 @@ def test_a_function_gets_the_columns_it_names_and_misses_are_told_before_the_run
     with pytest.raises(RewardError, match=r"wants the column 'level', the data has answer, levle, .*did you mean 'levle'"):
         resolve(["mine.py:named"], base_dir=folder).check({"answer": 1, "levle": 2})
     resolve(["mine.py:named", "exact_match"], base_dir=folder).check({"answer": 1, "level": 2})
+
+
+def test_a_function_that_asks_for_token_ids_lengths_and_the_trainers_state_gets_them(folder: Path) -> None:
+    found = resolve(["mine.py:trl_style", "mine.py:weighty?each=0.5"], base_dir=folder, max_steps=8)
+    found.check({})
+    score = found.score(["a", "b"], prompt="p", messages=None, columns={}, completion_ids=[[1, 2, 3], [4]], step=2)
+    assert score.components == ((3.25, 1.5), (1.25, 0.5))
+    own = found.score(["a"], prompt="p", messages=None, columns={"completion_lengths": 7}, completion_ids=[[1]], step=0)
+    assert own.components == ((1.0, 3.5),)  # a column of the data comes first
+
+
+def test_they_reach_functions_in_a_child_process(folder: Path) -> None:
+    init = rewards.spec(["mine.py:trl_style", "soft_overlong"], base_dir=folder, max_steps=4, max_completion_length=5)
+    with ChildPool[int](rewards.CHILD, size=1, timeout_s=20.0, init=init) as pool:
+        pool.submit(0, rewards.payload(["a"], prompt="p", messages=None, columns={}, completion_ids=[[1, 2, 3, 4, 5]], step=1))
+        (done,) = pool.poll(30.0)
+    assert isinstance(done, Done)
+    assert Score.of(done.result).components == ((5.25, -1.0),)
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("soft_overlong", [0.0, 0.0, -0.5, -1.0, -1.0]),  # 20 tokens, the last fifth of them punished
+    ("soft_overlong?cache=10", [0.0, -0.6, -0.8, -1.0, -1.0]),
+    ("soft_overlong?longest=18&cache=2", [0.0, 0.0, -1.0, -1.0, -1.0]),
+])  # fmt: skip
+def test_the_soft_overlong_punishment_falls_from_nothing_to_minus_one(name: str, expected: list[float]) -> None:
+    found = resolve([name], max_completion_length=20)
+    ids = [[0] * length for length in (10, 16, 18, 20, 21)]
+    score = found.score(["x"] * 5, prompt="p", messages=None, columns={}, completion_ids=ids)
+    assert score.rewards == pytest.approx(expected)
+    assert set(rewards.digests([name])) == {name}
+
+
+def test_an_option_that_a_function_does_not_take_is_told_before_the_run() -> None:
+    with pytest.raises(PluginError, match=r"'soft_overlong\?width=3': got an unexpected keyword argument 'width'"):
+        resolve(["soft_overlong?width=3"])
+    with pytest.raises(RewardError, match="cache = 9 has to lie between 1 and longest = 5"):
+        resolve(["soft_overlong?cache=9"], max_completion_length=5).score(["a"], prompt="p", messages=None, columns={})
 
 
 def test_async_functions_are_awaited_together_and_again_in_the_next_call(folder: Path) -> None:

@@ -276,7 +276,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path)
             process.stdout.readline()
         os.kill(left.pid, signal.SIGSTOP)
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
-        run_lock.note(tmp_path, pids=names, started={}, starts={})
+        run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
         run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=1.0)
         assert (left.wait(5), deaf.wait(5)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None

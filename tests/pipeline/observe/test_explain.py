@@ -337,4 +337,4 @@ def test_what_the_log_cannot_tell_is_said_in_words() -> None:
     assert said.startswith("the ratio current / behaviour of each token")
     corrected = left_out(from_table({**lagging, "algorithm": {"kl_coef": 0.1}}))
     assert [word in " ".join(corrected) for word in ("correction weight tis", "kl_coef 0.1")] == [True, True]
-    assert "is its business" in left_out(config_of(loss="own.py:loss"))[0]
+    assert "is its business" in left_out(config_of(loss="own.py:loss", aggregate="token_mean"))[0]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.runtime import roles
-from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
+from penstock.topics.catalogue import OWNERS, RUNS_TOPIC, TOPICS
 from tests.support.paths import ROOT
 
 
 def test_every_topic_of_the_catalogue_is_in_the_graph() -> None:
-    assert set(roles.TOPICS) == {*TOPICS, RUNS_TOPIC}
+    assert set(roles.TOPICS) == {*TOPICS, OWNERS, RUNS_TOPIC}
 
 
 @pytest.mark.parametrize("role", roles.ROLES.values(), ids=lambda role: role.name)

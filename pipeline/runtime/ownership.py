@@ -1,0 +1,150 @@
+"""The place of a single writer, as `RUN.trainer`: taken through the log, seen by rivals, given back.
+
+The rule: whose a place is, the newest claim in `owners` says. A process that starts never takes a place whose owner still says that it is
+alive; so one that was fenced and is started again, by whatever policy, ends once more instead of fencing its successor.
+"""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock.infra.errors import Fenced, PenstockError
+from penstock.infra.log import Log, Producer, Tail, Transactions
+from penstock.topics import owners
+from penstock.topics.catalogue import OWNERS
+from penstock.topics.owners import Owner, OwnerKind
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+
+BEAT_S = 2.0
+"""How often an owner says that it is alive."""
+SILENT_S = 10.0
+"""An owner that has said nothing for so long, while the broker answered, has lost its place to whoever asks for it."""
+TOKEN, ENDED = "PENSTOCK_TOKEN", "PENSTOCK_ENDED"
+"""Environment of a worker: the token that its launcher made for this start, and those of earlier starts, which have certainly ended."""
+
+
+def new_token() -> str:
+    """64 random bits: the identity of one process."""
+    return secrets.token_hex(8)
+
+
+def given_token() -> str:
+    """This process's token: the one its launcher made for it, else a new one."""
+    return os.environ.get(TOKEN) or new_token()
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """One process's hold of one place."""
+
+    log: Log
+    run: str
+    writer: str
+    """Name of the place: with the run before it, the transactional id."""
+    token: str
+    ended: frozenset[str] = field(default_factory=lambda: frozenset(filter(None, os.environ.get(ENDED, "").split(","))))
+    """Tokens of processes that have certainly ended."""
+    watch_s: float = 0.0
+    """How long a silent owner is watched before its place is taken; 0 asks only who it is."""
+    say: Callable[[str], None] = lambda _: None
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set: stop watching."""
+    _left: threading.Event = field(default_factory=threading.Event)
+    _producer: Producer | None = None
+
+    def take(self) -> Transactions:
+        """Claim the place; returns its writer of transactions. Raises `Fenced` if its owner is alive or another came first, `LogError`."""
+        if self.log.partitions(self._topic) is None:  # the run is older than this topic
+            return self.log.transactions(f"{self.run}.{self.writer}")
+        tail = self.log.tail({(self._topic, 0): "earliest"})
+        try:
+            self._await_silence(tail)
+            transactions = self.log.transactions(f"{self.run}.{self.writer}", claim=self._record("taken"))
+            rivals = [
+                found for found in self._read(tail.read_to_end(undecided=True)) if found.kind == "taken" and found.token != self.token
+            ]
+        finally:
+            tail.close()
+        self._producer = self.log.producer()
+        if self.watch_s:
+            threading.Thread(target=self._beat, daemon=True, name=f"alive-{self.writer}").start()
+        if rivals:
+            self.leave()
+            raise self._taken_by(rivals[-1])
+        return transactions
+
+    def require_held(self) -> None:
+        """Raise `Fenced` if another process has taken the place since; costs a reading of the topic."""
+        if self._producer is None:
+            return
+        tail = self.log.tail({(self._topic, 0): "earliest"})
+        try:
+            owner = [found for found in self._read(tail.read_to_end(undecided=True)) if found.kind == "taken"][-1]
+        finally:
+            tail.close()
+        if owner.token != self.token:
+            raise Fenced(f"another process, on {owner.host}, writes as {self.run}.{self.writer} now: this one must stop")
+
+    def leave(self) -> None:
+        """Say that this process has ended, whoever has its place by now: a successor need not wait."""
+        self._left.set()
+        if self._producer is not None:
+            with contextlib.suppress(PenstockError):  # without it the successor only waits
+                self._producer.send(self._record("ended"))
+                self._producer.flush(5.0)
+            self._producer.close()
+
+    @property
+    def _topic(self) -> str:
+        return f"{self.run}.{OWNERS}"
+
+    def _await_silence(self, tail: Tail) -> None:
+        """Return once no other process says that it is alive here. Raises `Fenced` as soon as one does."""
+        owner, gone = None, set(self.ended)
+        for found in self._read(tail.read_to_end()):
+            owner = found if found.kind == "taken" else owner
+            gone |= {found.token} if found.kind == "ended" else set()
+        if owner is None or owner.token in gone or not self.watch_s:
+            return
+        self.say(f"waits {self.watch_s:g} s to learn whether {self.writer} on {owner.host} is still alive")
+        silent_s, last = 0.0, time.monotonic()
+        while silent_s < self.watch_s and not self.stop.is_set():
+            for found in self._read(tail.poll(0.25)):
+                if found.kind == "ended" and found.token == owner.token:
+                    return
+                if found.kind != "ended" and found.token not in gone:
+                    raise self._taken_by(found)
+            now = time.monotonic()
+            silent_s, last = silent_s + (0.0 if tail.outage_s else now - last), now
+
+    def _taken_by(self, owner: Owner) -> Fenced:
+        since = time.strftime("%H:%M:%S", time.localtime(owner.time_ns / 1e9))
+        return Fenced(
+            f"{self.writer} of run {self.run} is at work already, on {owner.host} (heard of at {since}): this one ends, and does not take "
+            "its place while it is alive"
+        )
+
+    def _read(self, records: Iterable[Record]) -> Iterable[Owner]:
+        for record in records:
+            with contextlib.suppress(Unusable):  # nobody's claim
+                owner = owners.read(record, run=self.run)[1]
+                if owner.writer == self.writer:
+                    yield owner
+
+    def _beat(self) -> None:
+        assert self._producer is not None
+        while not self._left.wait(BEAT_S):
+            with contextlib.suppress(PenstockError):  # the process itself meets whatever is wrong with the log
+                self._producer.send(self._record("alive"))
+
+    def _record(self, kind: OwnerKind) -> Outgoing:
+        owner = Owner(writer=self.writer, token=self.token, kind=kind, host=socket.gethostname(), time_ns=time.time_ns())
+        value = owners.encode(owner)
+        headers = owners.headers(owner, run=self.run).encode(value)
+        return Outgoing(topic=self._topic, partition=0, key=owners.key(owner), headers=headers, value=value)

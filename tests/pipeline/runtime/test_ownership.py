@@ -1,0 +1,117 @@
+"""A place has one owner at a time: rivals see each other in the log, and one that was fenced never fences its successor."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from penstock.infra.errors import Fenced
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.runtime import ownership
+from penstock.pipeline.runtime.ownership import Place, given_token, new_token
+from penstock.topics.catalogue import topics_of
+from penstock.topics.wire.record import Outgoing
+
+RUN = "places"
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+    monkeypatch.setattr(ownership, "BEAT_S", 0.02)
+    made = MemoryLog()
+    made.create_topics(topics_of(RUN, partitions=1))
+    return made
+
+
+def place(log: MemoryLog, *, writer: str = "trainer", watch_s: float = 0.3, ended: frozenset[str] = frozenset(), **more: Any) -> Place:
+    return Place(log=log, run=RUN, writer=writer, token=new_token(), ended=ended, watch_s=watch_s, **more)
+
+
+def entry(value: bytes) -> list[Outgoing]:
+    return [Outgoing(topic=f"{RUN}.ledger", partition=0, key=None, headers=(), value=value)]
+
+
+def test_a_place_whose_owner_is_alive_is_not_taken(log: MemoryLog) -> None:
+    owner = place(log)
+    writer = owner.take()
+    with pytest.raises(Fenced, match="trainer of run places is at work already"):
+        place(log).take()
+    writer.commit(entry(b"1"))
+    place(log, writer="feeder").take()
+    owner.leave()
+
+
+def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_it_is_started_again(log: MemoryLog) -> None:
+    frozen = place(log, watch_s=0.0)  # it says nothing more
+    zombie = frozen.take()
+    said: list[str] = []
+    successor = place(log, say=said.append)
+    began = time.monotonic()
+    writer = successor.take()
+    assert time.monotonic() - began > 0.25
+    assert len(said) == 1
+    with pytest.raises(Fenced):
+        zombie.commit(entry(b"zombie"))
+    with pytest.raises(Fenced, match=r"writes as places\.trainer now"):
+        frozen.require_held()
+    successor.require_held()
+    for number in range(3):
+        with pytest.raises(Fenced):
+            place(log).take()
+        writer.commit(entry(str(number).encode()))
+    successor.leave()
+
+
+def test_a_place_that_was_left_or_whose_owner_has_certainly_ended_is_free_at_once(log: MemoryLog) -> None:
+    first = place(log, watch_s=30.0)
+    first.take()
+    first.leave()
+    killed = place(log, watch_s=0.0)
+    killed.take()
+    began = time.monotonic()
+    last = place(log, watch_s=30.0, ended=frozenset({killed.token}))
+    last.take()
+    assert time.monotonic() - began < 5
+    last.leave()
+
+
+def test_a_note_that_a_fenced_process_has_ended_does_not_free_its_successors_place(log: MemoryLog) -> None:
+    fenced, owner = place(log, watch_s=0.0), place(log)
+    fenced.take()
+    owner.take()
+    fenced.leave()
+    with pytest.raises(Fenced):
+        place(log).take()
+    owner.leave()
+
+
+def test_of_two_that_found_the_place_free_the_one_that_claims_first_has_it(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = place(log, writer="launcher"), place(log, writer="launcher")
+    transactions = log.transactions
+
+    def first_comes_between(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        first.take()
+        return transactions(*arguments, **options)
+
+    monkeypatch.setattr(log, "transactions", first_comes_between)
+    with pytest.raises(Fenced, match="launcher of run places is at work already"):
+        second.take()
+    first.leave()
+
+
+def test_one_that_is_asked_to_stop_does_not_watch_on(log: MemoryLog) -> None:
+    place(log, watch_s=0.0).take()
+    stop = threading.Event()
+    stop.set()
+    began = time.monotonic()
+    place(log, watch_s=30.0, stop=stop).take()
+    assert time.monotonic() - began < 5
+
+
+def test_tokens_are_random_unless_the_launcher_made_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert len({given_token() for _ in range(100)}) == 100
+    monkeypatch.setenv(ownership.TOKEN, "abc")
+    assert given_token() == "abc"

@@ -1,0 +1,34 @@
+"""A reward that breaks on a held-out completion is counted, and the run goes on."""
+
+import json
+from pathlib import Path
+
+from penstock.infra.memory.log import MemoryLog
+from tests.support.crew import complete, config_of
+
+ROLES = ("trainer", "rollout", "scorer", "feeder", "evaluator")
+
+
+def test_a_run_whose_evaluation_reward_breaks_ends_with_the_failures_counted_and_each_source_measured(
+    run_id: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    frail = tmp_path / "frail.py"
+    frail.write_text(
+        "def frail(prompts, completions, **columns):\n"
+        "    if '3+4' in prompts[0]:\n        raise ValueError('no such number')\n"
+        "    return [0.5 for _ in completions]\n"
+    )
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"prompt": f"{i}-{i}=", "answer": "0"}) + "\n" for i in range(3)))
+    held = {
+        "source": [str(tmp_path / "data.jsonl"), str(other)], "limit": 4, "every": 2, "samples": 2,
+        "functions": [f"{frail}:frail"], "threshold": 0.5,
+    }  # fmt: skip
+    config = config_of(tiny_model, tmp_path, run={"steps": 2, "seed": 7}, eval=held)
+    report = complete(MemoryLog(), run_id, config, roles=ROLES)
+    assert (report["status"], report["steps"]) == ("finished", 2)
+    assert [found["version"] for found in report["eval"]] == [0, 2]
+    for found in report["eval"]:
+        assert (found["n"], found["n_failed"], found["greedy_accuracy"]) == (7.0, 3.0, 1.0)
+        assert (found["data/n"], found["data/n_failed"]) == (4.0, 3.0)
+        assert (found["other/n"], found["other/n_failed"], found["other/sampled_reward/frail"]) == (3.0, 0.0, 0.5)
