@@ -12,7 +12,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell $(nam
 MODEL := .penstock/tiny
 PYTEST := $(BIN)/python -m pytest
 # Processes that share the tests, each with a broker of its own.
-TESTERS ?= 2
+TESTERS ?= 3
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
 COVERED := .penstock/coverage

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,29 +26,46 @@ from penstock.pipeline.cli.topics import app as topics_app
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
+
+class Grouped(typer.core.TyperGroup):
+    """Lists the commands under headings, in the order in which they were added."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one list of names and short texts for each heading."""
+        lists: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.commands[name]
+            lists.setdefault(command.rich_help_panel, []).append((name, command.short_help))
+        for heading, rows in lists.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="penstock",
+    cls=Grouped,
     help="RL post-training of language models as independent workers over Apache Kafka.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command(rich_help_panel="Train")(run)
-app.command(rich_help_panel="Train")(create)
-app.command(rich_help_panel="Train")(worker)
-app.command(rich_help_panel="Look")(runs)
-app.command(rich_help_panel="Look")(status)
-app.command(rich_help_panel="Look")(report)
-app.command(rich_help_panel="Look")(audit)
-app.command(rich_help_panel="Look")(explain_group)
-app.command(rich_help_panel="Look")(sql)
-app.add_typer(topics_app, name="topics", rich_help_panel="Look")
-app.command(rich_help_panel="Look")(graph)
-app.command(rich_help_panel="Replay")(fork)
-app.add_typer(replay_app, name="replay", rich_help_panel="Replay")
-app.add_typer(broker_app, name="broker", rich_help_panel="This machine")
-app.add_typer(model_app, name="model", rich_help_panel="This machine")
-app.command(rich_help_panel="This machine")(doctor)
+TRAIN, LOOK, REPLAY, MACHINE = "Train", "Look at a run", "Replay", "This machine"
+app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
+app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
+app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)
+app.command(rich_help_panel=LOOK, short_help="List the runs: id, status, steps, age.")(runs)
+app.command(rich_help_panel=LOOK, short_help="Where a run stands, and what each worker does.")(status)
+app.command(rich_help_panel=LOOK, short_help="What a run did: reward, fates, times, lag; as a page.")(report)
+app.command(rich_help_panel=LOOK, short_help="Prove from the log that nothing was lost or trained twice.")(audit)
+app.command("explain", rich_help_panel=LOOK, short_help="The life of one group: samples, rewards, fate.")(explain_group)
+app.command(rich_help_panel=LOOK, short_help="Ask a run in SQL.")(sql)
+app.add_typer(topics_app, name="topics", rich_help_panel=LOOK, short_help="The records: list, show, export, import, delete.")
+app.command(rich_help_panel=LOOK, short_help="The roles, and the topics each reads and writes.")(graph)
+app.command(rich_help_panel=REPLAY, short_help="A new run from another one's weights.")(fork)
+app.add_typer(replay_app, name="replay", rich_help_panel=REPLAY, short_help="Do a stage again, the same or with a change.")
+app.add_typer(broker_app, name="broker", rich_help_panel=MACHINE, short_help="This machine's Kafka broker: start, stop, status.")
+app.add_typer(model_app, name="model", rich_help_panel=MACHINE, short_help="Make a model to begin with.")
+app.command(rich_help_panel=MACHINE, short_help="Check packages, Java, broker, disk, memory, GPUs.")(doctor)
 
 
 def _version(wanted: bool) -> None:

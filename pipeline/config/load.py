@@ -3,6 +3,7 @@
 The rule: a mistake is one line with the key, the value and, for an unknown key, the nearest valid one (`ConfigError`, exit status 2).
 """
 
+import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.config.schema import PATHS_OF, Resolve, Section
 from penstock.pipeline.config.security import refuse_password
@@ -97,23 +98,31 @@ def _one_line(error: ValidationError) -> str:
     location = [str(part) for part in first["loc"] if not str(part).startswith(("tuple[", "list["))]
     key, value, kind = ".".join(location), first.get("input"), first["type"]
     if kind == "extra_forbidden":
-        section: Any = Config
-        for part in location[:-1]:
-            section = section.model_fields[part].annotation or Config
-        names = [".".join([*location[:-1], name]) for name in section.model_fields]
-        everywhere = [f"{top}.{name}" for top, field in Config.model_fields.items() for name in _fields(field.annotation)]
-        same_name = [name for name in everywhere if name.split(".")[-1] == location[-1]]
-        hint = f"; did you mean {same_name[0]!r}?" if same_name else nearest(key, names) or "; see docs/configuration.md"
-        return f"{key} = {value!r}: unknown key{hint}"
+        return f"{key} = {value!r}: unknown key{_meant(location)}"
     if kind == "missing":
         return f"{key}: is required"
     if kind == "value_error":
         return f"{key}: {first['ctx']['error']}"
+    if kind in ("model_type", "dict_type"):
+        return f"{key} = {value!r}: is a section; write [{key}] and its keys below it"
+    if kind in ("tuple_type", "list_type"):
+        return f"{key} = {value!r}: is a list; write {key} = {json.dumps([value])}"
     return f"{key} = {value!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
-def _fields(section: Any) -> list[str]:
-    return list(section.model_fields)
+def _meant(location: Sequence[str]) -> str:
+    """What an unknown key may stand for: the same in another trainer's words, our key of this name elsewhere, or one spelt like it."""
+    *sections, name = location
+    section: Any = Config
+    for part in sections:
+        section = section.model_fields[part].annotation or Config
+    for known in (".".join(location), name):
+        if known in synonyms.KEYS:
+            meant = synonyms.KEYS[known]
+            return f"; did you mean {meant!r}?" if meant else "; there is nothing of the kind, see docs/configuration.md"
+    same_name = [f"{top}.{name}" for top, field in Config.model_fields.items() if name in getattr(field.annotation, "model_fields", ())]
+    close = same_name or [".".join([*sections, near]) for near in difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.7)]
+    return f"; did you mean {close[0]!r}?" if close else "; see docs/configuration.md"
 
 
 def _apply(table: dict[str, Any], override: str) -> None:

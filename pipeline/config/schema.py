@@ -14,6 +14,7 @@ from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.log import GIVE_UP_S
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -32,7 +33,9 @@ def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool =
         if name in names or (or_none and name == "none") or (or_function and ":" in name):
             return name
         function = " and no package:function" if or_function else ""
-        raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{nearest(name, names)}")
+        meant = synonyms.VALUES.get(name)
+        hint = f"; did you mean {meant!r}?" if meant in names else nearest(name, names)
+        raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{hint}")
 
     return AfterValidator(check)
 

@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from typing import Any, NamedTuple
 
+from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, recent_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 
@@ -122,6 +123,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "groups": dict(sorted(counted.items())),
         "dead_letters": len(view.dead_letters),
         "bottleneck": None if slowest is None else {"who": slowest.who, "why": slowest.why},
+        "waste": waste.as_json(waste.wastes(view, last=waste.RECENT_GROUPS)),
         "workers": [
             {
                 "worker": worker.worker,

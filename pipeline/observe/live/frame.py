@@ -17,6 +17,7 @@ from penstock.pipeline.observe.run_status import config_of, has_ended, recent_re
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
+from penstock.pipeline.observe.waste import RECENT_GROUPS, wastes
 from penstock.pipeline.runtime.roles import ROLES, order
 
 SILENT_S = 5.0
@@ -31,8 +32,11 @@ def frame(
     view: RunView, *, now_s: float, silent: Mapping[str, float], outage_s: float = 0.0, width: int = 120, height: int = 40
 ) -> RenderableType:
     """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker."""
-    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s), Text("")]
-    parts.append(_workers(view, silent=silent, rows=max(4, height - HEADER_LINES), all_columns=width >= WIDE))
+    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s)]
+    found = wastes(view, last=RECENT_GROUPS)
+    parts += [Text(str(waste), style="yellow") for waste in found]
+    rows = max(4, height - HEADER_LINES - 2 * len(found))
+    parts += [Text(""), _workers(view, silent=silent, rows=rows, all_columns=width >= WIDE)]
     chosen = config_of(view).get("schedule", {})
     sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
     subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
@@ -60,6 +64,8 @@ def line(view: RunView, *, now_s: float) -> str:
         parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
     if not view.steps:
         parts.append(waiting_for(view))
+    elif found := wastes(view, last=RECENT_GROUPS):
+        parts.append(", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in found))
     elif (slowest := bottleneck(view)) is not None:
         parts.append(_named(slowest))
     if view.dead_letters:

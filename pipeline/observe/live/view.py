@@ -4,6 +4,7 @@ The rule: it only reads; a run does the same whether anybody watches or not.
 """
 
 import time
+from collections import Counter
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -24,6 +25,8 @@ REDRAW_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
 """Plain lines while no step is finished."""
+LETTERS_SHOWN = 3
+"""Dead letters of a kind that have a line each."""
 
 
 class LiveView:
@@ -34,7 +37,9 @@ class LiveView:
         self._log, self._console = log, console
         self._tail: Tail | None = None
         self._heard: dict[str, float] = {}
-        self._live = None if plain else Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False)
+        self._letters: Counter[str] = Counter()
+        drawn = console.is_terminal and not plain
+        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
         self._drawn = self._said = 0.0
         self._said_step = 0
         self._opened = time.time()
@@ -116,8 +121,7 @@ class LiveView:
     def _tell(self, folded: object) -> None:
         """Lines for what happens seldom and should not be missed."""
         if isinstance(folded, DeadLetter):
-            place = f"{folded.topic.removeprefix(f'{self.view.run}.')}/{folded.partition}/{folded.offset}"
-            self.tell(f"dead letter: {place} {folded.kind}: {folded.reason}", style="yellow")
+            self._tell_letter(folded)
         elif isinstance(folded, Measurement) and folded.kind == "eval":
             known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(folded.values.items()) if key.endswith("_accuracy")]
             self.tell(f"version {folded.version}: {', '.join(known)}", style="blue")
@@ -129,3 +133,13 @@ class LiveView:
     def _draw(self) -> None:
         assert self._live is not None
         self._live.update(self._frame(), refresh=True)
+
+    def _tell_letter(self, letter: DeadLetter) -> None:
+        """The first dead letters of a kind, then only how many they are, ever more seldom."""
+        self._letters[letter.kind] += 1
+        count = self._letters[letter.kind]
+        if count <= LETTERS_SHOWN:
+            place = f"{letter.topic.removeprefix(f'{self.view.run}.')}/{letter.partition}/{letter.offset}"
+            self.tell(f"dead letter: {place} {letter.kind}: {letter.reason}", style="yellow")
+        elif count in (10, 100, 1_000, 10_000, 100_000):
+            self.tell(f"dead letters: {count:,} of kind {letter.kind}; the newest says: {letter.reason}", style="yellow")

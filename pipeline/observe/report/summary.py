@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.infra.log import Log
+from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.staleness import weighted
 from penstock.pipeline.observe.report.text import as_text, render
@@ -53,6 +54,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
+        "waste": waste.as_json(waste.wastes(view)),
         "samples": sum(map(len, view.samples.values())),
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
         "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},

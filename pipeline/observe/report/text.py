@@ -33,7 +33,8 @@ def render(report: Mapping[str, Any], *, directory: Path | None = None) -> Rende
     parts: list[RenderableType] = [Rule(title, style="dim"), table]
     if report.get("reason") and status != "finished":
         parts.insert(1, Text(f"{status}: {report['reason']}", style=STATUS_STYLES.get(status, "")))
-    return Group(*parts, _next(report, directory), Rule(style="dim"))
+    wastes = [Text(f"{waste['why']}: {waste['advice']}", style="yellow") for waste in report["waste"]]
+    return Group(parts[0], *wastes, *parts[1:], _next(report, directory), Rule(style="dim"))
 
 
 def as_text(report: Mapping[str, Any], *, directory: Path | None = None) -> str:

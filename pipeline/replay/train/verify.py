@@ -89,7 +89,9 @@ def tell_arithmetic(changes: list[dict[str, object]], say: Say) -> None:
     """Say which part of the arithmetic differs here, before anything is computed."""
     if changes:
         text = ", ".join(f"{row['name']} {row['recorded']} -> {row['here']}" for row in changes)
-        say(f"the arithmetic is not the one of the run, so bits may differ: {text}")
+        recorded = {str(row["name"]): row["recorded"] for row in changes}
+        wider = "cpu_capability" in recorded and f"; ATEN_CPU_CAPABILITY={str(recorded['cpu_capability']).lower()} may compute as there"
+        say(f"the arithmetic is not the one of the run, so bits may differ: {text}{wider or ''}")
 
 
 def _train(course: PolicyTrainer, recording: Recording, asked: Asked, result: Replayed, say: Say) -> None:

@@ -299,3 +299,11 @@ def test_the_version_is_that_of_the_wheel() -> None:
     if done.returncode:
         pytest.skip("the wheel is not installed in this environment")
     assert done.stdout.startswith("penstock ")
+
+
+def test_the_help_lists_every_command_under_a_heading_with_a_text_that_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-h"]) == OK
+    said = capsys.readouterr().out
+    commands = [line for line in said.partition("\nTrain:\n")[2].splitlines() if line.startswith("  ")]
+    assert {"run", "explain", "replay", "doctor"} <= {line.split()[0] for line in commands}
+    assert [line for line in commands if len(line.split()) < 4 or not line.endswith(".") or line.endswith("...") or len(line) > 80] == []

@@ -11,6 +11,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.observe.live.frame import frame, line
 from penstock.pipeline.observe.live.view import LiveView
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import GroupFacts
 from penstock.pipeline.observe.status import bottleneck, elapsed_s, to_go_s
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
@@ -167,6 +168,37 @@ def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(monkey
     assert "version 2: greedy accuracy 0.250" in text
     assert "dead letter: groups/0/0 undecodable: not Arrow" in text
     assert "\x1b" not in text
+
+
+def test_where_there_is_no_terminal_lines_are_printed_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.pipeline.observe.live.view.LINE_EVERY_S", 0.0)
+    log, out = a_log(), io.StringIO()
+    live = LiveView(log, RUN, console=Console(file=out, width=200), plain=False)
+    write(log, begun(steps=2)[1])
+    live.poll(0.1)
+    assert out.getvalue().startswith("step 2/10")
+    live.close()
+
+
+def test_many_dead_letters_of_a_kind_take_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = a_log()
+    live, out = plain_view(log, monkeypatch)
+    teller, told = begun(steps=1)
+    write(log, told)
+    live.poll(0.1)
+    write(log, [teller.letter(offset=offset) for offset in range(150)])
+    live.poll(0.1)
+    live.close()
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("dead letter")]
+    assert [line.partition(":")[0] for line in lines] == ["dead letter"] * 3 + ["dead letters"] * 2
+    assert lines[-1] == "dead letters: 100 of kind undecodable; the newest says: not Arrow"
+
+
+def test_a_run_that_trains_on_few_of_its_groups_is_told_why_instead_of_who_is_slow() -> None:
+    view = view_of(begun()[1])
+    view.groups |= {1000 + number: GroupFacts("filtered", 4, 40, 0.0, 0) for number in range(90)}
+    assert "of the groups filtered" in line(view, now_s=Teller().now_s + 60)
+    assert "take easier prompts" in shown(view, width=200)
 
 
 def test_noise_in_the_topics_does_not_disturb_the_view(monkeypatch: pytest.MonkeyPatch) -> None:

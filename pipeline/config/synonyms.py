@@ -1,0 +1,61 @@
+"""What other trainers call our keys and values: TRL, verl, prime-rl, OpenRLHF.
+
+The rule: a name stands here only if ours does the same; `None` says that there is nothing of the kind, so that no spelling is guessed.
+"""
+
+from collections.abc import Mapping
+
+KEYS: Mapping[str, str | None] = {
+    "learning_rate": "trainer.lr",
+    "lr_scheduler_type": "trainer.lr_schedule",
+    "beta": "algorithm.kl_coef",
+    "kl_beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "delta": "algorithm.clip_dual",
+    "loss_type": "algorithm.loss",
+    "num_generations": "schedule.samples_per_prompt",
+    "rollouts_per_example": "schedule.samples_per_prompt",
+    "group_size": "schedule.samples_per_prompt",
+    "train_batch_size": "schedule.prompts_per_step",
+    "batch_size": "schedule.prompts_per_step",
+    "max_async_level": "schedule.max_lag",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_response_length": "sampling.max_new_tokens",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "dataset": "data.source",
+    "dataset_name": "data.source",
+    "train_files": "data.source",
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.weights",
+    "model.name": "model.path",
+    "model_name": "model.path",
+    "model_name_or_path": "model.path",
+    "max_steps": "run.steps",
+    "num_train_epochs": "run.epochs",
+    "save_steps": "trainer.checkpoint_every",
+    "eval_steps": "eval.every",
+    "per_device_train_batch_size": "trainer.micro_batch_tokens",
+    "bf16": "trainer.dtype",
+    "use_vllm": "rollout.engine",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "num_workers": "rollout.workers",
+    "use_peft": None,
+    "use_lora": None,
+    "report_to": None,
+    "wandb": None,
+}
+"""A key, or the last part of one -> ours."""
+
+VALUES: Mapping[str, str] = {
+    "async": "in_flight",
+    "asynchronous": "in_flight",
+    "sync": "synchronous",
+    "on_policy": "synchronous",
+    "ppo": "grpo",
+    "bnpo": "dapo",
+    "hf": "transformers",
+    "huggingface": "transformers",
+}
+"""A value -> ours of the same meaning."""

@@ -1,0 +1,84 @@
+"""What is drawn and not trained: the share of groups lost to each cause, and what to change.
+
+The rule: pure functions of the headers; a cause is named only where it costs much, so that a healthy run is told nothing.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import GroupFacts
+
+LEAST_GROUPS = 8
+"""Groups that must have an outcome before a share means anything."""
+RECENT_GROUPS = 1_000
+"""Outcomes that the live view and `status` look at."""
+
+
+class Waste(NamedTuple):
+    """One cause: the fate, its share of the groups with an outcome, the cause and what to change, both in words."""
+
+    fate: str
+    share: float
+    why: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.advice}"
+
+
+def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
+    """The causes that cost much, the most expensive first; empty for a run without. `last` looks at that many of the newest outcomes."""
+    by_fate: dict[str, list[GroupFacts]] = {}
+    for group in itertools.islice(reversed(view.groups), last):
+        facts = view.groups[group]
+        by_fate.setdefault("stale" if group in view.stale else facts.outcome, []).append(facts)
+    ended = sum(map(len, by_fate.values()))
+    if ended < LEAST_GROUPS:
+        return []
+    shares = {fate: len(by_fate.get(fate, ())) / ended for fate in LIMITS}
+    found = [Waste(fate, share, *EXPLAINED[fate](share, by_fate[fate])) for fate, share in shares.items() if share >= LIMITS[fate]]
+    return sorted(found, key=lambda waste: -waste.share)
+
+
+def as_json(found: list[Waste]) -> list[dict[str, Any]]:
+    """The same as plain data."""
+    return [waste._asdict() for waste in found]
+
+
+def _filtered(share: float, groups: list[GroupFacts]) -> tuple[str, str]:
+    means = Counter(round(facts.reward_mean, 6) for facts in groups if facts.reward_mean is not None)
+    start = f"{share:.0%} of the groups are filtered, as nothing is learnt from equal rewards"
+    if not means:
+        return start, "look at one with `penstock explain`"
+    mean, count = means.most_common(1)[0]
+    lowest = mean <= min(means)
+    advice = "take easier prompts, more samples a group or a denser reward" if lowest else "take harder prompts"
+    return f"{start} ({count:,} of {len(groups):,} have the reward {mean:g})", advice
+
+
+def _failed(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+    return f"{share:.0%} of the groups failed, as their reward could not be computed", "mend the reward; the dead letters hold its error"
+
+
+def _stale(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+    return f"{share:.0%} of the groups were too old for their step", "raise schedule.max_lag, or admit fewer groups at a time"
+
+
+def _abandoned(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+    return (
+        f"{share:.0%} of the groups were abandoned, as their samples did not come in time",
+        "raise scorer.group_deadline_s, shorten sampling.max_new_tokens or start more rollout workers",
+    )
+
+
+LIMITS: Mapping[str, float] = {"filtered": 0.5, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
+"""Fate -> the share of the groups from which on it is said."""
+EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts]], tuple[str, str]]] = {
+    "filtered": _filtered,
+    "failed": _failed,
+    "stale": _stale,
+    "abandoned": _abandoned,
+}

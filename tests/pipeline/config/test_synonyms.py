@@ -1,0 +1,48 @@
+"""What a wrong key is answered with: ours of the same meaning, one spelt like it, or nothing."""
+
+import pytest
+
+from penstock.pipeline.config import synonyms
+from penstock.pipeline.config.load import ConfigError, from_table
+from penstock.pipeline.config.run_config import Config
+
+LEAST = {"model": {"path": "m"}, "data": {"source": "d.jsonl"}, "run": {"steps": 1}}
+
+
+def answer(section: str, key: str, value: object) -> str:
+    with pytest.raises(ConfigError) as refused:
+        from_table({**LEAST, section: {**LEAST.get(section, {}), key: value}})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("ours", sorted({ours for ours in synonyms.KEYS.values() if ours}))
+def test_every_key_that_a_synonym_leads_to_exists(ours: str) -> None:
+    section, key = ours.split(".")[:2]
+    assert key in Config.model_fields[section].annotation.model_fields
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        ("trainer", "learning_rate", "did you mean 'trainer.lr'?"),
+        ("algorithm", "beta", "did you mean 'algorithm.kl_coef'?"),
+        ("model", "name", "did you mean 'model.path'?"),
+        ("run", "num_generations", "did you mean 'schedule.samples_per_prompt'?"),
+        ("trainer", "gpu", "did you mean 'trainer.gpus'?"),
+        ("rollout", "temperature", "did you mean 'sampling.temperature'?"),
+        ("trainer", "use_peft", "there is nothing of the kind, see docs/configuration.md"),
+        ("algorithm", "foo", "unknown key; see docs/configuration.md"),
+    ],
+)
+def test_an_unknown_key_is_answered_by_its_meaning_before_its_spelling(section: str, key: str, hint: str) -> None:
+    assert answer(section, key, 1).endswith(hint)
+
+
+def test_an_unknown_value_is_answered_by_its_meaning() -> None:
+    assert answer("schedule", "mode", "async").endswith("did you mean 'in_flight'?")
+
+
+def test_a_list_and_a_section_are_asked_for_in_the_words_of_toml() -> None:
+    assert answer("reward", "functions", "rew.py:f") == "reward.functions = 'rew.py:f': is a list; write reward.functions = [\"rew.py:f\"]"
+    with pytest.raises(ConfigError, match=r"model = 'x': is a section; write \[model\] and its keys below it"):
+        from_table({**LEAST, "model": "x"})

@@ -1,0 +1,51 @@
+"""What a run loses by drawing groups that are not trained, in words."""
+
+import pytest
+
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import GroupFacts
+from penstock.pipeline.observe.waste import as_json, wastes
+
+
+def view_of(*outcomes: tuple[str, float | None], stale: int = 0) -> RunView:
+    """Groups with these outcomes and mean rewards; the first `stale` of them were too old for their step."""
+    view = RunView(run="r")
+    view.groups = {number: GroupFacts(outcome, 8, 80, mean, 0) for number, (outcome, mean) in enumerate(outcomes)}
+    view.stale = set(range(stale))
+    return view
+
+
+def test_groups_whose_rewards_are_all_zero_call_for_easier_prompts() -> None:
+    (waste,) = wastes(view_of(*[("filtered", 0.0)] * 8, ("filtered", 1.0), ("scored", 0.5)))
+    assert waste.fate == "filtered"
+    assert str(waste) == (
+        "90% of the groups are filtered, as nothing is learnt from equal rewards (8 of 9 have the reward 0): "
+        "take easier prompts, more samples a group or a denser reward"
+    )
+
+
+def test_groups_whose_rewards_are_all_full_call_for_harder_prompts() -> None:
+    (waste,) = wastes(view_of(*[("filtered", 1.0)] * 7, ("filtered", 0.0), *[("scored", 0.5)] * 2))
+    assert waste.advice == "take harder prompts"
+
+
+def test_a_reward_that_breaks_now_and_then_is_said_although_most_groups_are_trained() -> None:
+    (waste,) = wastes(view_of(*[("scored", 0.5)] * 18, *[("failed", None)] * 2))
+    assert (waste.fate, waste.share) == ("failed", 0.1)
+    assert "their reward could not be computed" in waste.why
+
+
+def test_the_most_expensive_cause_comes_first() -> None:
+    found = wastes(view_of(*[("scored", 0.5)] * 6, *[("filtered", 0.0)] * 12, ("abandoned", None), ("abandoned", None), stale=4))
+    assert [(waste.fate, waste.share) for waste in found] == [("filtered", 0.6), ("stale", 0.2), ("abandoned", 0.1)]
+    assert [waste["fate"] for waste in as_json(found)] == ["filtered", "stale", "abandoned"]
+
+
+@pytest.mark.parametrize("view", [view_of(*[("filtered", 0.0)] * 7), view_of(*[("scored", 0.5)] * 60, ("filtered", 0.0), ("failed", None))])
+def test_a_run_that_has_hardly_begun_or_wastes_little_is_told_nothing(view: RunView) -> None:
+    assert wastes(view) == []
+
+
+def test_only_the_newest_outcomes_count_where_that_is_asked() -> None:
+    view = view_of(*[("filtered", 0.0)] * 50, *[("scored", 0.5)] * 10)
+    assert wastes(view) and wastes(view, last=10) == []
