@@ -74,7 +74,7 @@ class Tracker:
         self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
-        self._owned = {RUNS_TOPIC, session.topic("ledger"), session.topic("metrics")}
+        self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), session.topic("groups")]
         counts = {name: session.log.partitions(name) or 0 for name in names}
         self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
