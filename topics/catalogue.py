@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 RUNS_TOPIC = "penstock.runs"
-TOPICS = ("prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
+TOPICS = ("run", "prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
 """What flows, and what is kept of it."""
 OWNERS = "owners"
 """Who writes: of use only while the run is at work, so neither archived nor audited."""
@@ -39,7 +39,7 @@ class TopicSpec:
 
 
 RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": "compact", "max.message.bytes": str(MAX_RECORD_BYTES)})
-"""The one topic that belongs to no run."""
+"""The one topic that belongs to no run: all can write to it, so nothing that a worker acts on is taken from it."""
 
 
 def check_run_id(run: str) -> str:

@@ -1,8 +1,10 @@
-"""`penstock.runs`: configuration and status by run id, compacted to each run's newest record. Launcher, trainer -> every worker.
+"""`<run>.run`: what a run is, one record. `penstock.runs`: its status by run id, compacted. Launcher, trainer -> every worker.
 
-A worker is given a broker's address and a run id; it reads everything else from this topic."""
+A worker is given a broker's address and a run id; it reads everything else from the run's own topic. Records of both have one schema;
+one in `penstock.runs` has no configuration, except where an earlier release wrote it."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import pyarrow as pa
@@ -32,6 +34,10 @@ CODEC = Codec(
 )
 
 
+NOTHING = "{}"
+"""The configuration in a record that only says a run's status."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """Configuration and status of a run; the record's key is the run id."""
@@ -44,6 +50,17 @@ class RunRecord:
     """JSON: digests of tokenizer, template and stop ids; the reason of a failure."""
     created_ns: int
     updated_ns: int
+
+
+def status_of(record: RunRecord) -> RunRecord:
+    """The record for the topic that all runs share: nothing in it is executed or leads to a file."""
+    steps = {name: value for name, value in json.loads(record.info).items() if name == "steps"}
+    return replace(record, config=NOTHING, info=json.dumps(steps))
+
+
+def with_status(made: RunRecord, status: RunRecord) -> RunRecord:
+    """The run as it was made, with the status of another record of it."""
+    return replace(made, status=status.status, updated_ns=status.updated_ns)
 
 
 def encode(record: RunRecord) -> bytes:

@@ -131,7 +131,7 @@ def _wanted(topics: Collection[str] | None) -> set[str]:
     known = (RUNS_TOPIC, *TOPICS)
     if unknown := sorted(set(topics or ()) - set(known)):
         raise ConfigError(f"there is no topic {unknown[0]!r}: {', '.join(known)}")
-    return {RUNS_TOPIC, *topics} if topics else set(known)
+    return {RUNS_TOPIC, "run", *topics} if topics else set(known)
 
 
 def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
@@ -140,6 +140,8 @@ def _begin(log: KafkaLog, archive: Archive, created_ns: int) -> Note:
     for topic in dict.fromkeys(kind.topic for kind in KINDS.values()):
         name = kind_of(topic, 0).kafka_name(archive.run)
         if (count := log.partitions(name)) is None:
+            if topic == "run":  # an earlier release wrote all of it to the topic that runs share
+                continue
             raise ValueError(f"run {archive.run} has no topic {name!r}: its log is gone or may not be read")
         partitions[topic] = count
     begins = {}

@@ -5,7 +5,8 @@ The rule: what a record refers to is written before it, at an offset that is kno
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.bulk import BulkWriter
@@ -16,7 +17,7 @@ from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.run_registry import find, write, write_status
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topics_of
 from penstock.topics.wire.record import Record
 
@@ -41,6 +42,9 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
     log.create_topics(topics_of(run, partitions=note.partitions["groups"], weight_partitions=note.partitions["weights"]))
     writer, imported, progress = BulkWriter(log.connection), Imported(run=run), _Progress(say)
     relocation, archived = Relocation(note.run, run), ArchivedLog(archive)
+    registered = find(cast(Log, archived), note.run)
+    if registered is None:
+        raise ValueError(f"{archive.path} has no usable record of run {note.run} in its table `runs`")
     ends: dict[tuple[str, int], int] = {}
     for kind in reversed(list(KINDS.values())):  # from the cause to the effect
         for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():
@@ -55,9 +59,8 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
     for place, end in log.end_offsets(ends).items():
         if end != ends[place]:
             raise LogError(f"{place[0]}/{place[1]} ends at offset {end} after {ends[place]} records: somebody else wrote there")
-    for record in _relocated(archived, KINDS["runs"], 0, relocation):
-        writer.append(record)
-    writer.flush()
+    # Of what an archive says in the topic that all runs share, only this run's own status is taken over.
+    (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
     imported.seconds = time.monotonic() - began
     return imported
 
@@ -67,7 +70,7 @@ def complete(archive: Archive) -> Note:
     note = archive.note()
     if note is None:
         raise ValueError(f"{archive.path} holds no export")
-    if missing := [topic for topic in (RUNS_TOPIC, *TOPICS) if topic not in note.ends]:
+    if missing := [topic for topic in (RUNS_TOPIC, *TOPICS) if topic not in note.ends and (topic != "run" or topic in note.partitions)]:
         raise ValueError(f"{archive.path} is no whole export, {', '.join(missing)} missing: `penstock topics export` goes on with it")
     return note
 

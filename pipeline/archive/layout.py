@@ -120,6 +120,7 @@ KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
         _kind("runs", runs, _run_headers, topic=RUNS_TOPIC),
+        _kind("run", runs, _run_headers),
         _kind("dead-letters", dead_letters, _plain(dead_letters.headers)),
         _kind("metrics", metrics, _plain(metrics.headers)),
         _kind("ledger", ledger, _said(ledger.headers), WORKER),

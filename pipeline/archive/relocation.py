@@ -50,7 +50,7 @@ class Relocation:
         self._offsets: defaultdict[tuple[str, int], array[int]] = defaultdict(lambda: array("q"))
         """(plain topic, partition) -> the old offsets, ascending; the index of each is its new offset."""
         self._rewrites: dict[str, Callable[[bytes], bytes]] = {
-            "runs": lambda value: runs.encode(replace(runs.decode(value), run=becomes)),
+            **dict.fromkeys(("runs", "run"), lambda value: runs.encode(replace(runs.decode(value), run=becomes))),
             "weights": self._manifest,
             "ledger": self._entry,
             "dead-letters": self._letter,
@@ -81,7 +81,7 @@ class Relocation:
         return tuple((name, self.becomes.encode() if (name, text) == ours else text) for name, text in headers)
 
     def _key(self, kind: Kind, key: bytes | None) -> bytes | None:
-        if kind.name == "runs":
+        if kind.name in ("runs", "run"):
             return self.becomes.encode()
         if kind.name == "dead-letters" and (place := _PLACE.fullmatch(key or b"")):
             topic, partition, old = place[1].decode("latin-1"), int(place[2]), int(place[3])

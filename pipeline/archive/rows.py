@@ -114,7 +114,7 @@ def _row(kind: Kind, record: Record, *, run: str) -> _Row:
 
 def _scrubbed(kind: Kind, record: Record) -> Record:
     """The record without the passwords that earlier releases wrote; the original bytes would keep them."""
-    if kind.name not in ("runs", "ledger") or (b'"security"' not in record.value and b'"tracking_uri"' not in record.value):
+    if kind.name not in ("runs", "run", "ledger") or (b'"security"' not in record.value and b'"tracking_uri"' not in record.value):
         return record
     try:
         value = kind.encode(kind.decode(record.value))

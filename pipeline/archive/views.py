@@ -12,6 +12,7 @@ from penstock.pipeline.observe.tables import samples_groups_steps as tables
 from penstock.pipeline.observe.tables.timeline import TIMELINE, timeline
 
 RAW = {
+    "run": "run",
     "prompts": "prompts",
     "rollouts": "rollouts",
     "groups": "groups",

@@ -3,6 +3,7 @@
 The rule: a record that cannot be read is itself a fact; no record ends the audit.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def gather(source: Source) -> Facts:
     """Read a whole run; raises `Unreadable`."""
     gatherer = Gatherer(_begin(source))
     # Dead letters first: the bytes of every record they name are hashed when it is read.
-    for topic in ("dead-letters", RUNS_TOPIC, "metrics", "ledger", "groups", "rollouts", "prompts"):
+    for topic in ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "groups", "rollouts", "prompts"):
         for record in source.read(topic):
             gatherer.take(record, topic)
     gatherer.end_of_groups()
@@ -49,14 +50,11 @@ def gather(source: Source) -> Facts:
 def _begin(source: Source) -> Facts:
     """Facts with the run's terms, from the register or else from the ledger's first entry."""
     config_and_info: tuple[dict[str, Any], dict[str, Any]] | None = None
-    status: str | None = None
-    for record in source.read(RUNS_TOPIC):
-        if record.key == source.run.encode():
-            try:
-                record_of_run = runs.read(record, run=source.run)[1]
-            except errors.Unusable:
-                continue
-            config_and_info, status = (as_object(record_of_run.config), as_object(record_of_run.info)), record_of_run.status
+    registered, own = _said(source, RUNS_TOPIC), _said(source, "run")
+    status = registered[-1].status if registered else None
+    # In the topic that all runs share only an earlier release has left a configuration.
+    for made in own[:1] or [said for said in registered[-1:] if said.config != runs.NOTHING]:
+        config_and_info = as_object(made.config), as_object(made.info)
     for record in () if config_and_info else source.read("ledger"):
         try:
             entry = ledger.read(record, run=source.run)[1]
@@ -77,6 +75,16 @@ def _begin(source: Source) -> Facts:
         status=status,
         begins=begins,
     )
+
+
+def _said(source: Source, topic: str) -> list[runs.RunRecord]:
+    """The usable records of the run in a topic of what runs are."""
+    said = []
+    for record in source.read(topic):
+        if record.key == source.run.encode():
+            with contextlib.suppress(errors.Unusable):
+                said.append(runs.read(record, run=source.run)[1])
+    return said
 
 
 class Gatherer:

@@ -15,7 +15,7 @@ from penstock.pipeline.audit.source import Unreadable
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.wire.record import Record
 
-ORDER = (RUNS_TOPIC, "dead-letters", "metrics", "ledger", "groups", "rollouts", "prompts", "weights")
+ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "prompts", "weights")
 """Ends are read from effect to cause, so that the records a record refers to are below the ends too, even while the run goes on."""
 
 SECURITY = {
@@ -80,13 +80,14 @@ class KafkaSource:
             topics = admin.list_topics(timeout=ANSWER_S).topics
         except KafkaException as error:
             raise Unreadable(f"cannot read {bootstrap}: {self._problem or error.args[0].str()}") from error
-        if missing := [topic for topic in ORDER if self._kafka_name(topic) not in topics]:
+        # A run of an earlier release has no topic of its own that says what it is.
+        if missing := [topic for topic in ORDER if topic != "run" and self._kafka_name(topic) not in topics]:
             raise Unreadable(f"run {run} has no topic {self._kafka_name(missing[0])!r}; its log is gone or may not be read")
         self._begins: dict[str, dict[int, int]] = {}
         self._ends: dict[str, dict[int, int]] = {}
         for topic in ORDER:
             name = self._kafka_name(topic)
-            places = [TopicPartition(name, partition) for partition in topics[name].partitions]
+            places = [TopicPartition(name, partition) for partition in (topics[name].partitions if name in topics else ())]
             self._ends[topic] = _offsets(admin, places, OffsetSpec.latest())
             self._begins[topic] = _offsets(admin, places, OffsetSpec.earliest())
         self._span = sum(self._ends[topic][partition] - begin for topic in ORDER for partition, begin in self._begins[topic].items())

@@ -4,13 +4,14 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, reading, say
 
 
 def explain(
     run: RunOrFolder,
     group: Annotated[int, typer.Argument(min=0, metavar="GROUP", help="The number of a prompt group.")],
     *,
+    trust_code: TrustCode = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -19,7 +20,7 @@ def explain(
     from penstock.pipeline.observe.explain import as_json, text
 
     with reading(run, bootstrap, security) as (log, run_id):
-        life = as_json.explain(log, run_id, group, say=say)
+        life = as_json.explain(log, run_id, group, say=say, trust_code=trust_code)
     if json:
         emit(life)
     else:

@@ -35,6 +35,9 @@ Security = Annotated[
         help="Kafka client setting such as sasl_mechanism=PLAIN; repeatable. Passwords in PENSTOCK_SECURITY only, a JSON object.",
     ),
 ]
+TrustCode = Annotated[
+    bool, typer.Option("--trust-code", help="Load the run's own advantage function, which is named by the log and may be anybody's.")
+]
 AWAY_S = 60.0
 """A command waits this long for a broker that goes away meanwhile; workers wait `kafka.give_up_s`."""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, reading, say
 
 
 def report(
@@ -16,6 +16,7 @@ def report(
     *,
     html: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a page with timeline, curves and samples instead.")] = None,
     tokens: Annotated[int | None, typer.Option(min=0, help="With --html: how many completion tokens it shows one by one.")] = None,
+    trust_code: TrustCode = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -24,7 +25,7 @@ def report(
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
     if html is not None or tokens is not None:
-        _page(run, html, tokens, bootstrap=bootstrap, security=security, json=json)
+        _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
         return
     with reading(run, bootstrap, security) as (log, run_id):
         found = collect(log, run_id)
@@ -44,7 +45,9 @@ def report(
         print(as_text(found, directory=directory), end="")
 
 
-def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, security: list[str] | None, json: bool) -> None:
+def _page(
+    run: str, html: Path | None, tokens: int | None, *, trust_code: bool, bootstrap: str, security: list[str] | None, json: bool
+) -> None:
     """Write the page of a run; a user-given number of tokens is not limited."""
     from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.observe.html.build import Limits, build, write
@@ -57,7 +60,7 @@ def _page(run: str, html: Path | None, tokens: int | None, *, bootstrap: str, se
         raise ConfigError(f"--html {html}: that is no file; give the path of one")
     limits = Limits() if tokens is None else Limits().with_tokens(tokens)
     with reading(run, bootstrap, security) as (log, run_id):
-        made = build(log, run_id, limits=limits, alive=Progress(say))
+        made = build(log, run_id, limits=limits, trust_code=trust_code, alive=Progress(say))
     try:
         write(made, html.resolve())
     except OSError as error:

@@ -68,7 +68,7 @@ class Objective:
         return cls(
             batch_loss=batch_loss,
             advantages=training_samples.combined_advantages(
-                training_samples.advantage_function(config.advantage), combine=algorithm.combine
+                training_samples.advantage_function(config.advantage, trust_code=True), combine=algorithm.combine
             ),
             proximal=config.proximal,
             truncated=algorithm.truncated,

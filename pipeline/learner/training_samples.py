@@ -56,8 +56,13 @@ class TokenSequence:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
-def advantage_function(name: str) -> Callable[..., Any]:
-    """The advantage of that name, or a user's own by `package:function` or `file.py:function`. Raises `PluginError`."""
+def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
+    """The advantage of that name, or a user's own by `package:function` or `file.py:function`.
+
+    Raises `PluginError`, and `ValueError` for a user's own without `trust_code`: whoever only looks at a log runs nothing it names.
+    """
+    if name not in ADVANTAGES and not trust_code:
+        raise ValueError(f"{name} is the run's own function: --trust-code loads it")
     return ADVANTAGES[name] if name in ADVANTAGES else load(name)
 
 

@@ -36,7 +36,7 @@ def try_own_functions(config: Config) -> None:
 
 def _try_advantage(config: Config) -> str | None:
     count = config.schedule.samples_per_prompt
-    found = np.asarray(advantage_function(config.advantage)(np.linspace(0.0, 1.0, count)), np.float64)
+    found = np.asarray(advantage_function(config.advantage, trust_code=True)(np.linspace(0.0, 1.0, count)), np.float64)
     if found.shape != (count,) or not np.isfinite(found).all():
         return f"returned {found.tolist()} for {count} rewards, expected {count} finite numbers"
     return None

@@ -27,7 +27,7 @@ SCORED = frozenset({"scored", "filtered"})
 """Outcomes with a reward for every sample."""
 DECODED = frozenset({"ledger", "metrics"})
 """Topics whose payloads are looked at here; of the others the headers say enough."""
-TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("weights", "dead-letters")))
+TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("run", "weights", "dead-letters")))
 RECENT_GROUPS = 1024
 """Groups at most whose rewards are kept for a moving mean."""
 WORK = ("samples", "groups", "admitted", "step")
@@ -71,6 +71,8 @@ class RunView:
     """The newest scored groups."""
     _killers: set[Place] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
+    _made: RunRecord | None = None
+    """What the run's own topic says of it, which counts where the shared register says otherwise."""
     _last_seq: int = -1
     _measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
 
@@ -100,9 +102,18 @@ class RunView:
         _, state = runs.read(record, run=self.run)
         if self.record is not None and state.updated_ns < self.record.updated_ns:
             return None  # an old state once more: compaction keeps the last record, which need not be the newest
-        self.record = state
+        self.record = state if self._made is None else runs.with_status(self._made, state)
         self.moved_ms = max(self.moved_ms, state.updated_ns // 1_000_000)
         return state
+
+    def _fold_made(self, record: Record) -> RunRecord | None:
+        _, made = runs.read(record, run=self.run)
+        if self._made is not None:
+            return None
+        self._made = made
+        if self.record is not None:
+            self.record = runs.with_status(made, self.record)
+        return made
 
     def _fold_ledger(self, record: Record) -> Entry | None:
         _, entry = ledger.read(record, run=self.run)
@@ -196,6 +207,7 @@ class RunView:
 
 
 _FOLDS: dict[str, Callable[[RunView, Record], Folded | None]] = {
+    "run": RunView._fold_made,
     "ledger": RunView._fold_ledger,
     "metrics": RunView._fold_metrics,
     "groups": RunView._fold_groups,
@@ -220,7 +232,7 @@ def read_view(reader: RunReader, *, topics: Collection[str] = TOPICS_READ, also:
     """
     view = RunView(run=reader.run)
     # The register first: once it says that the run has ended, the other topics are complete. Then what has killed its readers.
-    sources = [scan(reader.log, RUNS_TOPIC), *(reader.records(topic) for topic in TOPICS_READ if topic in topics)]
+    sources = [scan(reader.log, RUNS_TOPIC, f"{reader.run}.run"), *(reader.records(topic) for topic in TOPICS_READ if topic in topics)]
     for record in itertools.chain.from_iterable(sources):
         with contextlib.suppress(Unusable):
             folded = view.fold(record)

@@ -57,7 +57,7 @@ class Role:
 _METRICS = {"metrics": "what it does, once a second"}
 _REPORTS = {**_METRICS, "dead-letters": "records it cannot use"}
 _LETTERS = {"dead-letters": "records that were set aside before"}
-_JOINS = {"penstock.runs": "the run's configuration"}
+_JOINS = {"run": "the run's configuration", "penstock.runs": "that there is the run"}
 _PLACE = {"owners": "whether another process writes under this name"}
 _TAKES = {"owners": "that this process writes under its name"}
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
@@ -223,17 +223,22 @@ def as_text() -> str:
     return "\n".join(lines)
 
 
+_WRITERS = {
+    "run": "launcher",
+    "metrics": "every role",
+    catalogue.OWNERS: "launcher and single writers",
+    "dead-letters": "who reads a topic",
+    "penstock.runs": "launcher, trainer",
+}
+_READERS = {"run": "every role, once", "dead-letters": "people (penstock topics)", "penstock.runs": "every role, once"}
+
+
 def _who(topic: str, names: list[str]) -> str:
-    return {
-        "metrics": "every role",
-        catalogue.OWNERS: "launcher and single writers",
-        "dead-letters": "who reads a topic",
-        "penstock.runs": "launcher, trainer",
-    }.get(topic, ", ".join(names))
+    return _WRITERS.get(topic, ", ".join(names))
 
 
 def _audience(topic: str) -> str:
-    return {"dead-letters": "people (penstock topics)", "penstock.runs": "every role, once"}.get(topic) or ", ".join(readers(topic))
+    return _READERS.get(topic) or ", ".join(readers(topic))
 
 
 def as_mermaid() -> str:

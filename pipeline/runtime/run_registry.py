@@ -1,8 +1,10 @@
-"""The register of runs: the compacted topic `penstock.runs`, one record per run with its configuration and status.
+"""The register of runs: the compacted topic `penstock.runs` with the status of each, and each run's own `<run>.run` with what it is.
 
-The rule: the configuration travels in the log; a broker address and a run id are all that a worker needs.
+The rule: a broker address and a run id are all that a worker needs; its configuration comes from the run's own topic, which only
+those can write to who may write this run.
 """
 
+import contextlib
 import time
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
-from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing
@@ -20,12 +22,22 @@ WRITE_LIMIT_S = 60.0
 
 
 def write(log: Log, record: RunRecord) -> None:
-    """Append a run's newest state to the register."""
+    """Write down what a new run is, and then that there is one."""
+    _append(log, topic_name(record.run, "run"), record)
+    write_status(log, record)
+
+
+def write_status(log: Log, record: RunRecord) -> None:
+    """Append a run's newest status to the register; the whole record where an earlier release has left it nowhere else."""
+    _append(log, RUNS_TOPIC, record if _made(log, record.run) is None else topic.status_of(record))
+
+
+def _append(log: Log, name: str, record: RunRecord) -> None:
     producer = log.producer()
     try:
         value = topic.encode(record)
         headers = topic.headers(record).encode(value)
-        producer.send(Outgoing(topic=RUNS_TOPIC, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(WRITE_LIMIT_S)
+        producer.send(Outgoing(topic=name, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(WRITE_LIMIT_S)
     finally:
         producer.close()
 
@@ -33,12 +45,12 @@ def write(log: Log, record: RunRecord) -> None:
 def mark(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
     """The same run with another status, written to the register."""
     changed = replace(record, status=status, updated_ns=time.time_ns())
-    write(log, changed)
+    write_status(log, changed)
     return changed
 
 
 def all_runs(log: Log) -> list[RunRecord]:
-    """Every registered run, oldest first; records nobody can use are passed over."""
+    """The status of every registered run, oldest first; records nobody can use are passed over."""
     states: dict[str, RunRecord] = {}
     for record in scan(log, RUNS_TOPIC):
         key = (record.key or b"").decode("ascii", "replace")
@@ -55,8 +67,20 @@ def all_runs(log: Log) -> list[RunRecord]:
 
 
 def find(log: Log, run: str) -> RunRecord | None:
-    """The newest state of one run, or None when it is not registered."""
-    return next((record for record in all_runs(log) if record.run == run), None)
+    """What a run is and its newest status, or None when it is not registered."""
+    status = next((record for record in all_runs(log) if record.run == run), None)
+    if status is None:
+        return None
+    made = _made(log, run)
+    return status if made is None else topic.with_status(made, status)
+
+
+def _made(log: Log, run: str) -> RunRecord | None:
+    """The first usable record of the run's own topic; None where an earlier release has registered the run."""
+    for record in scan(log, topic_name(run, "run")):
+        with contextlib.suppress(Unusable):
+            return topic.read(record, run=run)[1]
+    return None
 
 
 def resolve(log: Log, text: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,9 @@ class Teller:
         )
         value = runs.encode(found)
         return Outgoing(topic=RUNS_TOPIC, partition=0, key=self.run.encode(), headers=runs.headers(found).encode(value), value=value)
+
+    def made(self) -> Outgoing:
+        return replace(self.record(), topic=f"{self.run}.run")
 
     def entry(self, kind: Any, **fields: Any) -> Outgoing:
         entry = Entry(seq=self.seq, kind=kind, time_ns=self._ns, **fields)
@@ -153,6 +157,7 @@ class Teller:
 
     def whole(self) -> Iterator[Outgoing]:
         """A run of one second a step: one filtered group in it, one group unused at its end."""
+        yield self.made()
         yield self.record()
         self.now_s += 2.0
         yield self.opened()

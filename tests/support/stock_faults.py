@@ -21,6 +21,7 @@ from kafka.future import Future
 from kafka.net.transport import KafkaSSLTransport
 from kafka.protocol.consumer import SyncGroupRequest
 from kafka.protocol.producer import ProduceRequest
+from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 
 
 def _with_late_answers(bootstrap: str, topic: str, *, late_s: float, which: Callable[[int], bool]) -> tuple[Any, list[Any]]:
@@ -207,6 +208,18 @@ def tls_copies(_bootstrap: str, _topic: str) -> dict[str, Any]:
     return {"sent": sent, "error": error, "copied_mib": sum(copied[1:]) >> 20}
 
 
+def inflated_batch(bootstrap: str, topic: str) -> dict[str, Any]:
+    """A batch of 100 MiB that is 100 KiB long, as a broker would deliver it: does the reader inflate it?"""
+    del bootstrap, topic  # it is in the reader's memory
+    builder = DefaultRecordBatchBuilder(2, DefaultRecordBatch.CODEC_GZIP, False, -1, -1, -1, 200 << 20)
+    builder.append(0, 0, None, bytes(100 << 20), [])
+    built = bytes(builder.build())
+    try:
+        return {"small": len(built) < 1 << 20, "inflated_mib": sum(len(record.value) for record in DefaultRecordBatch(built)) >> 20}
+    except KafkaError as error:
+        return {"small": len(built) < 1 << 20, "error": type(error).__name__}
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -218,6 +231,7 @@ FAULTS = {
         foreign_header_name,
         small_reads,
         tls_copies,
+        inflated_batch,
     )
 }
 

@@ -6,12 +6,12 @@ from penstock.topics import groups
 from penstock.topics.catalogue import MAX_RECORD_BYTES, OWNERS, RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topic_name, topics_of
 
 
-def test_a_run_owns_eight_topics_in_a_fixed_order_under_its_own_prefix():
+def test_a_run_owns_nine_topics_in_a_fixed_order_under_its_own_prefix():
     specs = topics_of("demo-1", partitions=8)
     assert list(specs) == [f"demo-1.{topic}" for topic in (*TOPICS, OWNERS)]
     assert all(name == spec.name for name, spec in specs.items())
-    assert [spec.partitions for spec in specs.values()] == [8, 8, 8, 2, 1, 1, 1, 1]
-    assert sum(spec.partitions for spec in specs.values()) == 30
+    assert [spec.partitions for spec in specs.values()] == [1, 8, 8, 8, 2, 1, 1, 1, 1]
+    assert sum(spec.partitions for spec in specs.values()) == 31
     assert topic_name("demo-1", "groups") in specs
 
 

@@ -74,7 +74,7 @@ class Tracker:
         self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
-        self._owned = {RUNS_TOPIC, session.topic("ledger"), session.topic("metrics")}
+        self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), session.topic("groups")]
         counts = {name: session.log.partitions(name) or 0 for name in names}
         self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
@@ -272,7 +272,7 @@ class Tracker:
         limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
         mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
         try:
-            write(build(session.log, session.run, limits=limits, own_functions=False, mlflow=mlflow, alive=session.reporter.status), path)
+            write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
         except Exception as error:  # the page is optional: whatever error prevents it, the run ends as it would without it
             cause = " ".join(str(error).split()) or type(error).__name__
             session.reporter.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")

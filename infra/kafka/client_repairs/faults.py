@@ -13,6 +13,7 @@ import os
 import ssl
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -283,6 +284,23 @@ def _sending_over_tls_copies_nothing() -> None:
     secure._sock_send = _sock_send
 
 
+def _inflating_has_a_limit() -> None:
+    """A compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is in hand.
+
+    Our own records are never compressed. Repro: inflated_batch. Report: "_maybe_uncompress() has no limit on the size of its result".
+    """
+
+    def gzip_decode(data: Any) -> bytes:
+        inflating = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        inflated = inflating.decompress(data, _INFLATED_AT_MOST)
+        if not inflating.eof:
+            raise errors.CorruptRecordError(f"a batch inflates to more than {_INFLATED_AT_MOST} bytes, or is cut off")
+        return inflated
+
+    default_records.gzip_decode = gzip_decode
+
+
+_INFLATED_AT_MOST = 64 << 20
 _RECEIVED_AT_ONCE = 1 << 20
 
 _MANAGER = "kafka.producer.transaction_manager:TransactionManager"
@@ -291,6 +309,7 @@ _COORDINATOR = "kafka.coordinator.base:BaseCoordinator"
 _REJOIN = "kafka.coordinator.consumer:ConsumerCoordinator.need_rejoin"
 _TCP = "kafka.net.transport:KafkaTCPTransport"
 _TLS = "kafka.net.transport:KafkaSSLTransport"
+_INFLATE = "kafka.record.default_records:DefaultRecordBatch._maybe_uncompress"
 _READ = "kafka.record.default_records:DefaultRecordBatch._read_msg"
 
 SOURCES = {
@@ -303,6 +322,7 @@ SOURCES = {
     _READ: ("b203a6ee5e4f423b6e746cbb4310b123b980a27b6e84d0e1314289a400e2d89b",),
     f"{_TCP}._sock_recv": ("2594a6a62ec5a3e56355033514d33265dcd9513bc5c24342c1b91c90641589ff",),
     f"{_TLS}._sock_recv": ("0a592f230c5c4455245fa50057926170680e0f950c003a2186b10e578f10a481",),
+    _INFLATE: ("35e0360528daf8bd286d00078d8bfd154fd44bb6440e2a9e06e6ea53bf06138a",),
     f"{_TLS}._sock_send": ("833f88549f9bee7438a99821ddd8cf1aca57c240ac10621f5ed45900bcd658c2",),
 }
 """SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
@@ -319,5 +339,6 @@ REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _foreign_header_name_is_read: (_READ,),
     _responses_are_read_in_large_pieces: (f"{_TCP}._sock_recv", f"{_TLS}._sock_recv"),
     _sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
+    _inflating_has_a_limit: (_INFLATE,),
 }
 """Repair -> the functions it replaces. Two wrap `classify_batch_error`, the later one around the earlier."""

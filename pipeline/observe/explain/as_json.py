@@ -24,17 +24,17 @@ from penstock.topics.wire.record import Record
 NS = 1e9
 
 
-def explain(log: Log, run: str, group: int, *, say: Callable[[str], None]) -> dict[str, Any]:
+def explain(log: Log, run: str, group: int, *, say: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
     """Everything the log knows of one group, ready for JSON.
 
     Raises `ValueError` for a run or group that does not exist, `LogError` for a group whose prompt the broker has deleted.
     """
-    return life(read_group(read_run(log, run), group, say=say), say=say)
+    return life(read_group(read_run(log, run), group, say=say), say=say, trust_code=trust_code)
 
 
-def life(history: GroupHistory, *, say: Callable[[str], None]) -> dict[str, Any]:
+def life(history: GroupHistory, *, say: Callable[[str], None], trust_code: bool = False) -> dict[str, Any]:
     """The same of a group whose records were read. Raises `LogError`."""
-    step, shares_of = _step(history, say=say) if history.step is not None else (None, {})
+    step, shares_of = _step(history, say=say, trust_code=trust_code) if history.step is not None else (None, {})
     return {
         "run": history.run.run,
         "group": history.number,
@@ -143,11 +143,11 @@ def _outcome(read: Read[Group] | None) -> dict[str, Any] | None:
     }
 
 
-def _step(history: GroupHistory, *, say: Callable[[str], None]) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
+def _step(history: GroupHistory, *, say: Callable[[str], None], trust_code: bool) -> tuple[dict[str, Any], Mapping[int, SampleShare]]:
     entry, config, oldest = history.step, history.run.config, history.policy_version_min
     assert entry is not None
     say(f"reading the {len(entry.plan)} groups of step {entry.step}")
-    step_shares, problem = _shares(history, entry)
+    step_shares, problem = _shares(history, entry, trust_code=trust_code)
     mine = step_shares.of(history.number) if step_shares else {}
     plan = [planned.group for planned in entry.plan]
     return {
@@ -172,11 +172,11 @@ def _step(history: GroupHistory, *, say: Callable[[str], None]) -> tuple[dict[st
     }, mine
 
 
-def _shares(history: GroupHistory, entry: Entry) -> tuple[StepShares | None, str | None]:
+def _shares(history: GroupHistory, entry: Entry, *, trust_code: bool) -> tuple[StepShares | None, str | None]:
     run = history.run
     try:
         plan = read_planned(run.reader.log, run.run, entry.plan)
-        return shares(plan, config=run.config, boundaries=entry.boundaries), None
+        return shares(plan, config=run.config, boundaries=entry.boundaries, trust_code=trust_code), None
     except (PenstockError, ValueError) as error:  # gone, or an own advantage that is not here: the rest of the story stands
         return None, f"advantages and gradient weights cannot be computed: {error}"
 

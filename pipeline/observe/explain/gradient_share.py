@@ -51,15 +51,15 @@ class StepShares:
         return {share.sample: share for share in self.samples if share.group == group}
 
 
-def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = ()) -> StepShares:
+def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] = (), trust_code: bool = False) -> StepShares:
     """The shares of the samples of a step's groups, in plan order, its micro-batches ending at `boundaries`.
 
     A trained token's weight is A · c / D: A the sample's advantage, c what the token counts (`token_share`), D the step's
     denominator. It is -dL/dlogprob where current, proximal and behaviour policy are equal, for every built-in loss (grpo arXiv 2402.03300,
     dr_grpo arXiv 2503.20783, dapo arXiv 2503.14476, gspo arXiv 2507.18071, cispo arXiv 2506.13585) without its KL term.
-    Raises `PluginError` for an own advantage that is not here.
+    Raises `PluginError` for an own advantage that is not here, `ValueError` for one without `trust_code`.
     """
-    function = training_samples.advantage_function(config.advantage)
+    function = training_samples.advantage_function(config.advantage, trust_code=trust_code)
     advantages = training_samples.combined_advantages(function, combine=config.algorithm.combine)
     rows = [row for group in plan for row in training_samples.sequences(group, advantages=advantages, truncated=config.algorithm.truncated)]
     masks = [row.loss_mask[None] for row in rows]

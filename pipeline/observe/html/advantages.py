@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages, sequences
 from penstock.topics.groups import Group
 
@@ -18,15 +17,15 @@ Floats = npt.NDArray[np.float32]
 
 
 class Advantages:
-    """The run's advantage function, by the name in its configuration; a user's own one is loaded only where `own` allows it."""
+    """The run's advantage function, by the name in its configuration; a user's own one is loaded with `trust_code` only."""
 
-    def __init__(self, config: dict[str, Any], *, own: bool) -> None:
+    def __init__(self, config: dict[str, Any], *, trust_code: bool) -> None:
         self.name: str | None = None
         self.why_not: str | None = None
         self._function: Callable[..., Any] | None = None
         self._truncated = "train"
         try:
-            self._open(config, own=own)
+            self._open(config, trust_code=trust_code)
         except ValueError as error:
             self.why_not = " ".join(str(error).split())
 
@@ -47,12 +46,9 @@ class Advantages:
             values[number] = taken.get(sample.rollout.sample, np.nan)
         return values
 
-    def _open(self, table: dict[str, Any], *, own: bool) -> None:
+    def _open(self, table: dict[str, Any], *, trust_code: bool) -> None:
         from penstock.pipeline.config.load import from_json
 
         config = from_json(json.dumps(table))
         self.name, self._truncated = config.advantage, config.algorithm.truncated
-        if self.name in ADVANTAGES or own:
-            self._function = combined_advantages(advantage_function(self.name), combine=config.algorithm.combine)
-        else:
-            raise ValueError(f"{self.name} is the run's own function, and is loaded by `penstock report` only")
+        self._function = combined_advantages(advantage_function(self.name, trust_code=trust_code), combine=config.algorithm.combine)

@@ -64,13 +64,13 @@ def build(
     run: str,
     *,
     limits: Limits = Limits(),
-    own_functions: bool = True,
+    trust_code: bool = False,
     mlflow: Mapping[str, Any] | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Page:
     """The page of a run, finished or not.
 
-    `own_functions`: whether a user's own advantage function may be loaded. `mlflow`: keys of the report the log does not know yet.
+    `trust_code`: whether a function that the log names may be loaded. `mlflow`: keys of the report the log does not know yet.
     `alive` is called before every batch of records. Raises `ValueError` for no such run, `PageTooSlow`, `LogError`.
     """
     reader, history = RunReader(log, run, alive=_timed(alive, limits.seconds)), RunHistory()
@@ -79,7 +79,7 @@ def build(
     if view.record is None and view.opened is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     wanted = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
-    advantages = Advantages(config_of(view), own=own_functions)
+    advantages = Advantages(config_of(view), trust_code=trust_code)
     groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts(view), advantages=advantages)
     groups.read()
     report = summarise(view) | dict(mlflow or {})

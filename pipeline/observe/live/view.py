@@ -103,6 +103,8 @@ class LiveView:
         counts = {name: self._log.partitions(name) for name in names}
         if not all(counts.values()):
             return False
+        made = f"{self.view.run}.run"  # a run of an earlier release has none
+        counts[made] = self._log.partitions(made)
         self._tail = self._log.tail({(name, partition): "earliest" for name, count in counts.items() for partition in range(count or 0)})
         return True
 

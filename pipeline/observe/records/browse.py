@@ -3,6 +3,7 @@
 The rule: looking changes nothing, and a record nobody can decode is shown with its reason, never hidden.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +20,14 @@ from penstock.pipeline.runtime.run_registry import all_runs
 from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, topic_name
+from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 SHOWN_BYTES = 32
 
 _READERS: Mapping[str, Callable[..., object]] = {
+    "run": runs.read,
     "prompts": prompts.read,
     "rollouts": rollouts.read_all,
     "ledger": ledger.read,
@@ -176,6 +179,9 @@ def _payload(record: Record, run: str) -> tuple[dict[str, Any] | None, str | Non
     table = pa.ipc.open_stream(record.value).read_all()
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
     rows = [{name: dict(value) if name in maps else _plain(value) for name, value in row.items()} for row in table.to_pylist()]
+    for row, name in itertools.product(rows, ("config", "details")):  # an earlier release left passwords there
+        if isinstance(row.get(name), str):
+            row[name] = without_passwords(row[name])
     return rows[0] if len(rows) == 1 else {"samples": rows}, None
 
 

@@ -125,6 +125,12 @@ def test_sending_over_tls_copies_nothing(broker: str, small_topics: list[str]) -
     assert repaired == {"sent": 1 << 20, "error": None, "copied_mib": 0}
 
 
+def test_a_batch_that_inflates_without_end_is_refused(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("inflated_batch", broker, small_topics)
+    assert stock == {"small": True, "inflated_mib": 100}
+    assert repaired == {"small": True, "error": "CorruptRecordError"}
+
+
 def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("refused_record", broker, small_topics)
     refused = "MessageSizeTooLargeError"

@@ -39,6 +39,7 @@ from penstock.pipeline.observe.tables.samples_groups_steps import groups, sample
 from penstock.pipeline.observe.tables.timeline import timeline
 from penstock.pipeline.runtime.run_registry import all_runs, find
 from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import Teller
@@ -115,6 +116,8 @@ def test_an_archive_reads_as_the_run_and_an_import_gives_the_same_report(log: Ka
     other = f"{run_id}-b"
     import_run(log, find_archive(tmp_path), becomes=other)
     assert {**collect(log, other), "run": run_id} == report
+    registered = [record for record in scan(log, RUNS_TOPIC) if record.key == other.encode()]
+    assert [runs.read(record, run=other)[1].config for record in registered] == [runs.NOTHING]
 
 
 def test_an_archive_reads_only_the_row_groups_that_hold_an_offset(
@@ -181,7 +184,7 @@ def test_an_export_of_one_topic_says_what_an_import_would_miss(log: KafkaLog, ru
     tell(log, run_id, list(Teller(run_id, steps=1).whole()))
     with pytest.raises(ConfigError, match="there is no topic 'rolouts'"):
         written(log, run_id, tmp_path, topics=["rolouts"])
-    assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "rollouts"}
+    assert set(written(log, run_id, tmp_path, topics=["rollouts"]).rows) == {"runs", "run", "rollouts"}
     with pytest.raises(ValueError, match=r"no whole export, prompts, groups, .* missing: `penstock topics export` goes on with it"):
         import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
     written(log, run_id, tmp_path)

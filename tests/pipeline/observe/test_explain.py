@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -338,3 +339,14 @@ def test_what_the_log_cannot_tell_is_said_in_words() -> None:
     corrected = left_out(from_table({**lagging, "algorithm": {"kl_coef": 0.1}}))
     assert [word in " ".join(corrected) for word in ("correction weight tis", "kl_coef 0.1")] == [True, True]
     assert "is its business" in left_out(config_of(loss="own.py:loss", aggregate="token_mean"))[0]
+
+
+def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef doubled(rewards):\n    return rewards\n")
+    config, plan = config_of(advantage=f"{own}:doubled"), a_plan()
+    with pytest.raises(ValueError, match="--trust-code loads it"):
+        shares(plan, config=config)
+    assert not (tmp_path / "ran").exists()
+    assert shares(plan, config=config, trust_code=True).samples
+    assert (tmp_path / "ran").exists()

@@ -138,16 +138,16 @@ def test_advantages_are_those_of_the_runs_own_function() -> None:
     np.testing.assert_array_equal(index["s_advantage"], group_advantages([0.0, 1.0, 1.0, 0.25]))
 
 
-def test_a_users_own_advantage_function_is_not_loaded_where_that_is_not_wanted(tmp_path: Path) -> None:
+def test_a_function_that_the_log_names_is_loaded_only_by_who_trusts_it(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text("import numpy as np\n\ndef doubled(rewards):\n    return 2 * np.asarray(rewards, np.float32)\n")
     teller = Teller(steps=1, config={"algorithm": {"advantage": f"{own}:doubled"}})
     log = log_with([teller.record(), teller.opened(), *teller.group([0.0, 1.0, 1.0, 0.25], version=0)])
-    with_own = unpacked(blocks(build(log, RUN))["index"])
-    without = unpacked(blocks(build(log, RUN, own_functions=False))["index"])
+    with_own = unpacked(blocks(build(log, RUN, trust_code=True))["index"])
+    without = unpacked(blocks(build(log, RUN))["index"])
     assert with_own["s_advantage"].tolist() == [0.0, 2.0, 2.0, 0.5]
     assert np.isnan(without["s_advantage"]).all()
-    assert "loaded by `penstock report` only" in without["advantage"]["why_not"]
+    assert "--trust-code loads it" in without["advantage"]["why_not"]
 
 
 def test_beyond_the_budget_older_tokens_are_left_out_and_the_page_says_so(log: MemoryLog) -> None:

@@ -1,0 +1,64 @@
+"""What a run is stands in its own topic; in the topic of all runs there is only that it exists and how it stands."""
+
+import json
+from dataclasses import replace
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.runtime.run_registry import find, mark, write
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics import runs
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.record import Outgoing
+from tests.support.a_run import CONFIG, RUN, Teller
+from tests.support.page_records import log_with
+
+MADE = RunRecord(run=RUN, status="created", config=json.dumps(CONFIG), info='{"steps": 3, "git": "a"}', created_ns=1, updated_ns=1)
+
+
+def forged(log: MemoryLog, topic: str, record: RunRecord) -> None:
+    """A record of somebody else, sound in itself."""
+    value = runs.encode(record)
+    headers = runs.headers(record).encode(value)
+    log.producer().send(Outgoing(topic=topic, partition=0, key=RUN.encode(), headers=headers, value=value))
+
+
+def test_the_topic_of_all_runs_holds_nothing_that_a_worker_acts_on() -> None:
+    log = log_with([])
+    write(log, MADE)
+    mark(log, MADE, status="running")
+    shared = [runs.read(record, run=RUN)[1] for record in scan(log, RUNS_TOPIC)]
+    assert [record.status for record in shared] == ["created", "running"]
+    assert {record.config for record in shared} == {"{}"}
+    found = find(log, RUN)
+    assert found is not None
+    assert (found.status, found.config, found.info) == ("running", MADE.config, MADE.info)
+    assert load(log, RUN).record == found
+
+
+def test_who_may_write_to_the_topic_of_all_runs_cannot_change_what_a_run_executes() -> None:
+    log = log_with([])
+    write(log, MADE)
+    evil = replace(MADE, config=json.dumps({**CONFIG, "reward": {"functions": ["evil.py:run"]}}), updated_ns=9)
+    forged(log, RUNS_TOPIC, evil)
+    forged(log, topic_name(RUN, "run"), evil)
+    found = find(log, RUN)
+    assert found is not None
+    assert found.config == MADE.config
+    record = load(log, RUN).record
+    assert record is not None
+    assert record.config == MADE.config
+
+
+def test_a_run_that_an_earlier_release_has_registered_is_found_with_its_configuration() -> None:
+    old = Teller()
+    log = log_with([old.record()])
+    log.delete_topics([topic_name(RUN, "run")])
+    found = find(log, RUN)
+    assert found is not None
+    assert json.loads(found.config) == old.config
+    changed = mark(log, found, status="running")
+    again = find(log, RUN)
+    assert again is not None
+    assert (again.status, json.loads(again.config)) == (changed.status, old.config)
