@@ -112,6 +112,19 @@ def documented() -> dict[str, str]:
     return found
 
 
+def test_every_key_in_the_table_for_readers_of_trl_exists() -> None:
+    from penstock.pipeline.config.run_config import Config
+
+    there = {f"{name}.{key}" for name, field in Config.model_fields.items() for key in field.annotation.model_fields}  # type: ignore[union-attr]
+    sections = "|".join(Config.model_fields)
+    rows = [
+        line.split(" | ") for line in (ROOT / "docs" / "from-trl.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
+    named = {key for row in rows for key in re.findall(rf"`((?:{sections})\.\w+)", " ".join(row[1:]))}
+    assert len(named) > 40
+    assert named <= there, named - there
+
+
 def test_every_key_of_the_configuration_is_documented_with_its_default() -> None:
     from pydantic_core import PydanticUndefined
 
