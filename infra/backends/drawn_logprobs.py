@@ -14,7 +14,7 @@ PIECE_ELEMENTS = 2**23
 
 
 class _Drawn(torch.autograd.Function):
-    """log softmax(states @ weight.T + bias, times scale) where several drawn tokens may share one row; without weight, states are logits."""
+    """log softmax((states @ weight.T + bias) * scale); several drawn tokens may share one row; without weight, states are logits."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
-"""Computes a micro-batch's log-probabilities: rows that share their prefixes, rows behind one another, or padded rows.
+"""Computes a micro-batch's log-probabilities: on rows that share their prefixes and have no padding, or on padded rows.
 
-The rule: which way a model takes is chosen once, when it is opened, by comparing each with the plain forward; losses see [B, L-1].
+The rule: which way a model takes is chosen once, when it is opened, by comparing it with the plain forward; losses see [B, L-1].
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from penstock.infra.errors import BackendError
 class Forward:
     """The way that a model's log-probabilities are computed."""
 
-    rows: str = "padded"
-    """`shared`: every distinct prefix once; `packed`: rows behind one another without padding; `padded`."""
+    shared: bool = False
+    """Every distinct prefix is computed once and no padding, else all rows at one length."""
     in_pieces: bool = False
     """Logits come from the hidden states, a piece at a time, else from the model itself, all at once."""
 
@@ -32,9 +32,9 @@ class Forward:
 
         `module` is the model, or an engine around it.
         """
-        if self.rows == "padded":
+        if not self.shared:
             return self._padded(module, batch, device=device, entropy=entropy)
-        tree = prefix_tree(batch, share=self.rows == "shared").to(device)
+        tree = prefix_tree(batch).to(device)
         with tree_attention.tree_expected():
             states, head = self._run(module, **tree_attention.tree_inputs(tree), logits_to_keep=tree.predict)
         drawn, total = drawn_logprobs(
@@ -68,18 +68,20 @@ class Forward:
         return states, (layer.weight, getattr(layer, "bias", None))
 
     def __str__(self) -> str:
-        return f"{self.rows} rows, logits {'in pieces' if self.in_pieces else 'whole'}"
+        return f"{'shared' if self.shared else 'padded'} rows, logits {'in pieces' if self.in_pieces else 'whole'}"
 
 
 def choose_forward(model: Any, *, share: str, device: torch.device, in_pieces: bool = True) -> Forward:
     """The best way whose log-probabilities are the plain forward's; leaves the model with the attention that it needs.
 
-    `share` is `trainer.share_prompts`: `auto` shares where it holds, `on` raises `BackendError` where it does not.
+    `share` is `trainer.share_prompts`: `auto` shares where it holds, `on` raises `BackendError` where it does not, `off` is the plain way.
     """
     plain = Forward()
+    if share == "off":
+        return plain
     batch = _trial_batch(model.config.get_text_config().vocab_size)
     in_pieces = in_pieces and _gap(model, batch, Forward(in_pieces=True), plain, device=device) is None
-    wanted = Forward(rows="packed" if share == "off" else "shared", in_pieces=in_pieces)
+    wanted = Forward(shared=True, in_pieces=in_pieces)
     model.set_attn_implementation(tree_attention.NAME)
     reason = _gap(model, batch, wanted, plain, device=device)
     if reason is None:

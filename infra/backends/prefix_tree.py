@@ -47,8 +47,8 @@ class PrefixTree:
         return PrefixTree(**{field.name: getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)})
 
 
-def prefix_tree(batch: TokenBatch, *, share: bool = True) -> PrefixTree:
-    """The tree of a micro-batch; with `share` off every row stands for itself: rows behind one another without padding.
+def prefix_tree(batch: TokenBatch) -> PrefixTree:
+    """The tree of a micro-batch; where rows have nothing in common, they stand behind one another without padding.
 
     A row goes on from whichever earlier row it agrees with longest. What stands behind a row's last prediction is no input.
     """
@@ -56,7 +56,7 @@ def prefix_tree(batch: TokenBatch, *, share: bool = True) -> PrefixTree:
     lengths = np.where(trained.any(1), trained.shape[1] - trained[:, ::-1].argmax(1), 1)
     count, width = len(lengths), int(lengths.max())
     ids, column = batch.input_ids[:, :width], np.arange(width)
-    places, begin = _places(ids, lengths, share=share)
+    places, begin = _places(ids, lengths)
     brings = lengths - begin
     total = int(brings.sum())
     owner = np.repeat(np.arange(count), brings)
@@ -82,13 +82,13 @@ def prefix_tree(batch: TokenBatch, *, share: bool = True) -> PrefixTree:
     return PrefixTree(**{name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
 
 
-def _places(ids: np.ndarray, lengths: np.ndarray, *, share: bool) -> tuple[np.ndarray, np.ndarray]:
+def _places(ids: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """([B, W] place of every column in the line, [B] columns that a row shares with an earlier one)."""
     count, width = ids.shape
     column, total = np.arange(width), 0
     places, begin = np.zeros((count, width), np.int64), np.zeros(count, np.int64)
     for row, size in enumerate(lengths):
-        if row and share:
+        if row:
             same = (ids[:row, :size] == ids[row, :size]) & (column[:size] < lengths[:row, None])
             agree = np.where(same.all(1), size, same.argmin(1))
             nearest = int(agree.argmax())

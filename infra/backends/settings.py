@@ -34,7 +34,7 @@ class BackendSettings:
     seed: int = 0
     gradient_checkpointing: bool = False
     share_prompts: str = "auto"
-    """Whether the samples of a group compute their common beginning once: where it is exact (`auto`), or not without it (`on`), or not."""
+    """Whether rows compute their common beginnings once: where that holds (`auto`), or not without it (`on`), or not."""
     reference: bool = False
     """Keep a frozen copy of version 0, for the KL term."""
     reference_path: str | None = None

@@ -38,7 +38,9 @@ def test_logprobs_of_logits_and_their_gradient_equal_log_softmax(monkeypatch, pi
 def test_logprobs_of_hidden_states_pass_a_finite_difference_check(monkeypatch, piece, biased):
     monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
     random = torch.Generator().manual_seed(1)
-    states, weight, bias = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3), (11,)))
+    states, weight, bias = (
+        torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3), (11,))
+    )
     inputs = (states, weight, bias) if biased else (states, weight)
 
     def drawn(states, weight, bias=None):
@@ -61,7 +63,9 @@ def test_never_more_logits_are_alive_than_two_pieces(monkeypatch):
 
 def test_huge_logits_do_not_overflow():
     one = torch.zeros(1, dtype=torch.int64)
-    assert drawn_logprobs(torch.tensor([[1e4, 0.0]]), head=None, temperatures=torch.tensor([0.01]), row=one, target=one)[0].tolist() == [0.0]
+    assert drawn_logprobs(torch.tensor([[1e4, 0.0]]), head=None, temperatures=torch.tensor([0.01]), row=one, target=one)[0].tolist() == [
+        0.0
+    ]
 
 
 def test_entropy_of_a_uniform_and_of_a_certain_choice():
