@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.forward import choose_forward
+from penstock.infra.backends.logprobs.forward import choose_forward
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from penstock.infra.backends.prefix_tree import PrefixTree
+from penstock.infra.backends.logprobs.prefix_tree import PrefixTree
 
 NAME = "penstock_tree"
 _EXPECTED = contextvars.ContextVar("a tree is expected", default=False)

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.infra.backends import tree_attention
-from penstock.infra.backends.forward import Forward, choose_forward
-from penstock.infra.backends.prefix_tree import prefix_tree
+from penstock.infra.backends.logprobs import tree_attention
+from penstock.infra.backends.logprobs.forward import Forward, choose_forward
+from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
 from penstock.pipeline.algorithms.losses import batch_loss

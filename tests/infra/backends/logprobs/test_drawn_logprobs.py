@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from penstock.infra.backends import drawn_logprobs as module
-from penstock.infra.backends.drawn_logprobs import drawn_logprobs
+from penstock.infra.backends.logprobs import drawn_logprobs as module
+from penstock.infra.backends.logprobs.drawn_logprobs import drawn_logprobs
 
 ROW = torch.tensor([0, 0, 1, 3, 3, 3, 4])
 TARGET = torch.tensor([5, 2, 2, 0, 10, 10, 7])

@@ -56,7 +56,7 @@ class _Drawn(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += part.sum(0)
             part = part.to(states.dtype)
-            if weight is None:
+            if grad_weight is None:
                 grad_states[rows] = part
                 continue
             grad_states[rows] = part @ weight

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.infra.backends import tree_attention
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.drawn_logprobs import drawn_logprobs
-from penstock.infra.backends.prefix_tree import prefix_tree
+from penstock.infra.backends.logprobs import tree_attention
+from penstock.infra.backends.logprobs.drawn_logprobs import drawn_logprobs
+from penstock.infra.backends.logprobs.prefix_tree import prefix_tree
 from penstock.infra.errors import BackendError
 
 
