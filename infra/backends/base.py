@@ -36,7 +36,10 @@ class Backend(Protocol):
     """Optimizer steps taken so far; sets the learning rate."""
 
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of one micro-batch's loss sum; returns `loss_sum` (undivided), `tokens` and `loss_fn`'s statistics."""
+        """Add the gradient of one micro-batch's loss sum.
+
+        Returns `loss_sum` (undivided), `tokens` (trained), `computed_tokens` (that ran through the model), and `loss_fn`'s statistics.
+        """
         ...
 
     def step(self, *, denominator: float) -> StepResult:

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.forward import batch_logprobs
+from penstock.infra.backends.logprobs.forward import choose_forward
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
@@ -80,6 +80,7 @@ class FrozenPolicy:
     def __init__(self, settings: BackendSettings, *, device: torch.device, path: str | None = None) -> None:
         """Open the model in `path`, or else version 0 from `model_path`."""
         self.model = open_model(settings, device=device, path=path).eval().requires_grad_(False)
+        self.forward = choose_forward(self.model, share=settings.share_prompts, device=device)
         self.device = device
 
     def load(self, tensors: Iterable[TensorBytes]) -> None:
@@ -89,13 +90,15 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] log-probabilities, 0 where nothing is trained."""
-        return _host(batch_logprobs(self.model, batch, device=self.device)[0])
+        return _host(self.forward(self.model, batch, device=self.device)[0])
 
 
 class LocalModel:
     """The part of a backend that does not depend on its optimizer; subclasses set `module` to the module that runs forward."""
 
     name = "?"
+    head_is_whole = True
+    """False: the output layer's weight is there only while it runs, so logits cannot be computed in pieces."""
 
     def __init__(self, **settings: Any) -> None:
         """Open the model named by `BackendSettings`' fields."""
@@ -104,6 +107,8 @@ class LocalModel:
         self.device = choose_device(self.settings.device)
         self.model = open_model(self.settings, device=self.device)
         self.model.eval()
+        share = self.settings.share_prompts
+        self.forward = choose_forward(self.model, share=share, device=self.device, in_pieces=self.head_is_whole)
         if self.settings.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
@@ -128,14 +133,16 @@ class LocalModel:
         s = self.settings
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
-    def run_forward(self, batch: TokenBatch) -> tuple[torch.Tensor, float]:
-        """([B, L-1] log-probabilities with gradient, entropy sum)."""
-        return batch_logprobs(self.module, batch, device=self.device, entropy=self.settings.entropy)
+    def run_forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, float]]:
+        """([B, L-1] log-probabilities with gradient, what the pass says of itself)."""
+        logprobs, entropy, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.entropy)
+        said = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
+        return logprobs, said | ({"entropy_sum": entropy} if self.settings.entropy else {})
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] log-probabilities under the current weights, 0 where nothing is trained."""
-        return _host(batch_logprobs(self.module, batch, device=self.device)[0])
+        return _host(self.forward(self.module, batch, device=self.device)[0])
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] log-probabilities under version 0."""
@@ -181,6 +188,7 @@ class LocalModel:
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "dtype": self.settings.dtype,
+            "forward": str(self.forward),
             "threads": self.settings.threads,
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }

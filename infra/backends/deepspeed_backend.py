@@ -33,6 +33,7 @@ class DeepSpeedBackend(LocalModel):
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
         self.zero_stage = zero_stage
+        self.head_is_whole = zero_stage < 3
         self.deepspeed = import_deepspeed(choose_device(settings.get("device", "auto")))
         super().__init__(**settings)
         self.world_size = join_process_group(self.deepspeed, self.device)
@@ -48,12 +49,11 @@ class DeepSpeedBackend(LocalModel):
 
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum, times the number of processes, because DeepSpeed averages over them."""
-        logprobs, entropy = self.run_forward(batch)
+        logprobs, said = self.run_forward(batch)
         loss, stats = loss_fn(logprobs)
         self.engine.backward(loss * self.world_size)
         self.has_gradient = True
-        extra = {"entropy_sum": entropy} if self.settings.entropy else {}
-        return {"loss_sum": float(loss.detach()), "tokens": float(batch.tokens), **extra, **stats}
+        return {"loss_sum": float(loss.detach()), **said, **stats}
 
     def step(self, *, denominator: float) -> StepResult:
         """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""

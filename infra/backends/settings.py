@@ -6,6 +6,7 @@ from pathlib import Path
 from penstock.infra.backends.schedule import learning_rate
 
 DTYPES = ("float32", "bfloat16")
+SHARE = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class BackendSettings:
     """CPU threads for the arithmetic; another number changes the last bits."""
     seed: int = 0
     gradient_checkpointing: bool = False
+    share_prompts: str = "auto"
+    """Whether rows compute their common beginnings once: where that holds (`auto`), or not without it (`on`), or not."""
     reference: bool = False
     """Keep a frozen copy of version 0, for the KL term."""
     reference_path: str | None = None
@@ -45,6 +48,8 @@ class BackendSettings:
         """Raise `ValueError` for values that no backend supports."""
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown trainer dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if self.share_prompts not in SHARE:
+            raise ValueError(f"unknown share_prompts {self.share_prompts!r}: choose one of {', '.join(SHARE)}")
         if self.threads < 1:
             raise ValueError(f"a trainer needs at least one thread, not {self.threads}")
         if not self.lr > 0:

@@ -40,13 +40,12 @@ class TorchBackend(LocalModel):
 
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
-        logprobs, entropy = self.run_forward(batch)
+        logprobs, said = self.run_forward(batch)
         loss, stats = loss_fn(logprobs)
         loss.backward()
         self._gather_gradients()
         self.has_gradient = True
-        extra = {"entropy_sum": entropy} if self.settings.entropy else {}
-        return {"loss_sum": float(loss.detach()), "tokens": float(batch.tokens), **extra, **stats}
+        return {"loss_sum": float(loss.detach()), **said, **stats}
 
     @torch.no_grad()
     def step(self, *, denominator: float) -> StepResult:

@@ -60,10 +60,11 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 def from_json(text: str) -> Config:
     """The configuration as the log holds it, without the passwords that earlier releases left there.
 
-    A record that does not say so was made under the first edition of the defaults.
+    A record that does not say so was made under the first edition of the defaults, and trained on padded rows.
     """
     table = json.loads(without_passwords(text))
     table.setdefault("algorithm", {}).setdefault("defaults", 1)
+    table.setdefault("trainer", {}).setdefault("share_prompts", "off")
     return from_table(table)
 
 

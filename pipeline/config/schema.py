@@ -213,6 +213,9 @@ class TrainerSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
     gradient_checkpointing: bool = False
+    share_prompts: Literal["auto", "on", "off"] = Field(
+        "auto", description="whether a group's samples compute their common beginning once: where it gives the same logprobs, or else fail"
+    )
     export: bool = Field(True, description="write the final model as a Hugging Face directory")
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")

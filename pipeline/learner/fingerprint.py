@@ -22,4 +22,6 @@ def arithmetic_of(backend: Backend, config: Config) -> dict[str, str | int]:
 def changed_arithmetic(opened: Entry | None, now: Mapping[str, str | int]) -> dict[str, tuple[Any, Any]]:
     """What differs from the fingerprint in the ledger's "run-opened" entry: name -> (recorded, now)."""
     recorded: Mapping[str, Any] = json.loads((opened.details if opened else None) or "{}").get("fingerprint", {})
+    if recorded and "forward" in now:
+        recorded = {"forward": "padded rows, logits whole", **recorded}  # the only way there was when this was not recorded
     return {name: (recorded[name], now.get(name)) for name in recorded if recorded[name] != now.get(name)}

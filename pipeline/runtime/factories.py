@@ -77,6 +77,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             threads=chosen.threads,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
+            share_prompts=chosen.share_prompts,
             reference=config.algorithm.kl_coef > 0,
             reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",

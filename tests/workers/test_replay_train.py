@@ -57,6 +57,8 @@ def test_the_recorded_plans_give_the_recorded_bits_without_any_worker(recorded: 
     assert (told["fingerprint"], told["whole"]) == ([], True)
     assert told["times"]["replay_s"] > 0
     assert told["times"]["recorded_busy_s"] > 0
+    tokens = recorded.report["trainer_tokens"]
+    assert tokens["computed"] < tokens["real"] <= tokens["padded"], "the run shared its prompts, and so did the replay"
 
 
 def test_it_begins_at_a_checkpoint_where_there_is_one_and_needs_no_weights_of_the_model(
@@ -165,20 +167,27 @@ def test_groups_that_stand_at_other_offsets_are_found_by_their_digest(log: Kafka
     assert (told["steps"], told["matching_steps"], told["first_difference"]) == (3, 3, None)
 
 
-def test_another_arithmetic_is_said_before_anything_is_computed(recorded: RecordedRun, log: KafkaLog) -> None:
+@pytest.mark.parametrize(
+    ("changed", "name", "text"),
+    [({"torch": "1.0"}, "torch", "torch 1.0 -> "), ({"forward": None}, "forward", "forward padded rows, logits whole -> shared rows")],
+    ids=["another version", "a run from before prompts were shared"],
+)
+def test_another_arithmetic_is_said_before_anything_is_computed(
+    recorded: RecordedRun, log: KafkaLog, changed: dict[str, str | None], name: str, text: str
+) -> None:
     from penstock.pipeline.replay.train.steps import Asked
     from penstock.pipeline.replay.train.verify import Replayed, replay
 
     recording, said = Recording.open(log, recorded.run), list[str]()
     opened = recording.entries[0]
     details = json.loads(opened.details or "{}")
-    details["fingerprint"]["torch"] = "1.0"
+    details["fingerprint"] = {key: value for key, value in (details["fingerprint"] | changed).items() if value is not None}
     recording.story.opened = replace(opened, details=json.dumps(details))
     result = Replayed(recorded.run)
     replay(recording, Asked(to_step=0), result=result, say=said.append)
     recording.close()
-    assert [row["name"] for row in result.fingerprint] == ["torch"]
-    assert "the arithmetic is not the one of the run, so bits may differ: torch 1.0 -> " in said[0]
+    assert [row["name"] for row in result.fingerprint] == [name]
+    assert f"the arithmetic is not the one of the run, so bits may differ: {text}" in said[0]
 
 
 def test_the_source_of_an_own_loss_is_part_of_the_arithmetic(recorded: RecordedRun, tmp_path: Path) -> None:

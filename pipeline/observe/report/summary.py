@@ -58,6 +58,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "samples": sum(map(len, view.samples.values())),
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
         "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},
+        "trainer_tokens": {name: _sum(steps, f"{name}_tokens") for name in ("real", "padded", "computed")},
         "overlap": _overlap(steps, per_version=steps_per_version(view)),
         "lag": staleness.lag(steps),
         "ess": staleness.ess(steps),
@@ -113,6 +114,12 @@ def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
     width = max(1, math.ceil(len(versions) / CURVE_POINTS))
     curve = [together(view.rewards[version] for version in versions[low : low + width]).mean for low in range(0, len(versions), width)]
     return {"first": first.mean, "last": last.mean if steps else None, "curve": curve}
+
+
+def _sum(steps: Sequence[StepFacts], name: str) -> int | None:
+    """The sum of a metric over the steps that have it; None if none has."""
+    values = [step.metrics[name] for step in steps if name in step.metrics]
+    return int(sum(values)) if values else None
 
 
 def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | None]:

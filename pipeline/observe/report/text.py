@@ -139,6 +139,10 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if time["trainer_waiting_ratio"] is not None:
         split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
         lines.append(("trainer", Text(split)))
+    tokens = report["trainer_tokens"]
+    if tokens["computed"]:
+        saved = f"{tokens['real']:,} real tokens, {tokens['padded']:,} with padding, {tokens['computed']:,} computed"
+        lines.append(("", Text(saved, style="dim")))
     if spans:
         overlap = report["overlap"]
         line = f"{statistics.median(spans):.2f} s from first sample to last step (median of {len(spans)})"

@@ -14,7 +14,7 @@ ALLOWED = {
     "algorithm": None,
     "trainer": {
         "backend", "zero_stage", "device", "dtype", "threads", "lr", "betas", "weight_decay", "lr_schedule", "warmup_steps",
-        "max_grad_norm", "micro_batch_tokens", "gradient_checkpointing",
+        "max_grad_norm", "micro_batch_tokens", "gradient_checkpointing", "share_prompts",
     },
     "schedule": {"prompts_per_step", "order"},
 }  # fmt: skip

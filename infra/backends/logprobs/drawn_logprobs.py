@@ -1,0 +1,96 @@
+"""Log-probabilities of drawn tokens, a piece of the vocabulary's logits at a time.
+
+The rule: logits become float32 before anything is summed over the vocabulary, and at most 64 MiB of them are alive: where all of them
+do not fit, they are computed again for the gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+PIECE_ELEMENTS = 2**23
+"""32 MiB of float32 logits in a piece: as much again may be kept for the gradient, or is the intermediate of a sum."""
+
+
+class _Drawn(torch.autograd.Function):
+    """log softmax((states @ weight.T + bias) * scale); several drawn tokens may share one row; without weight, states are logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        vocabulary = states.shape[1] if weight is None else weight.shape[0]
+        normaliser, drawn = torch.empty_like(scale), torch.empty(len(row), dtype=scale.dtype, device=scale.device)
+        entropies = torch.zeros_like(scale) if entropy else scale.new_zeros(0)
+        pieces = _pieces(row, rows=len(states), vocabulary=vocabulary)
+        kept = None
+        for rows, tokens in pieces:
+            logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
+            kept = logits if len(pieces) == 1 else None
+            scaled = logits.to(scale.dtype) * scale[rows, None]
+            normaliser[rows] = scaled.logsumexp(1)
+            drawn[tokens] = scaled[row[tokens] - rows.start, target[tokens]] - normaliser[row[tokens]]
+            if entropy:
+                entropies[rows] = normaliser[rows] - (torch.softmax(scaled, dim=1) * scaled).sum(dim=1)
+        ctx.save_for_backward(states, weight, bias, scale, row, target, normaliser, kept)
+        ctx.mark_non_differentiable(entropies)
+        return drawn, entropies
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        states, weight, bias, scale, row, target, normaliser, kept = ctx.saved_tensors
+        grad_states = torch.empty_like(states)
+        grad_weight = None if weight is None else torch.zeros(weight.shape, dtype=scale.dtype, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=scale.dtype, device=bias.device)
+        total = torch.zeros_like(scale).index_add_(0, row, grad) * scale
+        share = grad * scale[row]
+        for rows, tokens in _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0]):
+            logits = kept
+            if logits is None:
+                logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
+            # d logp / d logits = (onehot - softmax) * scale
+            part = (logits.to(scale.dtype) * scale[rows, None]).sub_(normaliser[rows, None]).exp_().mul_(-total[rows, None])
+            part.index_put_((row[tokens] - rows.start, target[tokens]), share[tokens], accumulate=True)
+            if grad_bias is not None:
+                grad_bias += part.sum(0)
+            part = part.to(states.dtype)
+            if grad_weight is None:
+                grad_states[rows] = part
+                continue
+            grad_states[rows] = part @ weight
+            if part.dtype == grad_weight.dtype:
+                grad_weight.addmm_(part.T, states[rows])
+            else:
+                grad_weight += part.T @ states[rows]
+        given = None if grad_weight is None else grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_states, *given, None, None, None, None
+
+
+def drawn_logprobs(
+    states: torch.Tensor,
+    *,
+    head: tuple[torch.Tensor, torch.Tensor | None] | None,
+    temperatures: torch.Tensor,
+    row: torch.Tensor,
+    target: torch.Tensor,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, float]:
+    """([M] log-probabilities in float32, or wider, the sum of the M entropies if asked for).
+
+    `states` [U, hidden] go through `head`, the output layer's weight [V, hidden] and bias; without a head they are logits [U, V].
+    `temperatures` [U]; `row` [M], ascending, says which of the U predicts each token, `target` [M] its id.
+    """
+    weight, bias = head or (None, None)
+    scale = temperatures.to(torch.promote_types(states.dtype, torch.float32)).reciprocal()
+    drawn, entropies = _Drawn.apply(states, weight, bias, scale, row, target, entropy)
+    return drawn, float(entropies[row].sum()) if entropy else 0.0
+
+
+def _pieces(row: torch.Tensor, *, rows: int, vocabulary: int) -> list[tuple[slice, slice]]:
+    """Rows of each piece, and the drawn tokens that they predict."""
+    step = max(1, PIECE_ELEMENTS // max(1, vocabulary))
+    starts = list(range(0, rows, step))
+    ends = torch.searchsorted(row, torch.tensor([*starts, rows], device=row.device)).tolist()
+    return [(slice(start, min(start + step, rows)), slice(ends[n], ends[n + 1])) for n, start in enumerate(starts)]

@@ -1,0 +1,76 @@
+"""From hidden states or logits to the log-probabilities of what was drawn."""
+
+import math
+
+import pytest
+import torch
+
+from penstock.infra.backends.logprobs import drawn_logprobs as module
+from penstock.infra.backends.logprobs.drawn_logprobs import drawn_logprobs
+
+ROW = torch.tensor([0, 0, 1, 3, 3, 3, 4])
+TARGET = torch.tensor([5, 2, 2, 0, 10, 10, 7])
+TEMPERATURES = torch.tensor([0.5, 1.0, 1.5, 0.8, 1.2])
+
+
+def plain(logits):
+    return torch.log_softmax(logits / TEMPERATURES[:, None].to(logits.dtype), -1)[ROW, TARGET]
+
+
+@pytest.mark.parametrize("piece", [11, 22, 10_000], ids=["a row", "two rows", "all rows, kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_of_logits_and_their_gradient_equal_log_softmax(monkeypatch, piece, dtype):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    random = torch.Generator().manual_seed(0)
+    logits, upstream = torch.randn(5, 11, generator=random).to(dtype), torch.randn(7, generator=random)
+    mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    got, _ = drawn_logprobs(mine, head=None, temperatures=TEMPERATURES, row=ROW, target=TARGET)
+    expected = plain(theirs.float())
+    (got * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("piece", [11, 10_000], ids=["in pieces", "kept"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_logprobs_of_hidden_states_pass_a_finite_difference_check(monkeypatch, piece, biased):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    random = torch.Generator().manual_seed(1)
+    states, weight, bias = (
+        torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3), (11,))
+    )
+    inputs = (states, weight, bias) if biased else (states, weight)
+
+    def drawn(states, weight, bias=None):
+        return drawn_logprobs(states, head=(weight, bias), temperatures=TEMPERATURES, row=ROW, target=TARGET)[0]
+
+    assert torch.autograd.gradcheck(drawn, inputs)
+    torch.testing.assert_close(drawn(*inputs), plain(torch.nn.functional.linear(states, weight, bias if biased else None)))
+
+
+def test_never_more_logits_are_alive_than_two_pieces(monkeypatch):
+    sizes = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(module.functional, "linear", lambda *given: sizes.append((out := linear(*given)).numel()) or out)
+    states, weight = torch.randn(40, 4, requires_grad=True), torch.randn(module.PIECE_ELEMENTS // 16, 4, requires_grad=True)
+    row = torch.arange(40)
+    drawn_logprobs(states, head=(weight, None), temperatures=torch.ones(40), row=row, target=row)[0].sum().backward()
+    assert len(sizes) == 6  # three pieces, and each again for the gradient
+    assert max(sizes) * 4 <= 32 * 2**20
+
+
+def test_huge_logits_do_not_overflow():
+    one = torch.zeros(1, dtype=torch.int64)
+    assert drawn_logprobs(torch.tensor([[1e4, 0.0]]), head=None, temperatures=torch.tensor([0.01]), row=one, target=one)[0].tolist() == [
+        0.0
+    ]
+
+
+def test_entropy_of_a_uniform_and_of_a_certain_choice():
+    logits = torch.tensor([[0.0] * 8, [100.0] + [0.0] * 7])
+    for row, expected in ((0, math.log(8)), (1, 0.0)):
+        at = torch.tensor([row, row])
+        entropy = drawn_logprobs(logits, head=None, temperatures=torch.ones(2), row=at, target=at, entropy=True)[1]
+        assert entropy == pytest.approx(2 * expected, abs=1e-6)
