@@ -31,6 +31,9 @@ LEDGER_EVERY_S = 0.5
 """How often the scorer looks whether the run is closed."""
 READ_LIMIT_S = 120.0
 
+Job = tuple[int, int, int]
+"""Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
+
 
 def main(session: Session) -> None:
     """Score groups until the run is closed."""
@@ -41,7 +44,7 @@ def main(session: Session) -> None:
     transactions = session.transactions()
     reward = config.reward
     init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=config.sampling.max_new_tokens)
-    pool: ChildPool[int] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
+    pool: ChildPool[Job] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
@@ -77,11 +80,12 @@ class Scorer:
     session: Session
     member: Member
     transactions: Transactions
-    pool: ChildPool[int]
+    pool: ChildPool[Job]
     decoder: Decoder
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     clock: WorkingClock = field(default_factory=WorkingClock)
-    _scoring: dict[int, Scoring] = field(default_factory=dict)
+    _scoring: dict[Job, Scoring] = field(default_factory=dict)
+    _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
 
@@ -92,8 +96,7 @@ class Scorer:
                 case Assigned():
                     self._assigned(event)
                 case Revoked():
-                    for _, partition in event.partitions:
-                        self.owned.pop(partition, None)
+                    self._revoked({partition for _, partition in event.partitions})
                 case Records():
                     for record in event.records:
                         self._received(record)
@@ -108,7 +111,17 @@ class Scorer:
         reporter.doing("scoring" if self._scoring else "waiting for samples")
         reporter.status()
 
+    def _revoked(self, partitions: set[int]) -> None:
+        """Forget partitions and end what is scored for them: the next owner, maybe this worker, reads and scores their groups again."""
+        for partition in partitions:
+            self.owned.pop(partition, None)
+        void = {job for job in self._scoring if job[0] in partitions}
+        for job in void:
+            del self._scoring[job]
+        self.pool.cancel(void)
+
     def _assigned(self, event: Assigned) -> None:
+        self._generation = event.membership.generation
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))
             if topic == self.session.topic("prompts"):
@@ -234,18 +247,21 @@ class Scorer:
         samples = group.ordered()
         token_ids = [sample.token_ids.tolist() for sample in samples]
         completions = [self.decoder.decode(ids) for ids in token_ids]
-        self._scoring[number] = Scoring(state.partition, group, completions)
+        job = (state.partition, self._generation, number)
+        self._scoring[job] = Scoring(state.partition, group, completions)
         messages = json.loads(group.prompt.messages) if group.prompt.messages else None
         columns = json.loads(group.prompt.columns)
         step = (groups.version_min(samples) or 0) * self.session.schedule.steps_per_version
         self.pool.submit(
-            number,
+            job,
             payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step),
         )
 
-    def _scored(self, result: Done[int] | Failed[int]) -> Group | None:
-        """A scored, filtered or failed group; None for one whose partition went to another owner meanwhile."""
-        scoring = self._scoring.pop(result.key)
+    def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
+        """A scored, filtered or failed group; None for one whose partition was revoked, or which has ended otherwise meanwhile."""
+        scoring = self._scoring.pop(result.key, None)
+        if scoring is None:
+            return None
         state, group = self.owned.get(scoring.partition), scoring.group
         if state is None or state.open.get(group.group) is not group:
             return None
