@@ -36,6 +36,8 @@ class Admission:
     unfinished: list[int] = field(default_factory=list)
     presence: Presence = field(init=False)
     _dropped: set[int] = field(default_factory=set)
+    _seen: tuple[int, int] = (-1, 0)
+    """Steps in the ledger, and the groups that had been dropped when the newest was first seen."""
     _prompt_at: dict[int, int] = field(default_factory=dict)
     _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Group -> partition and offset of its outcome."""
@@ -50,6 +52,12 @@ class Admission:
     def dropped(self) -> int:
         """Number of groups dropped, by a scorer or as stale by the trainer."""
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
+
+    def too_many_dropped(self, limit: int) -> bool:
+        """Whether more groups than `limit` were dropped since the newest step, or since this feeder began."""
+        if self.ledger.steps > self._seen[0]:
+            self._seen = self.ledger.steps, self.dropped
+        return self.dropped - self._seen[1] > limit
 
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
