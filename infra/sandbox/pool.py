@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -101,6 +102,14 @@ class ChildPool(Generic[Key]):
         """Queue a call; it goes to a child at once if one is free."""
         self._waiting.append(_Call(key=key, line=json.dumps(payload).encode() + b"\n", attempts_left=1 + self._retries))
         self._dispatch()
+
+    def cancel(self, keys: Container[Key]) -> None:
+        """Drop these calls, whatever became of them; a child that works on one is killed and started anew."""
+        self._waiting = deque(call for call in self._waiting if call.key not in keys)
+        self._ended = [result for result in self._ended if result.key not in keys]
+        for child in [child for child in self._children if child.call is not None and child.call.key in keys]:
+            self._end(child)
+            self._start()
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
         """Finished calls, in the order they finished; waits up to `timeout_s` for the first, and not at all if none is pending.

@@ -109,6 +109,7 @@ _TABLE = (
             "rollouts": "their samples",
             "groups": "what is finished",
             **_FOLLOWS,
+            "metrics": "whether rollout workers report",
             **_PLACE,
             **_LETTERS,
             **_JOINS,

@@ -12,6 +12,7 @@ from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import FeederNote
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.presence import Presence, hear
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -33,9 +34,10 @@ class Admission:
     """Group -> partition of its prompt, for groups from `ended_below` on."""
     ended: set[int] = field(default_factory=set)
     unfinished: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    owners: list[str | None] = field(default_factory=list)
+    presence: Presence = field(init=False)
     _dropped: set[int] = field(default_factory=set)
+    _seen: tuple[int, int] = (-1, 0)
+    """Steps in the ledger, and the groups that had been dropped when the newest was first seen."""
     _prompt_at: dict[int, int] = field(default_factory=dict)
     _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Group -> partition and offset of its outcome."""
@@ -44,13 +46,18 @@ class Admission:
 
     def __post_init__(self) -> None:
         self.unfinished = [0] * self.partitions
-        self.slots = [0] * self.partitions
-        self.owners = [None] * self.partitions
+        self.presence = Presence(self.partitions)
 
     @property
     def dropped(self) -> int:
         """Number of groups dropped, by a scorer or as stale by the trainer."""
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
+
+    def too_many_dropped(self, limit: int) -> bool:
+        """Whether more groups than `limit` were dropped since the newest step, or since this feeder began."""
+        if self.ledger.steps > self._seen[0]:
+            self._seen = self.ledger.steps, self.dropped
+        return self.dropped - self._seen[1] > limit
 
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
@@ -89,7 +96,7 @@ class Admission:
             assert headers.group is not None
             self._end(headers.group, record, dropped=headers.outcome in rules.DROPPED)
         elif topic == "metrics":
-            self._apply_slots(metrics.read(record, run=self.run)[1])
+            hear(self.presence, metrics.read(record, run=self.run)[1])
         else:
             self.ledger.apply(record)
 
@@ -122,14 +129,3 @@ class Admission:
             self.ended.discard(done)
             del self.partition_of[done], self._prompt_at[done], self._outcome_at[done]
             self.ended_below += 1
-
-    def _apply_slots(self, measurement: metrics.Measurement) -> None:
-        if measurement.role != "rollout" or "partitions" not in measurement.labels:
-            return
-        owned = [] if measurement.kind == "final" else [int(text) for text in measurement.labels["partitions"].split(",") if text]
-        share = max(1, -(-int(measurement.values.get("slots", 1)) // max(1, len(owned))))
-        for partition in range(self.partitions):
-            if partition in owned:
-                self.owners[partition], self.slots[partition] = measurement.worker, share
-            elif self.owners[partition] == measurement.worker:
-                self.owners[partition] = None

@@ -17,6 +17,7 @@ from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.presence import WorkingClock
 from penstock.topics import prompts
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
@@ -41,8 +42,9 @@ def main(session: Session) -> None:
     session.finishing = lambda: "nothing is left to finish (about 1 s)"
     tail = _catch_up(session, state)
     session.reporter.ready()
-    committed = time.monotonic()
+    committed, clock = time.monotonic(), WorkingClock()
     while state.ledger.closed is None and not session.stop.is_set():
+        state.presence.now_s = clock.tick(working=tail.outage_s == 0)
         batch = _admissible(state, session, dataset, renderer)
         if batch:
             state.written(batch, transactions.commit(batch))
@@ -89,13 +91,18 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
     """The prompts that the rules and the owners' free slots allow now."""
     batch: list[Outgoing] = []
     schedule, reporter = session.schedule, session.reporter
+    if state.too_many_dropped(
+        schedule.max_drops_per_step
+    ):  # the trainer stops, or has; a prompt in place of each would be drawn for nothing
+        reporter.doing(f"more than {schedule.max_drops_per_step} groups were dropped since the last step")
+        return batch
     limit = rules.admission_limit(schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps)
     while state.admitted < limit:
-        partition = rules.choose_partition(unfinished=state.unfinished, slots=state.slots, owners=state.owners)
+        partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=state.presence.owners)
         number = state.admitted
         if partition is None:
             room = f"group {number} waits for a rollout worker with room"
-            reporter.doing(room if any(state.owners) else "waiting for a rollout worker")
+            reporter.doing(room if any(state.presence.owners) else "waiting for a rollout worker")
             return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
         prompt = _prompt(session, dataset, renderer, number=number, slot=slot, oldest=rules.min_version(schedule, slot=slot))

@@ -5,7 +5,6 @@ that a new owner needs nothing but the log. A note beside the offset says where 
 however long the run has lasted.
 """
 
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 
 ORPHAN_AFTER_S = 30.0
-"""A sample whose prompt has not arrived after this much working time is dead-lettered: a prompt is always in the log before its samples."""
+"""After this much working time without its prompt a sample is looked into: a prompt is always in the log before its samples."""
 
 
 @dataclass(slots=True)
@@ -30,7 +29,9 @@ class OpenGroup:
     samples: dict[int, Rollout] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
     seen_s: float = 0.0
-    """The owner's working time when the group was first seen."""
+    """The owner's working time when the group was first seen, or last looked into."""
+    drawing_s: float = 0.0
+    """For how long a rollout worker has been there for it: absence costs a group nothing."""
     submitted: bool = False
 
     @property
@@ -132,12 +133,17 @@ class PartitionGroups:
         rollouts = min((record.offset for group in unfinished for record in group.records.values()), default=self.rollouts_position)
         return prompts, rollouts
 
-    def overdue(self, *, now_s: float, deadline_s: float) -> list[OpenGroup]:
-        """Groups with a prompt that are still incomplete after the deadline, in the owner's working time."""
-        return [group for group in self.open.values() if group.prompt and not group.submitted and now_s - group.seen_s > deadline_s]
+    def passed(self, seconds: float) -> None:
+        """Let time pass in which a rollout worker was there."""
+        for group in self.open.values():
+            group.drawing_s += seconds
+
+    def overdue(self, *, deadline_s: float) -> list[OpenGroup]:
+        """Groups with a prompt that are still incomplete after the deadline, in time that was there to draw them."""
+        return [group for group in self.open.values() if group.prompt and not group.submitted and group.drawing_s > deadline_s]
 
     def orphans(self, *, now_s: float) -> list[OpenGroup]:
-        """Groups with samples and no prompt for too long: it does not exist, or the group had ended before this owner read on (`below`)."""
+        """Groups with samples and no prompt for long: it is late, does not exist, or the group had ended before (`below`)."""
         return [group for group in self.open.values() if group.prompt is None and now_s - group.seen_s > ORPHAN_AFTER_S]
 
     def _unfinished(self, without: Collection[int]) -> list[OpenGroup]:
@@ -147,23 +153,3 @@ class PartitionGroups:
         if group not in self.open:
             self.open[group] = OpenGroup(group, seen_s=now_s)
         return self.open[group]
-
-
-@dataclass(slots=True)
-class WorkingClock:
-    """A clock that runs only while its owner works: an outage or a stopped process does not count.
-
-    Each turn of a loop adds the time since the last one, up to `longest_turn_s`.
-    """
-
-    longest_turn_s: float = 1.0
-    now_s: float = 0.0
-    _last: float = field(default_factory=time.monotonic)
-
-    def tick(self, *, working: bool = True) -> float:
-        """Advance the clock and return it."""
-        now = time.monotonic()
-        if working:
-            self.now_s += min(now - self._last, self.longest_turn_s)
-        self._last = now
-        return self.now_s

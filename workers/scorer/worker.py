@@ -4,6 +4,7 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 `failed` and a dead letter, never a zero.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Collection
@@ -11,25 +12,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.infra.errors import LostPartition, OutcomeUnknown
-from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
+from penstock.infra.errors import LogError, LostPartition, OutcomeUnknown
+from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Tail, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
-from penstock.topics import groups, prompts, rollouts
+from penstock.pipeline.scheduling.presence import Presence, WorkingClock, hear
+from penstock.topics import groups, metrics, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups, WorkingClock
+from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups
 
 LEDGER_EVERY_S = 0.5
 """How often the scorer looks whether the run is closed."""
 READ_LIMIT_S = 120.0
+LATE_LIMIT_S = 5.0
+
+Job = tuple[int, int, int]
+"""Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
 
 
 def main(session: Session) -> None:
@@ -41,7 +47,7 @@ def main(session: Session) -> None:
     transactions = session.transactions()
     reward = config.reward
     init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=config.sampling.max_new_tokens)
-    pool: ChildPool[int] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
+    pool: ChildPool[Job] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
@@ -55,6 +61,7 @@ def main(session: Session) -> None:
                 follower.poll(0.0)
     finally:
         pool.close()
+        scorer.close()
         member.close(5.0)
         transactions.close()
         follower.close()
@@ -77,13 +84,21 @@ class Scorer:
     session: Session
     member: Member
     transactions: Transactions
-    pool: ChildPool[int]
+    pool: ChildPool[Job]
     decoder: Decoder
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     clock: WorkingClock = field(default_factory=WorkingClock)
-    _scoring: dict[int, Scoring] = field(default_factory=dict)
+    presence: Presence = field(init=False)
+    _reports: Tail = field(init=False)
+    _looked_s: float = 0.0
+    _scoring: dict[Job, Scoring] = field(default_factory=dict)
+    _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
+
+    def __post_init__(self) -> None:
+        self.presence = Presence(self.session.config.partitions)
+        self._reports = self.session.log.tail({(self.session.topic("metrics"), 0): "latest"})
 
     def turn(self) -> None:
         """Take what arrived, have complete groups scored, write what was scored."""
@@ -92,12 +107,11 @@ class Scorer:
                 case Assigned():
                     self._assigned(event)
                 case Revoked():
-                    for _, partition in event.partitions:
-                        self.owned.pop(partition, None)
+                    self._revoked({partition for _, partition in event.partitions})
                 case Records():
                     for record in event.records:
                         self._received(record)
-        self.clock.tick(working=self.member.outage_s == 0)
+        self._pass_time()
         scored = [self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
         self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
@@ -108,7 +122,36 @@ class Scorer:
         reporter.doing("scoring" if self._scoring else "waiting for samples")
         reporter.status()
 
+    def close(self) -> None:
+        """Close its reader of reports."""
+        self._reports.close()
+
+    def _pass_time(self) -> None:
+        """Advance the clock, and those of the groups whose partition has a rollout worker that reports."""
+        passed_s = -self.clock.now_s + self.clock.tick(working=self.member.outage_s == 0)
+        if self.clock.now_s - self._looked_s >= 1.0:
+            self._looked_s = self.clock.now_s
+            for record in self._reports.poll(0.0, max_records=5000):
+                with contextlib.suppress(Unusable):  # the tracker owns reading `metrics`
+                    if (metrics.check(record, run=self.session.run).worker or "").startswith("rollout"):
+                        with self.session.dead_letters.decoding(record):
+                            hear(self.presence, metrics.read(record, run=self.session.run)[1])
+        self.presence.now_s = self.clock.now_s
+        for state in self.owned.values():
+            if self.presence.present(state.partition):
+                state.passed(passed_s)
+
+    def _revoked(self, partitions: set[int]) -> None:
+        """Forget partitions and end what is scored for them: the next owner, maybe this worker, reads and scores their groups again."""
+        for partition in partitions:
+            self.owned.pop(partition, None)
+        void = {job for job in self._scoring if job[0] in partitions}
+        for job in void:
+            del self._scoring[job]
+        self.pool.cancel(void)
+
     def _assigned(self, event: Assigned) -> None:
+        self._generation = event.membership.generation
         for (topic, partition), committed in event.partitions.items():
             state = self.owned.setdefault(partition, PartitionGroups(partition))
             if topic == self.session.topic("prompts"):
@@ -123,7 +166,7 @@ class Scorer:
             return
         topic = self.session.topic("groups")
         tail = self.session.log.tail({(topic, partition): self.owned[partition].groups_position for partition in partitions})
-        for record in tail.read_to_end(READ_LIMIT_S):
+        for record in tail.read_to_end(READ_LIMIT_S, undecided=True):  # what a predecessor has committed may not be readable yet
             try:
                 headers = groups.check(record, run=self.session.run)
             except Unusable:
@@ -234,18 +277,21 @@ class Scorer:
         samples = group.ordered()
         token_ids = [sample.token_ids.tolist() for sample in samples]
         completions = [self.decoder.decode(ids) for ids in token_ids]
-        self._scoring[number] = Scoring(state.partition, group, completions)
+        job = (state.partition, self._generation, number)
+        self._scoring[job] = Scoring(state.partition, group, completions)
         messages = json.loads(group.prompt.messages) if group.prompt.messages else None
         columns = json.loads(group.prompt.columns)
         step = (groups.version_min(samples) or 0) * self.session.schedule.steps_per_version
         self.pool.submit(
-            number,
+            job,
             payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step),
         )
 
-    def _scored(self, result: Done[int] | Failed[int]) -> Group | None:
-        """A scored, filtered or failed group; None for one whose partition went to another owner meanwhile."""
-        scoring = self._scoring.pop(result.key)
+    def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
+        """A scored, filtered or failed group; None for one whose partition was revoked, or which has ended otherwise meanwhile."""
+        scoring = self._scoring.pop(result.key, None)
+        if scoring is None:
+            return None
         state, group = self.owned.get(scoring.partition), scoring.group
         if state is None or state.open.get(group.group) is not group:
             return None
@@ -260,25 +306,44 @@ class Scorer:
         return self._group(group, outcome.outcome, outcome.reason, outcome.samples)
 
     def _overdue(self) -> list[Group]:
-        """Incomplete groups past their deadline, in working time, as abandoned."""
+        """Incomplete groups past their deadline, in time in which a rollout worker was there, as abandoned."""
         deadline, abandoned = self.session.config.scorer.group_deadline_s, []
         for state in self.owned.values():
-            for group in state.overdue(now_s=self.clock.now_s, deadline_s=deadline):
+            for group in state.overdue(deadline_s=deadline):
                 assert group.prompt is not None
                 reason = f"{len(group.samples)} of {group.prompt.samples_per_prompt} samples after {deadline:g} s"
                 abandoned.append(self._group(group, "abandoned", reason, ()))
         return abandoned
 
     def _set_aside_orphans(self) -> None:
-        """Dead-letter samples whose prompt does not come."""
+        """Dead-letter samples whose prompt is not in the log; one that is only late, because its leader is away, is waited for."""
         for state in self.owned.values():
-            for group in state.orphans(now_s=self.clock.now_s):
+            suspects = state.orphans(now_s=self.clock.now_s)
+            late = self._prompts_to_come(state) if suspects else frozenset()
+            for group in suspects:
+                if late is None or group.group in late:
+                    group.seen_s = self.clock.now_s
+                    continue
                 del state.open[group.group]
                 if group.group < state.below:
                     continue  # it had ended long before its samples were read again
                 for record in group.records.values():
                     error = Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan")
                     self.session.dead_letters.write(record, error)
+
+    def _prompts_to_come(self, state: PartitionGroups) -> frozenset[int] | None:
+        """Groups whose prompts stand in the log and have not arrived, as of now; None where the log cannot say so."""
+        place = (self.session.topic("prompts"), state.partition)
+        found = set()
+        try:
+            tail = self.session.log.tail({place: state.prompts_position})
+            for record in tail.read_to_end(LATE_LIMIT_S, undecided=True):
+                with contextlib.suppress(Unusable):
+                    found.add(prompts.check(record, run=self.session.run).group)
+            tail.close()
+        except LogError:
+            return None
+        return frozenset(group for group in found if group is not None)
 
     def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
         assert group.prompt is not None

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
 from penstock.pipeline.learner.ledger_history import Past, read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
@@ -65,6 +65,8 @@ class Trainer:
     """The reason why an evaluator wants the run to end."""
     committed: int = 0
     """Steps in the ledger; more than the policy has done only while they are repeated."""
+    _tolerated: int = 0
+    """Dropped groups when this process had read what was there: a person who resumes a run has seen to what dropped them."""
     _drops: int = 0
     """Dropped groups when the last step was committed."""
     _wait_s: float = 0.0
@@ -102,7 +104,7 @@ class Trainer:
         self._drops, self.committed = past.drops, len(past.steps)
         self.writer.begin(self.policy)
         recover(self.policy, self.writer, past)
-        if past.steps:
+        if past.entries:
             self._catch_up()
 
     def train_step(self) -> bool:
@@ -164,7 +166,7 @@ class Trainer:
         return True
 
     def _wait(self, why: str) -> bool:
-        """Take in what arrives; False when the worker is to stop. Raises when too many groups are dropped."""
+        """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
         reporter = self.session.reporter
         reporter.doing(why)
         started = time.monotonic()
@@ -186,9 +188,8 @@ class Trainer:
                 self._receive(record)
             behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
             self.session.reporter.status()
-        if self.inbox.selector.drops == self._drops:
-            self.inbox.drop_causes.clear()
-        self._check_drops()
+        self._tolerated = self.inbox.selector.drops
+        self.inbox.drop_causes.clear()
 
     def _receive(self, record: Record) -> None:
         if record.topic == self.session.topic("groups"):
@@ -213,17 +214,16 @@ class Trainer:
             stale.clear()
 
     def _check_drops(self) -> None:
+        """Stop where too many groups are dropped, with the causes. The run is not closed: it can be resumed, and then counts anew."""
         limit, drop_causes = self.session.schedule.max_drops_per_step, self.inbox.drop_causes
-        dropped = self.inbox.selector.drops - self._drops
+        dropped = self.inbox.selector.drops - max(self._drops, self._tolerated)
         if dropped <= limit:
             return
         causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6))
-        since = "" if drop_causes.total() == dropped else "since the run began "
         done = self.policy.steps_done
-        when = f"since step {done - 1}" if done else "before step 0"
-        reason = f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {since}{causes}"
-        self._close_run(status="failed", reason=reason)
-        raise PenstockError(reason)
+        when = "since the trainer was started" if self._tolerated > self._drops else f"since step {done - 1}" if done else "before step 0"
+        mark(self.session.log, self.session.record, status="stopped")
+        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}")
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]

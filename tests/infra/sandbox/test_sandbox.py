@@ -273,3 +273,15 @@ def test_a_call_costs_less_than_a_millisecond_and_a_child_imports_nothing_heavy(
         costs.append(time.perf_counter() - started)
     # The quick tenth: what a call costs, not what else the machine does.
     assert sorted(costs)[len(costs) // 10] < 1e-3
+
+
+def test_a_cancelled_call_never_ends_and_its_child_is_free_at_once(pool: Pool) -> None:
+    one = pool()
+    one.submit("hangs", {"do": "hang"})
+    one.submit("waits", {})
+    one.submit("wanted", {})
+    one.poll(1.0)
+    one.cancel({"hangs", "waits"})
+    results = collect(one, 20.0)
+    assert list(results) == ["wanted"]
+    assert one.pending == 0

@@ -191,13 +191,13 @@ def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: 
         replace(past, entries=[entry for entry in past.entries if entry.kind != "step" or entry.step != 1])
 
 
-@pytest.mark.parametrize("more", [6, 7])
-def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id, log, tiny_model, tmp_path: Path, more: int):
-    def half(first: int, dropped: int) -> list[Group]:
-        """Six groups to train behind so many that are dropped."""
-        numbers = range(first, first + dropped + 6)
-        return [group_of(number, version=0, outcome="filtered" if number < first + dropped else "scored") for number in numbers]
+def half(first: int, dropped: int) -> list[Group]:
+    """Six groups to train behind so many that are dropped."""
+    numbers = range(first, first + dropped + 6)
+    return [group_of(number, version=0, outcome="filtered" if number < first + dropped else "scored") for number in numbers]
 
+
+def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id, log, tiny_model, tmp_path: Path):
     config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
     written(log, run_id, config, half(0, 6))
     with Crew(log, run_id) as crew:
@@ -206,19 +206,32 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id
     trainer, past = opened(session_of(log, run_id, "trainer"))
     trainer.begin(past)
     assert trainer.inbox.selector.drops == past.drops == 6
-    write_groups(log, run_id, half(12, more), partitions=config.partitions)
+    write_groups(log, run_id, half(12, 6), partitions=config.partitions)
     with Crew(log, run_id) as crew:
         crew.start("trainer")
-        if more > 6:
-            with pytest.raises(
-                AssertionError, match=r"7 groups were dropped since step 2 .*: since the run began 13 filtered at reward 0\.5"
-            ):
-                crew.wait()
-        else:
+        crew.wait()
+        assert crew.report()["status"] == "finished"
+    assert [dropped for *_, dropped in outcome_of(log, run_id)["steps"]] == [6, 0, 0, 6, 0, 0]
+
+
+@pytest.mark.parametrize("first_half", [True, False])
+def test_a_run_that_was_stopped_for_its_drops_is_resumed_and_counts_anew(run_id, log, tiny_model, tmp_path: Path, first_half: bool):
+    config = config_for(tiny_model, tmp_path, schedule={"max_lag": 9, "max_drops_per_step": 6})
+    written(log, run_id, config, half(0, 6 if first_half else 7))
+    with Crew(log, run_id) as crew:
+        crew.start("trainer")
+        if first_half:
+            crew.wait(lambda: crew.report()["steps"] == 3)
+            write_groups(log, run_id, half(12, 7), partitions=config.partitions)
+        with pytest.raises(AssertionError, match=r"7 groups were dropped (since|before) step . .*= 6\): 7 filtered at reward 0\.5"):
             crew.wait()
-        assert crew.report()["status"] == ("failed" if more > 6 else "finished")
-    if more == 6:
-        assert [dropped for *_, dropped in outcome_of(log, run_id)["steps"]] == [6, 0, 0, 6, 0, 0]
+        assert crew.report()["status"] == "stopped"
+    if not first_half:
+        write_groups(log, run_id, half(13, 6), partitions=config.partitions)
+    with Crew(log, run_id) as crew:
+        crew.start("trainer")
+        crew.wait()
+        assert crew.report()["status"] == "finished"
 
 
 def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):

@@ -1,0 +1,74 @@
+"""Which partitions have a rollout worker that reports: only there groups are admitted, and only there their clocks run.
+
+The rule: a worker that was killed says nothing of its end, so ownership lasts only as long as its reports come.
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from penstock.topics.metrics import Measurement
+
+SILENT_S = 30.0
+"""An owner that has reported nothing for so long is absent. It reports once a second, except while it loads weights or compiles."""
+
+
+@dataclass(slots=True)
+class Presence:
+    """The owners of a run's partitions by their own reports, on the listener's clock."""
+
+    partitions: int
+    now_s: float = 0.0
+    """The listener's working time."""
+    slots: list[int] = field(init=False)
+    """How many unfinished groups each partition may have at once."""
+    _owners: list[str | None] = field(init=False)
+    _heard_s: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots, self._owners, self._heard_s = [0] * self.partitions, [None] * self.partitions, [0.0] * self.partitions
+
+    def heard(self, worker: str, owned: Collection[int], *, slots: int) -> None:
+        """Note a report: the worker owns these partitions and no others, and has room for so many groups in all of them."""
+        share = max(1, -(-slots // max(1, len(owned))))
+        for partition in range(self.partitions):
+            if partition in owned:
+                self._owners[partition], self.slots[partition], self._heard_s[partition] = worker, share, self.now_s
+            elif self._owners[partition] == worker:
+                self._owners[partition] = None
+
+    def present(self, partition: int) -> bool:
+        """Whether a partition's owner reports."""
+        return self._owners[partition] is not None and self.now_s - self._heard_s[partition] <= SILENT_S
+
+    @property
+    def owners(self) -> list[str | None]:
+        """The owner of each partition, None where there is none that reports."""
+        return [owner if self.present(partition) else None for partition, owner in enumerate(self._owners)]
+
+
+def hear(presence: Presence, measured: Measurement) -> None:
+    """Apply a worker's measurement, if it is one of a rollout worker that owns partitions or did."""
+    if measured.role == "rollout" and "partitions" in measured.labels:
+        owned = [] if measured.kind == "final" else [int(text) for text in measured.labels["partitions"].split(",") if text]
+        presence.heard(measured.worker, owned, slots=int(measured.values.get("slots", 1)))
+
+
+@dataclass(slots=True)
+class WorkingClock:
+    """A clock that runs only while its owner works: an outage or a stopped process does not count.
+
+    Each turn of a loop adds the time since the last one, up to `longest_turn_s`.
+    """
+
+    longest_turn_s: float = 1.0
+    now_s: float = 0.0
+    _last: float = field(default_factory=time.monotonic)
+
+    def tick(self, *, working: bool = True) -> float:
+        """Advance the clock and return it."""
+        now = time.monotonic()
+        if working:
+            self.now_s += min(now - self._last, self.longest_turn_s)
+        self._last = now
+        return self.now_s

@@ -1,0 +1,121 @@
+"""Scorers join, leave and are cut off while rewards are computed: every group ends once, and no scorer ends."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Log
+from penstock.infra.memory.log import MemoryLog
+from penstock.infra.sandbox.pool import ChildPool
+from penstock.pipeline.envs.rewards import CHILD, spec
+from penstock.workers.scorer.worker import Scorer
+from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
+
+MOVES = st.lists(st.tuples(st.sampled_from(["join", "leave", "evict", "turn", "turn", "end", "end"]), st.integers(0, 20)), max_size=40)
+
+
+@given(MOVES)
+def test_wherever_scorers_move_while_rewards_run_every_group_ends_once(moves: list[tuple[str, int]]) -> None:
+    log, run, at_work = MemoryLog(), "moves", list[tuple[Scorer, HeldPool]]()
+    filled(log, run)
+
+    def join() -> None:
+        pool = HeldPool()
+        scorer = scorer_of(log, run, len(at_work), pool, config_of())
+        scorer.member = Impatient(scorer.member)  # type: ignore[assignment]
+        at_work.append((scorer, pool))
+
+    join()
+    left = 0
+    for move, number in moves:
+        scorer, pool = at_work[left + number % (len(at_work) - left)]
+        match move:
+            case "join" if len(at_work) < 6:
+                join()
+            case "leave" if left < len(at_work) - 1:
+                at_work[left][0].member.close()
+                left += 1
+            case "evict":
+                log.evict(f"{run}.scorer", scorer.member.member_id)  # type: ignore[attr-defined]
+            case "turn":
+                scorer.turn()
+            case "end":
+                pool.end(number)
+    for _ in range(4 * GROUPS):
+        for scorer, pool in at_work[left:]:
+            scorer.turn()
+            pool.end(0)
+    assert outcomes(log, run) == Counter(range(GROUPS))
+
+
+def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:
+    """Score all groups with 4 scorers, then 5, then 3, each in a thread with children of its own."""
+    filled(log, run)
+    config, failures, stops, threads = config_of(reward), list[BaseException](), list[threading.Event](), list[threading.Thread]()
+
+    def work(slot: int, stop: threading.Event) -> None:
+        own = connect()
+        pool: Any = ChildPool(CHILD, init=spec([reward]), size=1, timeout_s=60.0)
+        try:
+            scorer = scorer_of(own, run, slot, pool, config)
+            while not stop.is_set():
+                scorer.turn()
+            scorer.member.close(5.0)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            pool.close()
+
+    def start(slot: int) -> None:
+        stops.append(threading.Event())
+        threads.append(threading.Thread(target=work, args=(slot, stops[-1]), daemon=True))
+        threads[-1].start()
+
+    def wait_for(count: int) -> None:
+        deadline = time.monotonic() + 120
+        while len(outcomes(log, run)) < count and not failures:
+            assert time.monotonic() < deadline, outcomes(log, run)
+            time.sleep(0.05)
+
+    for slot in range(4):
+        start(slot)
+    wait_for(1)
+    start(4)
+    wait_for(5)
+    for stop in stops[:2]:
+        stop.set()
+    wait_for(GROUPS)
+    for stop, thread in zip(stops, threads, strict=True):
+        stop.set()
+        thread.join(30.0)
+    assert failures == []
+    assert outcomes(log, run) == Counter(range(GROUPS))
+
+
+def slow_reward(directory: Path, seconds: float) -> str:
+    file = directory / "slow.py"
+    file.write_text(
+        f"import time\ndef slowly(completions, **columns):\n    time.sleep({seconds})\n    return [1.0] + [0.0] * (len(completions) - 1)\n"
+    )
+    return f"{file}:slowly"
+
+
+@pytest.mark.costly
+def test_scaling_scorers_while_rewards_run_loses_and_ends_nothing(tmp_path: Path) -> None:
+    log = MemoryLog()
+    scaled(log, lambda: log, "scaled", slow_reward(tmp_path, 0.3))
+
+
+@pytest.mark.slow
+def test_scaling_scorers_whose_rewards_take_8_s_on_a_broker_loses_and_ends_nothing(broker: str, run_id: str, tmp_path: Path) -> None:
+    log = KafkaLog(broker)
+    scaled(log, lambda: KafkaLog(broker), run_id, slow_reward(tmp_path, 8.0))
+    log.close()
