@@ -123,9 +123,10 @@ def test_a_gradient_weight_is_minus_the_derivative_of_the_steps_loss_where_all_p
     objective = Objective.of(recorded.config)
     batch = pack([sequence for group in plan for sequence in objective.sequences(group)])
     logprobs = torch.tensor(batch.behaviour_logprobs, requires_grad=True)
-    loss, stats = objective.batch_loss(logprobs, batch, proximal=batch.behaviour_logprobs)
-    (loss / stats["denominator"]).backward()
-    assert found["step"]["denominator"] == stats["denominator"]
+    loss, _ = objective.batch_loss(logprobs, batch, proximal=batch.behaviour_logprobs)
+    samples = sum(group.samples_per_prompt for group in plan)  # GRPO is a mean over sequences
+    (loss / samples).backward()
+    assert found["step"]["denominator"] == samples
     assert logprobs.grad is not None
     for row, (group, sample) in enumerate(zip(batch.groups.tolist(), batch.samples.tolist(), strict=True)):
         if group != found["group"]:
