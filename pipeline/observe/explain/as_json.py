@@ -13,8 +13,8 @@ from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.observe.explain.gradient_share import SampleShare, StepShares, clipped, left_out, shares
 from penstock.pipeline.observe.explain.group_history import GroupHistory, read_group, shown_place, stale_facts, why
 from penstock.pipeline.observe.explain.stage_times import stages
-from penstock.pipeline.observe.rebases import rebased_fields
 from penstock.pipeline.observe.recorded_run import Letter, read_run
+from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group

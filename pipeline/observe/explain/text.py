@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.pipeline.observe.rebases import rebased_line
+from penstock.pipeline.observe.report.rebases import rebased_line
 
 SHOWN_TEXT = 100
 SHOWN_COMPLETION = 60

@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
-from penstock.pipeline.observe.rebases import rebased_fields
 from penstock.pipeline.observe.report import staleness
+from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.observe.report.staleness import weighted
 from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_status import closing, config_of, fates, info_of, status_of, steps_per_version, steps_planned

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from penstock.pipeline.observe.rebases import rebased_line
+from penstock.pipeline.observe.report.rebases import rebased_line
 
 BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
