@@ -36,13 +36,17 @@ def choose_device(device: str) -> torch.device:
 
 
 def fix_arithmetic(settings: BackendSettings) -> None:
-    """Set threads, seed and deterministic kernels for the whole process; an operation without a deterministic form only warns."""
+    """Set threads, seed and deterministic kernels for the whole process.
+
+    Under `deterministic = "warn"` an operation without a deterministic form only warns, and the backward pass of attention on a GPU
+    takes its fastest form, which is not deterministic: torch looks at `warn_only` there.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
     # transformers imports deepspeed if it is installed, which guesses the accelerator and prints it unless this is set
     os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=settings.deterministic != "strict")
     torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
     _keep_freed_memory()
 
@@ -190,6 +194,7 @@ class LocalModel:
             "dtype": self.settings.dtype,
             "forward": str(self.forward),
             "threads": self.settings.threads,
+            "deterministic": self.settings.deterministic,
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }
 

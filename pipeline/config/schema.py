@@ -205,6 +205,12 @@ class TrainerSection(Section):
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Positive = 1
+    deterministic: Literal["warn", "strict"] = Field(
+        "warn", description="strict refuses operations without a deterministic form; GPU attention is deterministic only under it"
+    )
+    on_mismatch: Literal["stop", "rebase"] | None = Field(
+        None, description="what a restarted trainer does where a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
+    )
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0

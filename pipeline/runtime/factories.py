@@ -75,6 +75,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             total_steps=chosen.initial_steps + steps,
             max_grad_norm=chosen.max_grad_norm,
             threads=chosen.threads,
+            deterministic=chosen.deterministic,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             share_prompts=chosen.share_prompts,

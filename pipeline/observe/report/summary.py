@@ -10,6 +10,7 @@ from typing import Any
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.report import staleness
+from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.observe.report.staleness import weighted
 from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_status import closing, config_of, fates, info_of, status_of, steps_per_version, steps_planned
@@ -49,6 +50,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "schedule": _schedule(view),
         "steps": len(steps),
         "steps_planned": steps_planned(view),
+        "rebased": [rebased_fields(entry) for entry in view.rebased],
         "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
         "versions": view.version or 0,
         "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),

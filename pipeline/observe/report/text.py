@@ -15,6 +15,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.observe.report.rebases import rebased_line
+
 BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
 CURVE_WIDTH = 32
@@ -121,6 +123,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         ("drawn", Text(samples)),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
+    if rebased := report["rebased"]:
+        lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))
     if empty := report["empty_steps"]:
         text = f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"
         lines.append(("empty", Text(text, style="yellow")))
