@@ -9,14 +9,14 @@ from typing import Any
 
 from penstock.infra.backends.base import Backend
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.config.plugins import source_digest
+from penstock.pipeline.config.plugins import source_digest, split_options
 from penstock.topics.ledger import Entry
 
 
 def arithmetic_of(backend: Backend, config: Config) -> dict[str, str | int]:
     """The backend's fingerprint, and a digest of the source of each function that a user brought along."""
     own = {"algorithm.loss": config.algorithm.loss, "algorithm.advantage": config.advantage}
-    return backend.fingerprint() | {key: source_digest(name)[:16] for key, name in own.items() if ":" in name}
+    return backend.fingerprint() | {key: source_digest(split_options(name)[0])[:16] for key, name in own.items() if ":" in name}
 
 
 def changed_arithmetic(entries: Sequence[Entry], now: Mapping[str, str | int]) -> dict[str, tuple[Any, Any]]:

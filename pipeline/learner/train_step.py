@@ -55,6 +55,10 @@ class Objective:
         }
         if config.clip_dual is not None:
             settings["clip_dual"] = config.clip_dual
+        if algorithm.kl_coef and config.kl_weighted:
+            settings["kl_weighted"] = True
+        if algorithm.reject_kl is not None:
+            settings["reject_kl"] = algorithm.reject_kl
         if config.correction != "none":
             settings["correction"] = config.correction
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
