@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.infra.kafka.oauth import COMMAND, FILE, Tokens
+
 MAX_RECORD_BYTES = 18 << 20
 """The largest record of any topic (a dead letter around a 16 MiB record)."""
 
@@ -21,6 +23,8 @@ SECURITY_KEYS = frozenset(
         "ssl_keyfile",
         "ssl_password",
         "ssl_check_hostname",
+        FILE,
+        COMMAND,
     }
 )
 
@@ -43,6 +47,8 @@ class Connection:
         for host, port in self.servers():
             if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+        if str(self.security.get("sasl_mechanism")).upper() == "OAUTHBEARER" and not _has_token(self):
+            raise ValueError(f"kafka security setting sasl_mechanism=OAUTHBEARER needs {FILE} or {COMMAND}")
         if "ssl_check_hostname" in self.security:
             # The command line and TOML give strings, and "false" is true to a client.
             check_hostname = str(self.security["ssl_check_hostname"])
@@ -75,7 +81,13 @@ def librdkafka(connection: Connection) -> dict[str, Any]:
     settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in connection.security.items() if name in _LIBRDKAFKA_SECURITY}
     if "ssl_check_hostname" in connection.security:
         settings["ssl.endpoint.identification.algorithm"] = "https" if connection.security["ssl_check_hostname"] else "none"
+    if _has_token(connection):
+        settings["oauth_cb"] = Tokens(connection.security).for_librdkafka
     return settings
+
+
+def _has_token(connection: Connection) -> bool:
+    return FILE in connection.security or COMMAND in connection.security
 
 
 def common(connection: Connection) -> dict[str, Any]:
@@ -89,7 +101,8 @@ def common(connection: Connection) -> dict[str, Any]:
         "request_timeout_ms": 15_000,
         # "Unable to bootstrap" is all a wrong address, password or certificate ever says; say it soon.
         "bootstrap_timeout_ms": int(connection.unreachable_after_s * 1000),
-        **connection.security,
+        **{name: value for name, value in connection.security.items() if name not in (FILE, COMMAND)},
+        **({"sasl_oauth_token_provider": Tokens(connection.security)} if _has_token(connection) else {}),
     }
 
 
