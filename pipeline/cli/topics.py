@@ -166,7 +166,7 @@ def acls(
     from dataclasses import asdict
 
     from penstock.pipeline.config.load import ConfigError
-    from penstock.pipeline.runtime.acls import all_rules, as_command
+    from penstock.pipeline.launch.acls import all_rules, as_command
     from penstock.topics.catalogue import check_run_id
 
     try:

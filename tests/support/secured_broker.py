@@ -23,7 +23,7 @@ from kafka.admin import (
 )
 
 from penstock.infra.broker import embedded, settings
-from penstock.pipeline.runtime.acls import Rule
+from penstock.pipeline.launch.acls import Rule
 
 MECHANISM = "SCRAM-SHA-512"
 _TYPES = {"topic": ResourceType.TOPIC, "group": ResourceType.GROUP, "transactional-id": ResourceType.TRANSACTIONAL_ID}

@@ -13,8 +13,8 @@ from penstock.infra.kafka.settings import Connection, librdkafka
 from penstock.infra.log import Log
 from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import audit
+from penstock.pipeline.launch.acls import all_rules
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.runtime.acls import all_rules
 from penstock.pipeline.runtime.roles import ROLES
 from tests.support.crew import Crew, config_of
 from tests.support.secured_broker import SecuredBroker

@@ -13,9 +13,8 @@ from confluent_kafka import Consumer
 from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.kafka.oauth import Tokens, expires_s
-from penstock.infra.kafka.settings import Connection, librdkafka
-from penstock.pipeline.runtime.acls import Rule
+from penstock.infra.kafka.settings import Connection, Tokens, expires_s, librdkafka
+from penstock.pipeline.launch.acls import Rule
 from tests.support.log_helpers import make_topics, values_in, write
 from tests.support.secured_broker import SecuredBroker, unsecured_token
 
