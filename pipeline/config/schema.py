@@ -204,7 +204,9 @@ class RolloutSection(Section):
 class ScorerSection(Section):
     workers: Positive = 1
     processes: Positive = Field(1, description="child processes that run the reward functions, per scorer")
-    group_deadline_s: PositiveFloat = Field(3600.0, description="time in which a rollout worker of its partition reports, after which an unfinished group is abandoned")
+    group_deadline_s: PositiveFloat = Field(
+        3600.0, description="time in which a rollout worker of its partition reports, after which an unfinished group is abandoned"
+    )
 
 
 class TrainerSection(Section):
