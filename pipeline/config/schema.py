@@ -106,6 +106,10 @@ class DataSection(Section):
     shuffle: bool = True
     first_group: NonNegative = Field(0, description="the place in the order of prompts at which group 0 stands")
     chat_template: Annotated[str, Resolve(absolute_template)] = Field("auto", description="auto, on, off, or the path of a Jinja file")
+    system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; none if absent")
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="what the chat template gets beside the messages: enable_thinking, …"
+    )
     max_prompt_tokens: Positive = 1024
 
 
