@@ -198,6 +198,10 @@ class LocalModel:
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }
 
+    def peak_memory(self) -> dict[str, float]:
+        """`peak_gpu_bytes`, the most that tensors have taken on the GPU so far; nothing on a CPU."""
+        return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
+
     def random_state(self) -> dict[str, torch.Tensor]:
         """States of torch's random generators."""
         state = {"cpu": torch.get_rng_state()}
@@ -219,6 +223,20 @@ class LocalModel:
 def _host(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
     return array
+
+
+def update_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Norm of AdamW's newest change of the weights, from its moments and without weight decay: no copy of the weights is needed."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for parameter in group["params"]:
+            if not (state := optimizer.state.get(parameter)):
+                continue  # it has never had a gradient
+            taken = float(state["step"])
+            scale = (state["exp_avg_sq"] / (1 - beta2**taken)).sqrt_().add_(group["eps"])
+            total += float((state["exp_avg"] / scale).square_().sum()) * (group["lr"] / (1 - beta1**taken)) ** 2
+    return float(total**0.5)
 
 
 def checked_denominator(denominator: float) -> float:

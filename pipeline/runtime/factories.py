@@ -82,5 +82,6 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             reference=config.algorithm.kl_coef > 0,
             reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",
+            entropy=True,
             **own,
         )

@@ -87,6 +87,10 @@ def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_r
     assert len(rebased) == len(report["rebased"]) == 3
     assert all(one["recorded"] != one["found"] for found in report["rebased"] for one in found["differences"])
     assert as_text(report).count("rebased after") == 3
+    known = {name for name, value in report["practice"].items() if value is not None}
+    assert known == set(report["practice"]) - {"peak_gpu_bytes"}  # measured by real steps, on a machine without a GPU
+    assert 0.0 < report["practice"]["entropy"] < 10.0
+    assert "nats a token" in as_text(report)
 
     audit = audited(log, run_id)
     assert audit.clean, audit_report.as_text(audit)
