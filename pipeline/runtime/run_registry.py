@@ -15,7 +15,7 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.runs import RunRecord
-from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Outgoing
 
 WRITE_LIMIT_S = 60.0
@@ -59,7 +59,7 @@ def all_runs(log: Log) -> list[RunRecord]:
             continue
         try:
             state = topic.read(record, run=key)[1]
-        except Unusable:
+        except (Unusable, NewerSchema):  # of a newer release: another run's, which is no reason to stop
             continue
         if key not in states or state.updated_ns >= states[key].updated_ns:
             states[key] = state
