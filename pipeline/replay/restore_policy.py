@@ -106,7 +106,8 @@ def cross_rebase(course: PolicyTrainer, recording: Recording, *, say: Say) -> No
 
 def arithmetic(recording: Recording, course: PolicyTrainer) -> list[dict[str, object]]:
     """What the last bits depend on and is not here as it was when the run was opened."""
-    changed = changed_arithmetic(recording.entries[:1], arithmetic_of(course.backend, course.config))
+    opened = recording.story.opened
+    changed = changed_arithmetic([opened] if opened else [], arithmetic_of(course.backend, course.config))
     return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
 
 
