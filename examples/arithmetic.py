@@ -20,7 +20,9 @@ def sums(*, seed: int = 0, split: str = "train") -> list[dict[str, str]]:
 
 def last_number(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
     """1 where the last number of a completion is the answer: "12 + 3 = 15" counts as "15" does."""
-    return [float((re.findall(r"\d+", _text(completion)) or [""])[-1] == gold) for completion, gold in zip(completions, answer, strict=True)]
+    return [
+        float((re.findall(r"\d+", _text(completion)) or [""])[-1] == gold) for completion, gold in zip(completions, answer, strict=True)
+    ]
 
 
 def _text(completion: Any) -> str:
