@@ -95,9 +95,8 @@ def main() -> None:
         gap, norm = (max(abs(step[name] - other[name]) / abs(other[name]) for step, other in pairs) for name in ("loss", "norm"))
         speed = f"{rates[0]:6.2f} samples/s, {rates[1]:6.2f} a CPU second ({rates[1] / base:.1f} x padded)"
         tokens = f"{int(steps[-1]['computed'])} tokens computed for {int(steps[-1]['padded'])} padded"
-        print(
-            f"{way:17} {speed}, peak {steps[-1]['peak']:.2f} GiB, {tokens}, losses within {gap:.1e}, gradient norms {norm:.1e}; {forwards[way]}"
-        )
+        apart = f"losses within {gap:.1e}, gradient norms {norm:.1e}"
+        print(f"{way:17} {speed}, peak {steps[-1]['peak']:.2f} GiB, {tokens}, {apart}; {forwards[way]}")
 
 
 def _line(process: "subprocess.Popen[str]") -> str:
