@@ -110,8 +110,6 @@ class RunView:
 
     def _fold_made(self, record: Record) -> RunRecord | None:
         _, made = runs.read(record, run=self.run)
-        if self._made is not None:
-            return None
         self._made = made
         if self.record is not None:
             self.record = runs.with_status(made, self.record)

@@ -22,8 +22,10 @@ WRITE_LIMIT_S = 60.0
 
 
 def write(log: Log, record: RunRecord) -> None:
-    """Write down what a new run is, and then that there is one."""
-    _append(log, topic_name(record.run, "run"), record)
+    """Write down what a run is, and then how it stands; a run of an earlier release has no topic of its own."""
+    own = topic_name(record.run, "run")
+    if log.partitions(own) is not None:
+        _append(log, own, record)
     write_status(log, record)
 
 
@@ -76,11 +78,12 @@ def find(log: Log, run: str) -> RunRecord | None:
 
 
 def _made(log: Log, run: str) -> RunRecord | None:
-    """The first usable record of the run's own topic; None where an earlier release has registered the run."""
+    """The last usable record of the run's own topic; None where an earlier release has registered the run."""
+    made = None
     for record in scan(log, topic_name(run, "run")):
         with contextlib.suppress(Unusable):
-            return topic.read(record, run=run)[1]
-    return None
+            made = topic.read(record, run=run)[1]
+    return made
 
 
 def resolve(log: Log, text: str) -> str:
