@@ -31,6 +31,8 @@ POINTS = {
     "checkpoint.removing": "a checkpoint that is not kept has lost its name, its files are still there",
     "recovery.loaded": "a checkpoint is loaded, no step is repeated",
     "recovery.repeated": "a step is repeated from the log",
+    "ledger.rebased.before": "repeated steps gave other bits, nothing says so",
+    "ledger.rebased.after": "a rebase is recorded, the checkpoint that goes with it is not written",
     "ledger.run-closed.before": "all steps are done, the run is not closed",
     "ledger.run-closed.after": "the ledger is closed, the register of runs does not say so",
 }

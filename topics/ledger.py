@@ -16,7 +16,7 @@ from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "ledger/1"
-EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "run-closed"]
+EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "rebased", "run-closed"]
 ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 
 _PLANNED = pa.struct(
@@ -77,7 +77,7 @@ class Entry:
     """Hex digest of the weights."""
     metrics: dict[str, float] = field(default_factory=dict)
     details: str | None = None
-    """JSON: configuration, arithmetic fingerprint, reason, status."""
+    """JSON: configuration, arithmetic fingerprint, reason, status; of a rebased run what its repeated steps gave and what stands here."""
 
 
 def encode(entry: Entry) -> bytes:

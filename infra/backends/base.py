@@ -4,7 +4,7 @@ The rule: a backend adds up un-normalised gradients, `backward` by `backward`, a
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ class StepResult:
 
     grad_norm: float
     lr: float
+    measures: dict[str, float] = field(default_factory=dict)
+    """What else the backend knows of it: `update_norm`, `peak_gpu_bytes`."""
 
 
 class Backend(Protocol):

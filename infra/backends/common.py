@@ -36,13 +36,17 @@ def choose_device(device: str) -> torch.device:
 
 
 def fix_arithmetic(settings: BackendSettings) -> None:
-    """Set threads, seed and deterministic kernels for the whole process; an operation without a deterministic form only warns."""
+    """Set threads, seed and deterministic kernels for the whole process.
+
+    Under `deterministic = "warn"` an operation without a deterministic form only warns, and the backward pass of attention on a GPU
+    takes its fastest form, which is not deterministic: torch looks at `warn_only` there.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
     # transformers imports deepspeed if it is installed, which guesses the accelerator and prints it unless this is set
     os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=settings.deterministic != "strict")
     torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
     _keep_freed_memory()
 
@@ -190,8 +194,13 @@ class LocalModel:
             "dtype": self.settings.dtype,
             "forward": str(self.forward),
             "threads": self.settings.threads,
+            "deterministic": self.settings.deterministic,
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }
+
+    def peak_memory(self) -> dict[str, float]:
+        """`peak_gpu_bytes`, the most that tensors have taken on the GPU so far; nothing on a CPU."""
+        return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """States of torch's random generators."""
@@ -214,6 +223,20 @@ class LocalModel:
 def _host(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
     return array
+
+
+def update_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Norm of AdamW's newest change of the weights, from its moments and without weight decay: no copy of the weights is needed."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for parameter in group["params"]:
+            if not (state := optimizer.state.get(parameter)):
+                continue  # it has never had a gradient
+            taken = float(state["step"])
+            scale = (state["exp_avg_sq"] / (1 - beta2**taken)).sqrt_().add_(group["eps"])
+            total += float((state["exp_avg"] / scale).square_().sum()) * (group["lr"] / (1 - beta1**taken)) ** 2
+    return float(total**0.5)
 
 
 def checked_denominator(denominator: float) -> float:

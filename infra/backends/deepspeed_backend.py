@@ -74,7 +74,7 @@ class DeepSpeedBackend(LocalModel):
         if self.zero_stage:
             self.norm = checked_norm(float(self.engine.get_global_grad_norm()), step=self.steps)
         self.steps += 1
-        return StepResult(grad_norm=self.norm, lr=rate)
+        return StepResult(grad_norm=self.norm, lr=rate, measures=self.peak_memory())
 
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""

@@ -31,6 +31,8 @@ class BackendSettings:
     """Gradients are scaled down to this norm; 0 switches clipping off."""
     threads: int = 1
     """CPU threads for the arithmetic; another number changes the last bits."""
+    deterministic: str = "warn"
+    """"strict" refuses operations without a deterministic form, "warn" only warns, and leaves GPU attention without one."""
     seed: int = 0
     gradient_checkpointing: bool = False
     share_prompts: str = "auto"

@@ -11,7 +11,7 @@ import torch
 
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, update_norm
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into, to_bytes
@@ -63,11 +63,12 @@ class TorchBackend(LocalModel):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        measures = {"update_norm": update_norm(self.optimizer), **self.peak_memory()}
         self.optimizer.zero_grad(set_to_none=True)
         self._publish_masters()
         self.steps += 1
         self.has_gradient = False
-        return StepResult(grad_norm=norm, lr=rate)
+        return StepResult(grad_norm=norm, lr=rate, measures=measures)
 
     def weights(self) -> list[TensorBytes]:
         """A copy of all parameters, tied ones once."""

@@ -4,6 +4,7 @@ The rule: a client that cannot be made leaves nothing running behind.
 """
 
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,15 +73,20 @@ def translate(error: BaseException, what: str) -> LogError:
     return LogError(text)
 
 
+_REFUSAL = re.compile(r"Authentication failed[^)]*|CERTIFICATE_VERIFY_FAILED[^(\]]*")
+
+
 class _Reasons(logging.Handler):
     """Keeps the reasons that the client library only logs while it fails to reach a broker."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.last = ""
+        self.last = self.refused = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        if found := _REFUSAL.search(text):
+            self.refused = found[0]
         if "Bootstrap connection" not in text or not self.last:
             self.last = text
 
@@ -102,6 +108,12 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
     except errors.KafkaError as error:
         for client in made:
             client.close()
+        if reasons.refused:
+            reason = one_line(RuntimeError(reasons.refused))
+            raise LogUnreachable(
+                f"the broker at {connection.bootstrap} and this client do not trust each other ({reason}): "
+                "check --security, PENSTOCK_SECURITY and kafka.security"
+            ) from None
         raise _unreachable(connection, reasons.last or one_line(error)) from None
     finally:
         net_log.removeHandler(reasons)

@@ -1,8 +1,25 @@
 """Every setting of every Kafka client, with its reason; no client is made with settings from anywhere else."""
 
+import base64
+import json
+import shlex
+import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from kafka.net.sasl.oauth import AbstractTokenProvider
+
+from penstock.infra.errors import LogError
+
+TOKEN_FILE, TOKEN_COMMAND = "sasl_oauth_token_file", "sasl_oauth_token_command"
+TOKEN_COMMAND_S = 20.0
+TOKEN_KEPT_S = 30.0
+"""A command's token is used again for so long: a worker opens many connections at once."""
+UNDATED_TOKEN_S = 300.0
+"""How long a token without `exp` is taken to be good."""
 
 MAX_RECORD_BYTES = 18 << 20
 """The largest record of any topic (a dead letter around a 16 MiB record)."""
@@ -21,6 +38,8 @@ SECURITY_KEYS = frozenset(
         "ssl_keyfile",
         "ssl_password",
         "ssl_check_hostname",
+        TOKEN_FILE,
+        TOKEN_COMMAND,
     }
 )
 
@@ -43,6 +62,8 @@ class Connection:
         for host, port in self.servers():
             if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
+        if str(self.security.get("sasl_mechanism")).upper() == "OAUTHBEARER" and not _has_token(self):
+            raise ValueError(f"kafka security setting sasl_mechanism=OAUTHBEARER needs {TOKEN_FILE} or {TOKEN_COMMAND}")
         if "ssl_check_hostname" in self.security:
             # The command line and TOML give strings, and "false" is true to a client.
             check_hostname = str(self.security["ssl_check_hostname"])
@@ -75,7 +96,13 @@ def librdkafka(connection: Connection) -> dict[str, Any]:
     settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in connection.security.items() if name in _LIBRDKAFKA_SECURITY}
     if "ssl_check_hostname" in connection.security:
         settings["ssl.endpoint.identification.algorithm"] = "https" if connection.security["ssl_check_hostname"] else "none"
+    if _has_token(connection):
+        settings["oauth_cb"] = Tokens(connection.security).for_librdkafka
     return settings
+
+
+def _has_token(connection: Connection) -> bool:
+    return TOKEN_FILE in connection.security or TOKEN_COMMAND in connection.security
 
 
 def common(connection: Connection) -> dict[str, Any]:
@@ -89,7 +116,8 @@ def common(connection: Connection) -> dict[str, Any]:
         "request_timeout_ms": 15_000,
         # "Unable to bootstrap" is all a wrong address, password or certificate ever says; say it soon.
         "bootstrap_timeout_ms": int(connection.unreachable_after_s * 1000),
-        **connection.security,
+        **{name: value for name, value in connection.security.items() if name not in (TOKEN_FILE, TOKEN_COMMAND)},
+        **({"sasl_oauth_token_provider": Tokens(connection.security)} if _has_token(connection) else {}),
     }
 
 
@@ -164,3 +192,59 @@ def transactional(connection: Connection, *, transactional_id: str, timeout_s: f
         # With the default of 100 ms back-to-back transactions take 105-215 ms each, with 2 ms about 6-12 ms.
         "retry_backoff_ms": 2,
     }
+
+
+class Tokens(AbstractTokenProvider):  # type: ignore[misc]
+    """Both clients' source of tokens. Raises `LogError` in one line that does not hold the token."""
+
+    def __init__(self, security: Mapping[str, Any]) -> None:
+        self._file, self._command = security.get(TOKEN_FILE), security.get(TOKEN_COMMAND)
+        self._kept, self._until = "", 0.0
+
+    def token(self) -> str:
+        """A token that is valid now."""
+        if self._file is not None:
+            return self._checked(self._read(), self._file)
+        if time.monotonic() >= self._until:
+            self._kept, self._until = self._checked(self._run(), self._command), time.monotonic() + TOKEN_KEPT_S
+        return self._kept
+
+    def for_librdkafka(self, _: str) -> tuple[str, float]:
+        """(token, its end in seconds since the epoch), as librdkafka asks for it."""
+        token = self.token()
+        return token, expires_s(token) or time.time() + UNDATED_TOKEN_S
+
+    def _read(self) -> str:
+        try:
+            return Path(str(self._file)).read_text(encoding="ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LogError(f"{TOKEN_FILE} {self._file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}") from None
+
+    def _run(self) -> str:
+        try:
+            command = shlex.split(str(self._command))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TOKEN_COMMAND_S, check=False, stdin=subprocess.DEVNULL)
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise LogError(f"{TOKEN_COMMAND} {self._command!r} cannot be run: {type(error).__name__}") from None
+        if done.returncode:
+            raise LogError(f"{TOKEN_COMMAND} {self._command!r} ended with status {done.returncode}: {' '.join(done.stderr.split())[-200:]}")
+        return done.stdout
+
+    @staticmethod
+    def _checked(text: str, source: object) -> str:
+        if not (token := text.strip()) or any(character.isspace() for character in token):
+            raise LogError(f"{source} gives no token")
+        return token
+
+
+def expires_s(token: str) -> float | None:
+    """The claim `exp` of a JSON web token; None without one.
+
+    Example:
+        expires_s("e30.eyJleHAiOiA1fQ.")  # -> 5.0
+    """
+    try:
+        payload = token.split(".")[1]
+        return float(json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))["exp"])
+    except (IndexError, ValueError, KeyError, TypeError):
+        return None

@@ -5,6 +5,7 @@ function of that shape: rewards [K] -> advantages [K].
 """
 
 from collections.abc import Callable
+from math import comb
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -50,10 +51,48 @@ def dr_grpo_advantages(rewards: Rewards) -> Advantages:
     return group_advantages(rewards, normalise_std=False)
 
 
+def max_rl_advantages(rewards: Rewards) -> Advantages:
+    """MaxRL (arXiv 2602.02710): r - mean over the mean, so that prompts weigh more the rarer a success is; for rewards from 0 up.
+
+    The division is by the mean of |r|, which is the same for such rewards and leaves others defined.
+
+    Example:
+        max_rl_advantages([1, 0, 0, 0])  # -> [3, -1, -1, -1]
+    """
+    values = _checked(rewards)
+    if zero_variance(values):
+        return np.zeros(len(values), np.float32)
+    return ((values - values.mean()) / np.abs(values).mean()).astype(np.float32)
+
+
+def pass_at_k_advantages(rewards: Rewards, *, k: int = 4) -> Advantages:
+    """The advantage of a success or a failure for pass@k over all choices of k samples of the group (arXiv 2508.10751).
+
+    A reward above 0 is a success. Where any k samples hold one, and where there is none, all advantages are 0.
+
+    Example:
+        pass_at_k_advantages([1, 0, 0, 0], k=2)  # -> [1, -0.333, -0.333, -0.333]
+    """
+    values = _checked(rewards)
+    count, failures = len(values), int((values <= 0).sum())
+    if count == 1:
+        return np.zeros(1, np.float32)
+    if not 1 <= k < count:
+        raise ValueError(f"pass_at_k: k = {k} has to lie between 1 and {count - 1}, as a group has {count} samples")
+    failed = comb(failures, k) / comb(count, k)
+    spread = (failed * (1.0 - failed)) ** 0.5
+    if not spread:
+        return np.zeros(count, np.float32)
+    beside_a_failure = comb(failures - 1, k - 1) / comb(count - 1, k - 1)
+    return np.where(values > 0, failed / spread, (failed - beside_a_failure) / spread).astype(np.float32)
+
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": group_advantages,
     "dr_grpo": dr_grpo_advantages,
     "rloo": leave_one_out_advantages,
+    "max_rl": max_rl_advantages,
+    "pass_at_k": pass_at_k_advantages,
 }
 
 

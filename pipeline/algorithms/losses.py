@@ -1,4 +1,4 @@
-"""Policy-gradient losses as pure functions of tensors: GRPO, Dr. GRPO, DAPO, GSPO and CISPO are one function with other arguments.
+"""Policy-gradient losses as pure functions of tensors: GRPO, Dr. GRPO, DAPO, GSPO, SAPO and CISPO are one function with other arguments.
 
 The rule: a loss is a float32 *sum* over weighted tokens, and statistics are sums too; whoever holds a whole step divides
 once. Everything per token is [B, L-1], aligned to next-token positions as in `TokenBatch`. An own loss is any function
@@ -12,12 +12,16 @@ import numpy as np
 import torch
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights, log_ratio, mean_log_ratio
+from penstock.pipeline.algorithms.importance_weights import MAX_LOG_RATIO, correction_weights, kept_sequences, log_ratio, mean_log_ratio
 from penstock.pipeline.algorithms.registry import AGGREGATES
 
 Sums = dict[str, torch.Tensor]
 Surrogate = Callable[..., tuple[torch.Tensor, Sums]]
 Stats = dict[str, float]
+SAPO_TEMPERATURES = 1.0, 1.05
+"""For positive and for other advantages."""
+KL_WEIGHT_CAP = 5.0
+"""The weight of k3 is cut there, as that of `tis`."""
 MAX_LOG_WEIGHT = 300.0
 """Log weights in statistics are cut to +-300: the square of e^300 is still a finite float64."""
 
@@ -86,13 +90,29 @@ def cispo_loss(
     return torch.where(mask, loss, 0.0), _sums(log_ratios, mask, cut=weight != ratio)
 
 
-SURROGATES: Mapping[str, Surrogate] = {"clip": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+def sapo_loss(
+    logprobs: torch.Tensor, proximal_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **_: float
+) -> tuple[torch.Tensor, Sums]:
+    """SAPO (arXiv 2511.20347): -(4 / t) sigmoid(t (r - 1)) A, a soft gate on the ratio instead of a clip range.
+
+    t = 1 where A > 0 and 1.05 elsewhere, as in the paper: the gradient's weight is 1 at r = 1 and falls off on both sides, sooner for
+    mistakes. Clip ranges are not used, and nothing counts as clipped. Shapes as in `policy_loss`.
+    """
+    log_ratios = log_ratio(logprobs, proximal_logprobs.detach(), mask)
+    per_token = _per_token(advantages)
+    heat = torch.where(per_token > 0, *SAPO_TEMPERATURES)
+    loss = -torch.sigmoid(heat * (log_ratios.exp() - 1.0)) * 4.0 / heat * per_token
+    return torch.where(mask, loss, 0.0), _sums(log_ratios, mask, cut=torch.zeros_like(mask))
+
+
+SURROGATES: Mapping[str, Surrogate] = {"clip": policy_loss, "gspo": gspo_loss, "sapo": sapo_loss, "cispo": cispo_loss}
 
 
 def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(current || reference) per token, exp(d) - d - 1 with d = reference - current, 0 outside `mask`.
 
-    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4); d is cut to
+    Never negative and unbiased under the current policy (Schulman 2020, as used in GRPO, arXiv 2402.03300, equation 4). Tokens that
+    another policy drew need the weight current / that policy, whose gradient belongs to the KL's (arXiv 2512.02556); d is cut to
     +-`MAX_LOG_RATIO`. All arguments and the result are [B, L-1].
     """
     difference = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -133,7 +153,9 @@ def batch_loss(
     correction: str = "none",
     correction_low: float | None = None,
     correction_high: float | None = None,
+    reject_kl: float | None = None,
     kl_coef: float = 0.0,
+    kl_weighted: bool = False,
     reference: np.ndarray[Any, Any] | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Stats]:
     """The un-normalised loss of one micro-batch and its statistics, both to be added up over the step.
@@ -141,7 +163,9 @@ def batch_loss(
     `logprobs` [B, L-1] are the current policy's, with gradient. `proximal` [B, L-1] None takes the current policy (design: `current`);
     pass `batch.behaviour_logprobs` for `behaviour`, a snapshot's logprobs for `snapshot`. `surrogate` is one of `SURROGATES`;
     `correction` one of `CORRECTIONS` or "none": it weighs each token's loss by the bounded ratio proximal / behaviour, which with a
-    proximal policy of its own is decoupled PPO (arXiv 2505.24298). `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs.
+    proximal policy of its own is decoupled PPO (arXiv 2505.24298). `reject_kl` leaves out sequences of which the mean k3 of
+    KL(behaviour || proximal) is above it. `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs; with `kl_weighted` it is
+    weighed by current / behaviour.
     The learner divides by the step's own count, masked-out tokens included. Finish the summed statistics with `summarise`.
     """
 
@@ -158,12 +182,17 @@ def batch_loss(
         importance, corrected = correction_weights(near, behaviour, mask, correction=correction, low=correction_low, high=correction_high)
         loss = loss * importance
         sums |= corrected
+    if reject_kl is not None:
+        kept = kept_sequences(near, behaviour, mask, limit=reject_kl)
+        loss = loss * kept
+        sums["rejected_fraction_sum"] = (mask & ~kept).sum()
     weights = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens)
     if kl_coef:
         if reference is None:
             raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs")
         to_reference = kl_k3(logprobs, tensor(reference), mask)
-        loss = loss + kl_coef * to_reference
+        drawn = log_ratio(logprobs, behaviour, mask).exp().clamp(max=KL_WEIGHT_CAP) if kl_weighted else 1.0
+        loss = loss + kl_coef * to_reference * drawn
         sums["kl_reference_sum"] = to_reference.detach().sum()
     sums |= _importance_sums(logprobs, behaviour, mask)
     numbers = torch.stack([value.to(torch.float64) for value in sums.values()]).tolist()

@@ -32,6 +32,8 @@ LOSSES: Mapping[str, Loss] = {
     "dapo": Loss(surrogate="clip", aggregate="token_mean", clip_high=0.28),
     # GSPO (arXiv 2507.18071) clips a sequence's mean ratio, which is far closer to 1 than a token's.
     "gspo": Loss(surrogate="gspo", clip_low=3e-4, clip_high=4e-4),
+    # SAPO (arXiv 2511.20347) has a soft gate in the place of a clip range.
+    "sapo": Loss(surrogate="sapo", clip_dual=None),
     # CISPO (arXiv 2506.13585) has no lower bound; weights are cut at 1 + 4 = 5 (arXiv 2509.19128).
     "cispo": Loss(surrogate="cispo", aggregate="token_mean", clip_low=1.0, clip_high=4.0, clip_dual=None),
 }

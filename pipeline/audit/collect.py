@@ -53,7 +53,7 @@ def _begin(source: Source) -> Facts:
     registered, own = _said(source, RUNS_TOPIC), _said(source, "run")
     status = registered[-1].status if registered else None
     # In the topic that all runs share only an earlier release has left a configuration.
-    for made in own[:1] or [said for said in registered[-1:] if said.config != runs.NOTHING]:
+    for made in own[-1:] or [said for said in registered[-1:] if said.config != runs.NOTHING]:
         config_and_info = as_object(made.config), as_object(made.info)
     for record in () if config_and_info else source.read("ledger"):
         try:

@@ -18,18 +18,6 @@ from penstock.topics.wire.record import Record
 ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "prompts", "weights")
 """Ends are read from effect to cause, so that the records a record refers to are below the ends too, even while the run goes on."""
 
-SECURITY = {
-    "security_protocol": "security.protocol",
-    "sasl_mechanism": "sasl.mechanism",
-    "sasl_plain_username": "sasl.username",
-    "sasl_plain_password": "sasl.password",
-    "ssl_cafile": "ssl.ca.location",
-    "ssl_certfile": "ssl.certificate.location",
-    "ssl_keyfile": "ssl.key.location",
-    "ssl_password": "ssl.key.password",
-}
-"""Our name of a security setting -> librdkafka's name."""
-
 ANSWER_S = 15.0
 SILENT_S = 60.0
 """Give up on a broker that sends nothing for this long although there is more to read."""
@@ -48,32 +36,15 @@ PASSING = frozenset(
 FETCH_BYTES = 32 << 20
 
 
-def client_settings(bootstrap: str, security: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of both clients; raises `ValueError` for a security setting unknown to librdkafka.
-
-    Example:
-        client_settings("h:1", {"sasl_mechanism": "PLAIN"})  # -> {"bootstrap.servers": "h:1", ..., "sasl.mechanism": "PLAIN"}
-    """
-    settings: dict[str, Any] = {"bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
-    for name, value in security.items():
-        if name == "ssl_check_hostname":
-            checked = str(value).strip().lower() not in ("false", "0", "no", "off")
-            settings["ssl.endpoint.identification.algorithm"] = "https" if checked else "none"
-        elif name in SECURITY:
-            settings[SECURITY[name]] = value
-        else:
-            raise ValueError(f"kafka security setting {name!r} is unknown; known are {', '.join([*SECURITY, 'ssl_check_hostname'])}")
-    return settings
-
-
 class KafkaSource:
     """The topics of one run on a broker; raises `Unreadable` when they cannot be read."""
 
     def __init__(
-        self, bootstrap: str, run: str, *, security: Mapping[str, str] | None = None, say: Callable[[str], None] = lambda _: None
+        self, bootstrap: str, run: str, *, settings: Mapping[str, Any] | None = None, say: Callable[[str], None] = lambda _: None
     ) -> None:
         self.run, self._say = run, say
-        self._settings = client_settings(bootstrap, security or {})
+        # What connects, credentials above all, is given; what is read, and how, is the audit's own.
+        self._settings = {**(settings or {}), "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
         self._problem: str | None = None
         admin = AdminClient(self._settings | {"error_cb": self._note})
         try:

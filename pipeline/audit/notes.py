@@ -10,6 +10,7 @@ from typing import NamedTuple
 from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
 from penstock.pipeline.audit.checks.prompts import one_clock
 from penstock.pipeline.audit.facts import Facts, SampleFact
+from penstock.pipeline.audit.rules import as_object
 from penstock.topics.metrics import EVERY_RUN_HAS
 
 
@@ -135,6 +136,14 @@ def _redrawn(facts: Facts) -> Iterator[str]:
         yield f"{len(again)} samples were begun after the first record of them had been sent ({who}); --json lists them"
 
 
+def _rebased(facts: Facts) -> Iterator[str]:
+    for fact in facts.entries:
+        if fact.entry.kind == "rebased":
+            found = as_object(fact.entry.details).get("differences", [])
+            what = f"{len(found)} numbers of repeated steps differed" if found else "the arithmetic had changed"
+            yield f"rebased after {fact.entry.step} steps ({fact.where}): {what}; the run went on from what the repetition gave"
+
+
 _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _under_way,
     _killers,
@@ -145,5 +154,6 @@ _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _unusable_letters,
     _unread,
     _digests,
+    _rebased,
     _redrawn,
 )

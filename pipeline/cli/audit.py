@@ -27,6 +27,7 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
 
 
 def _source(run: str, bootstrap: str, security: list[str] | None) -> "Source":
+    from penstock.infra.kafka.settings import librdkafka
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
     from penstock.pipeline.audit.kafka_reader import KafkaSource
     from penstock.pipeline.runtime.run_registry import resolve
@@ -35,4 +36,4 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> "Source":
         return ArchivedSource(archived)
     with at(bootstrap, security) as log:
         run_id, connection = resolve(log, run), log.connection
-    return KafkaSource(connection.bootstrap, run_id, security=connection.security, say=say)
+    return KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), say=say)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from penstock.pipeline.config.load import Config
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, one that may change."),
+]
 RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64. Made up if absent.")]
 
 
@@ -39,13 +42,14 @@ def run(
 
     make_files_private()
     if resume is not None:
-        if config is not None or overrides or dry_run or run_id is not None:
-            raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --set, --run-id or --dry-run")
+        if config is not None or dry_run or run_id is not None:
+            raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --run-id or --dry-run")
         from penstock.pipeline.launch import launcher
         from penstock.pipeline.runtime.run_registry import resolve
 
         with at(bootstrap, security, attends=True) as log:
-            return launcher.resume(resolve(log, resume), log=log, say=say, live=not plain and not json, json_out=json)
+            shown = not plain and not json
+            return launcher.resume(resolve(log, resume), log=log, say=say, live=shown, json_out=json, overrides=overrides or ())
     if config is None:
         raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")
     if bootstrap != "embedded" or security:

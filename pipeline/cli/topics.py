@@ -155,6 +155,34 @@ def import_topics(
         print(f"run {done.run}: {rows} in {done.seconds:.1f} s; `penstock report {done.run}` looks at it")
 
 
+@app.command()
+def acls(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's id; it need not exist yet.")],
+    *,
+    user: Annotated[str, typer.Option(metavar="PATTERN", help="The Kafka user of a role.")] = "{run}-{role}",
+    json: Json = False,
+) -> None:
+    """The least a Kafka user may do for each role of a run, as `kafka-acls.sh` takes it; asks no broker."""
+    from dataclasses import asdict
+
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.launch.acls import all_rules, as_command
+    from penstock.topics.catalogue import check_run_id
+
+    try:
+        rules = all_rules(check_run_id(run))
+        users = {role: user.format(run=run, role=role) for role in rules}
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{error}; --user takes {{run}} and {{role}}") from error
+    if json:
+        emit({role: {"user": users[role], "rules": [asdict(rule) for rule in held]} for role, held in rules.items()})
+        return
+    for role, held in rules.items():
+        print(f"# {role}")
+        for rule in held:
+            print(as_command(rule, user=users[role]))
+
+
 @app.command("delete")
 def delete_topics(
     run: Run,

@@ -90,6 +90,11 @@ class Config(Section):
         return self._loss.clip_dual if self.algorithm.defaults > 1 else None
 
     @property
+    def kl_weighted(self) -> bool:
+        """Whether the KL to the reference is weighed by current / behaviour."""
+        return self.algorithm.defaults > 1 if self.algorithm.kl_weighted is None else self.algorithm.kl_weighted
+
+    @property
     def proximal(self) -> str:
         """Which logprobs the ratio is taken against: behaviour, snapshot or current."""
         return algorithm_defaults.proximal_of(self.algorithm, self.rules, rounded=self.rounded)

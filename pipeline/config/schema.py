@@ -15,7 +15,7 @@ from penstock.infra.engines.registry import ENGINES
 from penstock.infra.log import GIVE_UP_S
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config import synonyms
-from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.config.plugins import nearest, split_options
 from penstock.pipeline.scheduling.schedule import MODES
 
 Positive = Annotated[int, Field(gt=0)]
@@ -26,11 +26,14 @@ FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """JSON has no infinity: the log would hold `null`, which means absent."""
 
 
-def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False) -> AfterValidator:
-    """A validator that refuses other names and says which is nearest; `or_none` lets "none" pass, `or_function` package:function."""
+def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:
+    """A validator that refuses other names and says which is nearest.
+
+    `or_none` lets "none" pass, `or_function` package:function, `options` what follows a question mark.
+    """
 
     def check(name: str) -> str:
-        if name in names or (or_none and name == "none") or (or_function and ":" in name):
+        if (split_options(name)[0] if options else name) in names or (or_none and name == "none") or (or_function and ":" in name):
             return name
         function = " and no package:function" if or_function else ""
         meant = synonyms.VALUES.get(name)
@@ -103,6 +106,10 @@ class DataSection(Section):
     shuffle: bool = True
     first_group: NonNegative = Field(0, description="the place in the order of prompts at which group 0 stands")
     chat_template: Annotated[str, Resolve(absolute_template)] = Field("auto", description="auto, on, off, or the path of a Jinja file")
+    system_prompt: str | None = Field(None, description="first message of every prompt that has no system message; none if absent")
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict, description="what the chat template gets beside the messages: enable_thinking, …"
+    )
     max_prompt_tokens: Positive = 1024
 
 
@@ -140,7 +147,7 @@ class AlgorithmSection(Section):
     loss: Annotated[str, SOURCE, one_of(LOSSES, or_function=True)] = Field(
         "grpo", description=f"{', '.join(LOSSES)}, or package:function / file.py:function"
     )
-    advantage: Annotated[Annotated[str, one_of(ADVANTAGES, or_function=True)] | None, SOURCE] = Field(
+    advantage: Annotated[Annotated[str, one_of(ADVANTAGES, or_function=True, options=True)] | None, SOURCE] = Field(
         None, description=f"{', '.join(ADVANTAGES)}, or package:function / file.py:function; the loss's own choice if absent"
     )
     aggregate: Literal["token_mean", "sequence_mean", "constant"] | None = None
@@ -150,6 +157,9 @@ class AlgorithmSection(Section):
         None, description="bound of the ratio where the advantage is negative, 0 is none; the loss's own choice if absent"
     )
     kl_coef: NonNegativeFloat = 0.0
+    kl_weighted: bool | None = Field(
+        None, description="whether the KL of a token is weighed by current / behaviour, as it was drawn by the latter; true if absent"
+    )
     reference: Annotated[str | None, PATH] = Field(
         None, description="directory of the model that kl_coef compares with; model.path if absent"
     )
@@ -162,6 +172,9 @@ class AlgorithmSection(Section):
     correction_low: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="the correction's own bound if absent")
     correction_high: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
         None, description="the correction's own bound if absent"
+    )
+    reject_kl: FinitePositive | None = Field(
+        None, description="sequences over which the mean KL of behaviour and proximal policy is above it are not trained; none if absent"
     )
     combine: Literal["rewards", "advantages"] = Field(
         "rewards", description="whether the rewards of several functions are summed, or the advantages that each gives"
@@ -207,6 +220,12 @@ class TrainerSection(Section):
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Positive = 1
+    deterministic: Literal["warn", "strict"] = Field(
+        "warn", description="strict refuses operations without a deterministic form; GPU attention is deterministic only under it"
+    )
+    on_mismatch: Literal["stop", "rebase"] | None = Field(
+        None, description="what a restarted trainer does where a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
+    )
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0

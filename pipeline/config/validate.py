@@ -97,6 +97,9 @@ def _correction_bounds(config: Config) -> str | None:
 
 def _clip_dual(config: Config) -> str | None:
     dual, high = config.algorithm.clip_dual, 1.0 + config.clip_high
+    if config.algorithm.loss == "sapo":
+        given = [key for key in ("clip_low", "clip_high", "clip_dual") if getattr(config.algorithm, key)]
+        return f"algorithm.{given[0]}: has no use with 'sapo', whose gate has no range; leave it out" if given else None
     if dual and config.algorithm.loss == "cispo":
         return f"algorithm.clip_dual: {dual} has no use with 'cispo', which cuts every ratio at {high:g}; leave it out"
     if dual and dual <= high:

@@ -5,14 +5,14 @@ The rule: a prompt is tokenised here and nowhere else. Only a `Renderer` with a 
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -34,12 +34,24 @@ class Renderer:
     """Renders rows to prompt text and token ids.
 
     `chat_template`: "auto" applies the model's template if there is one, "on" requires it, "off" takes the prompt as it is,
-    anything else is the path of a Jinja file. Prompts without messages become one user message.
+    anything else is the path of a Jinja file. Prompts without messages become one user message. `system_prompt` comes before messages
+    that have none, `template_arguments` go to the template; both need one.
     """
 
-    def __init__(self, model_directory: str | Path, *, chat_template: str = "auto", max_prompt_tokens: int = 1024) -> None:
+    def __init__(
+        self,
+        model_directory: str | Path,
+        *,
+        chat_template: str = "auto",
+        max_prompt_tokens: int = 1024,
+        system_prompt: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         folder = model_folder(model_directory)
+        self._system, self._arguments = system_prompt, dict(template_arguments or {})
         self._template, self._mode, self._limit = chat_template_of(folder, chat_template), chat_template, max_prompt_tokens
+        if self._template is None and (unused := "system_prompt" if system_prompt else "template_arguments" if self._arguments else None):
+            raise ConfigError(f"data.{unused}: there is no chat template to take it; name a Jinja file in data.chat_template")
         self._light: Any = None
         self._full: Any = None
         settings = _json(folder / "tokenizer_config.json")
@@ -48,6 +60,18 @@ class Renderer:
             self._light = _light_tokenizer(folder)
         else:
             self._full = _full_tokenizer(folder)
+
+    @classmethod
+    def of(cls, config: Config) -> "Renderer":
+        """As the configuration says. Raises `ConfigError`."""
+        data = config.data
+        return cls(
+            config.model.path,
+            chat_template=data.chat_template,
+            max_prompt_tokens=data.max_prompt_tokens,
+            system_prompt=data.system_prompt,
+            template_arguments=data.template_arguments,
+        )
 
     def render(self, row: Row) -> tuple[str, NDArray[np.int32]]:
         """The prompt's text and its token ids, int32 [L].
@@ -72,9 +96,12 @@ class Renderer:
                 why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; name a Jinja file"
                 raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
             return row.prompt
-        messages = row.messages if row.messages is not None else [{"role": "user", "content": row.prompt}]
+        messages = list(row.messages) if row.messages is not None else [{"role": "user", "content": row.prompt}]
+        if self._system is not None and not any(message.get("role") == "system" for message in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        settings = {**self._arguments, "tokenize": False, "add_generation_prompt": True}
         try:
-            text = self._full.apply_chat_template(messages, chat_template=self._template, tokenize=False, add_generation_prompt=True)
+            text = self._full.apply_chat_template(messages, chat_template=self._template, **settings)
         # The boundary to a template, which may raise any error.
         except Exception as error:
             raise DataError(f"{row.origin}: the chat template refuses the prompt: {' '.join(str(error).split())[:300]}") from error

@@ -65,7 +65,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         model_digests = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
         say(f"checking the prompts of {data.source}")
-        renderer = Renderer(model, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
+        renderer = Renderer.of(config)
         dataset = open_data(config)
         check(dataset, also=renderer.render)
         scoring = rewards.resolve(config.reward.functions, config.reward.weights)

@@ -7,15 +7,16 @@ not help, or a person asks it to stop, it leaves the run so that `penstock run -
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
-from penstock.pipeline.config.load import Config, ConfigError, from_json
+from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
+from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.config.security import credentials
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
@@ -29,7 +30,7 @@ from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.run_status import closing
 from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
-from penstock.pipeline.runtime.run_registry import find, mark
+from penstock.pipeline.runtime.run_registry import find, mark, write
 from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status
 
@@ -73,14 +74,19 @@ def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str 
     return attend(log, record, config, say=say, live=live, json_out=json_out)
 
 
-def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool) -> int:
-    """Start the workers of a run that is not finished; they continue from the log."""
+def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, overrides: Sequence[str] = ()) -> int:
+    """Start the workers of a run that is not finished; they continue from the log, with these keys of its configuration changed."""
     record = find(log, run)
     if record is None:
         raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
     if record.status in ("finished", "failed"):
         raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
-    return attend(log, record, from_json(record.config), say=say, live=live, json_out=json_out)
+    config = from_json(record.config)
+    if overrides:
+        config = changed(config, overrides)
+        record = replace(record, config=to_json(config), updated_ns=time.time_ns())
+        write(log, record)
+    return attend(log, record, config, say=say, live=live, json_out=json_out)
 
 
 def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, json_out: bool) -> int:

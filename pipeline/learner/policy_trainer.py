@@ -76,7 +76,7 @@ class PolicyTrainer:
         if self.objective.proximal == "snapshot":
             self._take_snapshot()
         self.release_weights()
-        return Step(self.backend, self.objective)
+        return Step(self.backend, self.objective, self.steps_done)
 
     def weights(self) -> Weights:
         """The current weights; all callers between two steps share one copy."""

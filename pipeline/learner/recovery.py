@@ -1,30 +1,33 @@
 """How a trainer comes back: the newest good checkpoint, then the committed plans after it once more from the log.
 
-The rule: what is repeated must give the bits that the ledger holds, step by step; anything else stops the run with the numbers.
+The rule: what is repeated gives the bits that the ledger holds, step by step; anything else stops the run with the numbers, or, where
+that is wanted, is recorded with both values, and the run goes on from what the repetition gave.
 """
 
 import time
 
 from penstock.infra import faults
 from penstock.infra.errors import Unrecoverable
-from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
+from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic, rebases
 from penstock.pipeline.learner.ledger_history import Past, read_planned
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.repeat_step import repeat
+from penstock.pipeline.learner.repeat_step import Difference, Repetition, other_weights, repeat
 from penstock.pipeline.learner.run_writer import RunWriter
+from penstock.topics.ledger import Entry
 
 
 def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
     """Bring a policy that was just opened to where the ledger ends; returns early when the worker is asked to stop.
 
-    Raises `Unrecoverable` when a repetition differs, `LogError` when the log does not answer.
+    Raises `Unrecoverable` when a repetition differs and `trainer.on_mismatch` says so, `LogError` when the log does not answer.
     """
     steps, reporter, started = past.steps, writer.session.reporter, time.monotonic()
     if not steps:
         return
-    if changed := changed_arithmetic(past.story.opened, arithmetic_of(policy.backend, policy.config)):
-        text = ", ".join(f"{name} {recorded} -> {now}" for name, (recorded, now) in changed.items())
-        reporter.say(f"the arithmetic is not the one the run was opened with: {text}")
+    now = arithmetic_of(policy.backend, policy.config)
+    if changed := changed_arithmetic(past.entries, now):
+        text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
+        reporter.say(f"the arithmetic is not the one the run was computed with: {text}")
     if writer.store is not None:
         state = policy.load_newest(writer.store, past.recorded(), say=reporter.say, doing=lambda text: reporter.doing(text, now=True))
         if state is not None:
@@ -33,20 +36,45 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
         policy.release_weights()
     loaded, loading_s = policy.steps_done, time.monotonic() - started
     faults.reach("recovery.loaded")
-    for entry in steps[loaded:]:
-        if writer.session.stop.is_set():
-            return
-        reporter.doing(f"repeating step {entry.step} of {len(steps)}")
-        reporter.status()
-        repetition = repeat(policy, entry, read_planned(writer.session.log, writer.session.run, entry.plan))
-        if repetition.differences:
-            raise Unrecoverable(
-                f"step {entry.step} repeated from the log gave {' and '.join(map(str, repetition.differences))}; "
-                "is the arithmetic (versions, threads, device) the same?"
-            )
-        writer.after_step(policy)
-        faults.reach("recovery.repeated")
+    differences = _repeat(policy, writer, steps[loaded:], stop=not rebases(policy.config, changed, now))
+    if policy.steps_done < len(steps):
+        return
+    if differences or changed:
+        writer.rebase(policy, differences=differences, changed=changed, fingerprint=now)
     took, repeated = time.monotonic() - started, len(steps) - loaded
     reporter.values.update(recovered_from_step=loaded, repeated_steps=repeated, recovery_s=took)
     origin = f"checkpoint of step {loaded} loaded in {loading_s:.1f} s" if loaded else "no checkpoint to start from"
     reporter.say(f"recovered in {took:.1f} s: {origin}, {repeated} of {len(steps)} steps repeated from the log")
+
+
+def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:
+    """Train these steps once more; returns what differs, or raises `Unrecoverable` at the first difference if told to stop there."""
+    reporter, found = writer.session.reporter, list[tuple[Entry, Difference]]()
+    for entry in steps:
+        if writer.session.stop.is_set():
+            break
+        reporter.doing(f"repeating step {entry.step} of {writer.state.steps}")
+        reporter.status()
+        repetition = repeat(policy, entry, read_planned(writer.session.log, writer.session.run, entry.plan))
+        differences = _all_differences(policy, writer, repetition)
+        if differences and stop:
+            way_on = f"`penstock run --resume {writer.session.run} --set trainer.on_mismatch=rebase` goes on all the same"
+            raise Unrecoverable(
+                f"step {entry.step} repeated from the log gave {' and '.join(map(str, differences))}; "
+                f"is the arithmetic (versions, threads, device) the same? {way_on}"
+            )
+        found += [(entry, difference) for difference in differences]
+        if not found:
+            writer.after_step(policy)
+        policy.release_weights()
+        faults.reach("recovery.repeated")
+    return found
+
+
+def _all_differences(policy: PolicyTrainer, writer: RunWriter, repetition: Repetition) -> list[Difference]:
+    """What differs from the ledger, and for a model whose steps have no digest from the version published after the step."""
+    published, found, done = writer.state.manifests.get(policy.version), list(repetition.differences), policy.steps_done
+    unchecked = repetition.entry.digest is None and published is not None and published.step == done
+    if unchecked and published is not None and (here := repetition.weights.digest) != published.digest:
+        found.append(other_weights(here, published.digest))
+    return found

@@ -7,6 +7,7 @@ repeated, the version it completes comes first, then the checkpoint.
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.learner.chunk_gaps import ChunkGaps
 from penstock.pipeline.learner.fingerprint import arithmetic_of
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights, open_store
+from penstock.pipeline.learner.repeat_step import Difference
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weight_sync import manifest_record, send_chunks
@@ -45,6 +47,8 @@ class RunWriter:
     """None where the run wants no checkpoints."""
     saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
+    _rebased_at: int | None = None
+    """Steps done where the weights ceased to be those of the version that was published there."""
     _partitions: int = field(init=False)
     """Partitions of `weights` that carry chunks, numbered from 1."""
     _gaps: ChunkGaps = field(init=False)
@@ -74,6 +78,44 @@ class RunWriter:
             self.publish(policy.weights(), version=policy.version, step=done)
         if (every := session.config.trainer.checkpoint_every) and done % every == 0:
             self.checkpoint(policy)
+        policy.release_weights()
+
+    def rebase(
+        self,
+        policy: PolicyTrainer,
+        *,
+        differences: Sequence[tuple[Entry, Difference]],
+        changed: Mapping[str, tuple[Any, Any]],
+        fingerprint: Mapping[str, str | int],
+    ) -> None:
+        """Record what repeated steps gave other than the ledger, and go on from there: the next version has the weights they gave.
+
+        A checkpoint is written at once, as it alone holds the new optimizer state. Where the last version is out, its weights stay.
+        """
+        done, first = policy.steps_done, differences[0][0].step if differences else None
+        details = {
+            "fingerprint": fingerprint,
+            "changed": changed,
+            "differences": [
+                {"step": entry.step, "name": one.name, "recorded": one.recorded, "found": one.found} for entry, one in differences
+            ],
+        }
+        measured = {"differing_steps": float(len({entry.step for entry, _ in differences}))}
+        self.write(
+            "rebased", step=done, version=policy.version, digest=policy.weights().digest, metrics=measured, details=json.dumps(details)
+        )
+        what = f"step {first} and {measured['differing_steps'] - 1:.0f} more gave other bits" if differences else "no repeated step differs"
+        self.session.reporter.say(f"rebased after step {done - 1}: {what}; the run goes on from the weights that are here")
+        if not differences:
+            return
+        self._rebased_at = done
+        if policy.version not in self.state.manifests:
+            self.publish(policy.weights(), version=policy.version, step=done)
+        elif done == self.session.steps and policy.weights_of is not None:
+            policy.release_weights()
+            policy.backend.load_weights(policy.weights_of(policy.version))
+            self._rebased_at = None
+        self.checkpoint(policy)
         policy.release_weights()
 
     def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
@@ -134,7 +176,8 @@ class RunWriter:
         reporter.doing(f"writing checkpoint of step {done}", now=True)
         version = policy.version
         published = self.state.manifests[version]
-        digest = published.digest if published.step == done else policy.weights().digest
+        known = published.step == done and self._rebased_at != done
+        digest = published.digest if known else policy.weights().digest
         state = State(run=self.session.run, steps=done, version=version, digest=digest, seq=self.state.last_seq)
 
         def record(size: int) -> None:

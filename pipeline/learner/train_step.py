@@ -20,6 +20,7 @@ from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
+from penstock.pipeline.learner.step_measures import group_measures
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
@@ -39,6 +40,7 @@ class Objective:
     kl_coef: float
     token_budget: int
     aggregate: str
+    steps_per_version: int
     counts_untrained: bool
     """Whether samples that are not trained count in the denominator of `sequence_mean` and `constant`."""
 
@@ -55,6 +57,10 @@ class Objective:
         }
         if config.clip_dual is not None:
             settings["clip_dual"] = config.clip_dual
+        if algorithm.kl_coef and config.kl_weighted:
+            settings["kl_weighted"] = True
+        if algorithm.reject_kl is not None:
+            settings["reject_kl"] = algorithm.reject_kl
         if config.correction != "none":
             settings["correction"] = config.correction
             settings |= {"correction_low": algorithm.correction_low, "correction_high": algorithm.correction_high}
@@ -75,6 +81,7 @@ class Objective:
             kl_coef=algorithm.kl_coef,
             token_budget=config.trainer.micro_batch_tokens,
             aggregate=config.aggregate,
+            steps_per_version=config.schedule.steps_per_version,
             counts_untrained=config.counts_untrained,
         )
 
@@ -112,6 +119,8 @@ class Step:
 
     backend: Backend
     objective: Objective
+    number: int
+    """Optimizer steps of the run before this one."""
     first_backward_at: float | None = None
     compute_s: float = 0.0
     _batcher: MicroBatcher | None = None
@@ -151,7 +160,14 @@ class Step:
         counts = {"tokens": float(tokens), "denominator": denominator}  # the step's own, whatever a user's loss reports
         summary = losses.summarise(losses.add_stats(self._stats) | counts)
         loss = summary.pop("loss")
-        metrics = {"loss": loss, "grad_norm": result.grad_norm, "lr": result.lr, **summary, **self._measures(learner_version)}
+        metrics = {
+            "loss": loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            **result.measures,
+            **summary,
+            **self._measures(learner_version),
+        }
         return StepOutcome(loss=loss, grad_norm=result.grad_norm, boundaries=boundaries(self._closed), metrics=metrics)
 
     def _close(self, sequences: tuple[TokenSequence, ...]) -> None:
@@ -181,16 +197,14 @@ class Step:
 
     def _measures(self, learner_version: int) -> dict[str, float]:
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
-        lengths = np.array([len(rollout.token_ids) for rollout in rollouts], np.float64)
+        real_tokens = float(sum(batch.attention_mask.sum() for batch in self._held))
         return {
-            "groups": float(len(self._groups)),
-            "samples": float(len(rollouts)),
+            **group_measures(self._groups),
             "trained_samples": float(sum(len(batch) for batch in self._closed)),
-            "reward_trained": float(np.mean([sample.reward for group in self._groups for sample in group.samples])),
-            "completion_tokens_mean": float(lengths.mean()),
             **self._lags(learner_version),
             "micro_batches": float(len(self._closed)),
-            "real_tokens": float(sum(batch.attention_mask.sum() for batch in self._held)),
+            "real_tokens": real_tokens,
+            **({"train_tokens_per_s": real_tokens / self.compute_s} if self.compute_s else {}),
             "padded_tokens": float(sum(batch.attention_mask.size for batch in self._held)),
             "computed_tokens": sum(one.get("computed_tokens", 0.0) for one in self._stats),
             "compute_s": self.compute_s,
@@ -200,16 +214,22 @@ class Step:
         }
 
     def _lags(self, learner_version: int) -> dict[str, float]:
-        """How old what was trained is, in versions: each group by its oldest, as freshness counts, and each trained token by its own."""
-        groups = [learner_version - (version_min([sample.rollout for sample in group.samples]) or 0) for group in self._groups]
+        """How old what was trained is: each group by its oldest token, as freshness counts, and each trained token by its own.
+
+        In versions, and for the groups also in the optimizer steps (`lag_steps_mean`, …) that the learner has taken since that version.
+        """
+        oldest = [version_min([sample.rollout for sample in group.samples]) or 0 for group in self._groups]
+        groups = [learner_version - version for version in oldest]
+        in_steps = lag_summary([self.number - self.objective.steps_per_version * version for version in oldest])
+        by_group = lag_summary(groups) | {name.replace("lag", "lag_steps"): value for name, value in in_steps.items()}
         taken = {(one.group, one.sample) for batch in self._closed for one in batch}
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]
         trained = [rollout for rollout in rollouts if (rollout.group, rollout.sample) in taken]
         if not trained:
-            return lag_summary(groups)
+            return by_group
         tokens = learner_version - np.concatenate([rollout.token_versions[rollout.loss_mask] for rollout in trained])
         return {
-            **lag_summary(groups),
+            **by_group,
             **{f"token_{name}": value for name, value in lag_summary(tokens).items()},
             **{f"tokens_at_lag_{lag}": share for lag, share in fractions_by_lag(tokens).items()},
             "spans_mean": float(np.mean([len(rollout.span_versions) for rollout in trained])),

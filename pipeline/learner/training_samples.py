@@ -7,6 +7,7 @@ groups still arrive is cut like the same step read back from the log.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from penstock.infra.backends.batch import TokenBatch
 from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.algorithms.registry import AGGREGATES
-from penstock.pipeline.config.plugins import load
+from penstock.pipeline.config.plugins import load, split_options
 from penstock.pipeline.envs.group_outcome import is_trained
 from penstock.topics.groups import Group
 
@@ -57,13 +58,15 @@ class TokenSequence:
 
 
 def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
-    """The advantage of that name, or a user's own by `package:function` or `file.py:function`.
+    """The advantage of that name, or a user's own by `package:function` or `file.py:function`, with options after a question mark.
 
     Raises `PluginError`, and `ValueError` for a user's own without `trust_code`: whoever only looks at a log runs nothing it names.
     """
-    if name not in ADVANTAGES and not trust_code:
+    plain, options = split_options(name)
+    if plain not in ADVANTAGES and not trust_code:
         raise ValueError(f"{name} is the run's own function: --trust-code loads it")
-    return ADVANTAGES[name] if name in ADVANTAGES else load(name)
+    function = ADVANTAGES[plain] if plain in ADVANTAGES else load(plain)
+    return partial(function, **options) if options else function
 
 
 def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callable[[Group], Any]:

@@ -16,12 +16,12 @@ LENGTHS = (3, 1, 2)
 
 
 def try_own_functions(config: Config) -> None:
-    """Call an own advantage with rewards, and an own loss with a made micro-batch; built-in ones are left alone. Raises `ConfigError`."""
+    """Call the advantage with as many rewards as a group has, and an own loss with a made micro-batch. Raises `ConfigError`."""
     for key, name, attempt in (
         ("algorithm.advantage", config.advantage, _try_advantage),
         ("algorithm.loss", config.algorithm.loss, _try_loss),
     ):
-        if ":" not in name:
+        if key == "algorithm.loss" and ":" not in name:
             continue
         try:
             mistake = attempt(config)

@@ -47,6 +47,8 @@ class RunView:
     closed: Entry | None = None
     steps: dict[int, StepFacts] = field(default_factory=dict)
     versions: dict[int, Entry] = field(default_factory=dict)
+    rebased: list[Entry] = field(default_factory=list)
+    """Where repeated steps gave other bits, or the arithmetic had changed, and the run went on."""
     stale: set[int] = field(default_factory=set)
     admitted: set[int] = field(default_factory=set)
     open: dict[int, Opened] = field(default_factory=dict)
@@ -108,8 +110,6 @@ class RunView:
 
     def _fold_made(self, record: Record) -> RunRecord | None:
         _, made = runs.read(record, run=self.run)
-        if self._made is not None:
-            return None
         self._made = made
         if self.record is not None:
             self.record = runs.with_status(made, self.record)
@@ -124,6 +124,8 @@ class RunView:
             self.opened = self.opened or entry
         elif entry.kind == "run-closed":
             self.closed = self.closed or entry
+        elif entry.kind == "rebased":
+            self.rebased.append(entry)
         elif entry.kind == "stale":
             self.stale.update(entry.groups)
         elif entry.kind == "version" and entry.version is not None:

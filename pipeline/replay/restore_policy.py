@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.errors import BackendError, PenstockError, Unrecoverable
+from penstock.infra.errors import BackendError, CheckpointError, PenstockError, Unrecoverable
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
@@ -70,6 +70,7 @@ def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say
         )
         say(f"to step {step} {origin}" + (f", {step - begin} steps are trained on the way" if begin < step else ""))
     for entry in recording.steps[begin:step]:
+        cross_rebase(course, recording, say=say)
         repetition = repeat(course, entry, read_planned(recording.log, recording.run, entry.plan))
         if repetition.differences:
             numbers = " and ".join(map(str, repetition.differences))
@@ -80,9 +81,33 @@ def bring_to(course: PolicyTrainer, recording: Recording, step: int, *, say: Say
     return Start(step=step, checkpoint=loaded, repeated=step - begin)
 
 
+def cross_rebase(course: PolicyTrainer, recording: Recording, *, say: Say) -> None:
+    """Where the run was rebased after the steps done so far, go on as it did: from the checkpoint that was made then, if it is here.
+
+    Its weights and optimizer state are in no topic, so without it what follows gives other bits.
+    """
+    done = course.steps_done
+    digests = [entry.digest for entry in recording.entries if entry.kind == "rebased" and entry.step == done]
+    if not digests or course.weights().digest == digests[-1]:
+        return
+    store = open_store(recording.config, recording.run, to_read=True)
+    try:
+        if store is None or done not in store.steps():
+            raise CheckpointError("it is not on this machine")
+        state = store.verify(done, recording.past.recorded())
+        if state.digest != digests[-1]:
+            raise CheckpointError("it was made before the rebase")
+        course.load(store.path(done) / "backend", state)
+    except (CheckpointError, BackendError) as error:
+        say(f"{recording.run} was rebased after {done} steps and its checkpoint cannot be used ({error}): later steps give other bits")
+    else:
+        say(f"{recording.run} was rebased after {done} steps: its checkpoint made then is used from here on")
+
+
 def arithmetic(recording: Recording, course: PolicyTrainer) -> list[dict[str, object]]:
     """What the last bits depend on and is not here as it was when the run was opened."""
-    changed = changed_arithmetic(recording.past.story.opened, arithmetic_of(course.backend, course.config))
+    opened = recording.story.opened
+    changed = changed_arithmetic([opened] if opened else [], arithmetic_of(course.backend, course.config))
     return [{"name": name, "recorded": then, "here": now} for name, (then, now) in changed.items()]
 
 

@@ -75,11 +75,13 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             total_steps=chosen.initial_steps + steps,
             max_grad_norm=chosen.max_grad_norm,
             threads=chosen.threads,
+            deterministic=chosen.deterministic,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             share_prompts=chosen.share_prompts,
             reference=config.algorithm.kl_coef > 0,
             reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",
+            entropy=True,
             **own,
         )

@@ -33,6 +33,10 @@ class Role:
     """True if a run has at most one; the others may join and leave in any number."""
     on_sample_path: bool = True
     """True if samples pass through it. The others are helpers: a run finishes without them, and they finish their work after its end."""
+    keeps_offsets: bool = False
+    """True if it has a consumer group, `RUN.NAME`."""
+    writes_alone: bool = False
+    """True if its workers write transactions; each under an id of its own, `RUN.WORKER`."""
     workers: Count = lambda _: 1
     """Workers that `penstock run` starts."""
     threads: Count = lambda _: 1
@@ -67,6 +71,8 @@ _TABLE = (
         name="feeder",
         does="turns the data set into prompts, as fast as the rules admit them",
         colour="cyan",
+        keeps_offsets=True,
+        writes_alone=True,
         extras=("data",),
         reads={
             "prompts": "what was admitted before",
@@ -83,6 +89,7 @@ _TABLE = (
         name="rollout",
         does="samples completions under the newest policy that a prompt allows",
         colour="magenta",
+        keeps_offsets=True,
         extras=("rollout",),
         single=False,
         workers=lambda config: config.rollout.workers,
@@ -101,6 +108,8 @@ _TABLE = (
         name="scorer",
         does="runs the reward functions and decides how each group ends",
         colour="yellow",
+        keeps_offsets=True,
+        writes_alone=True,
         extras=("rewards",),
         single=False,
         workers=lambda config: config.scorer.workers,
@@ -120,6 +129,7 @@ _TABLE = (
         name="trainer",
         does="trains on scored groups, publishes policy versions and writes the ledger",
         colour="green",
+        writes_alone=True,
         extras=("trainer",),
         threads=lambda config: config.trainer.threads,
         gpus=lambda config: config.trainer.gpus,

@@ -15,15 +15,17 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.runs import RunRecord
-from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Outgoing
 
 WRITE_LIMIT_S = 60.0
 
 
 def write(log: Log, record: RunRecord) -> None:
-    """Write down what a new run is, and then that there is one."""
-    _append(log, topic_name(record.run, "run"), record)
+    """Write down what a run is, and then how it stands; a run of an earlier release has no topic of its own."""
+    own = topic_name(record.run, "run")
+    if log.partitions(own) is not None:
+        _append(log, own, record)
     write_status(log, record)
 
 
@@ -59,7 +61,7 @@ def all_runs(log: Log) -> list[RunRecord]:
             continue
         try:
             state = topic.read(record, run=key)[1]
-        except Unusable:
+        except (Unusable, NewerSchema):  # of a newer release: another run's, which is no reason to stop
             continue
         if key not in states or state.updated_ns >= states[key].updated_ns:
             states[key] = state
@@ -76,11 +78,12 @@ def find(log: Log, run: str) -> RunRecord | None:
 
 
 def _made(log: Log, run: str) -> RunRecord | None:
-    """The first usable record of the run's own topic; None where an earlier release has registered the run."""
+    """The last usable record of the run's own topic; None where an earlier release has registered the run."""
+    made = None
     for record in scan(log, topic_name(run, "run")):
         with contextlib.suppress(Unusable):
-            return topic.read(record, run=run)[1]
-    return None
+            made = topic.read(record, run=run)[1]
+    return made
 
 
 def resolve(log: Log, text: str) -> str:

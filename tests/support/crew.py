@@ -101,8 +101,13 @@ class Crew:
             thread.join(30.0)
         self.log.close()
 
+    def _connect(self, role: str, name: str) -> Log:
+        """The connection of one worker."""
+        del role
+        return connect(self.place, client_id=f"{self.run}.{name}")
+
     def _work(self, role: str, name: str) -> None:
-        log = connect(self.place, client_id=f"{self.run}.{name}")
+        log = self._connect(role, name)
         try:
             session = join(run=self.run, role=role, log=log, worker=name, model=None, stop=self.stops[name])
             if session is not None:

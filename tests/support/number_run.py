@@ -30,9 +30,9 @@ class NumberBackend:
 
     divides_late = True
 
-    def __init__(self, *, drift: float = 0.0) -> None:
-        """`drift` is what another machine's arithmetic would add to each step."""
-        self.value, self.steps, self.drift = 1.0, 0, drift
+    def __init__(self, *, drift: float = 0.0, told: float | None = None) -> None:
+        """`drift` is what another machine's arithmetic would add to each step; its fingerprint says `told` if that is given."""
+        self.value, self.steps, self.drift, self.told = 1.0, 0, drift, drift if told is None else told
         self.snapshots: list[float] = []
         self.copies = 0
         self.closed = False
@@ -52,6 +52,9 @@ class NumberBackend:
         self.copies += 1
         return [TensorBytes(name="number", dtype="float64", shape=(1,), data=struct.pack("<d", self.value))]
 
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        (self.value,) = (struct.unpack("<d", bytes(tensor.data))[0] for tensor in tensors)
+
     def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
         values = None if tensors is None else [struct.unpack("<d", bytes(tensor.data))[0] for tensor in tensors]
         self.snapshots.append(self.value if values is None else values[0])
@@ -66,7 +69,7 @@ class NumberBackend:
         self.value, self.steps = json.loads(Path(directory, "number.json").read_text(encoding="utf-8"))
 
     def fingerprint(self) -> dict[str, str | int]:
-        return {"drift": str(self.drift)}
+        return {"drift": str(self.told)}
 
     def close(self) -> None:
         self.closed = True

@@ -15,7 +15,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.learner.train_step import Objective
-from penstock.pipeline.learner.training_samples import pack
+from penstock.pipeline.learner.training_samples import denominator, pack
 from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.explain.group_history import read_group
 from penstock.pipeline.observe.recorded_run import read_run
@@ -124,9 +124,9 @@ def test_a_gradient_weight_is_minus_the_derivative_of_the_steps_loss_where_all_p
     batch = pack([sequence for group in plan for sequence in objective.sequences(group)])
     logprobs = torch.tensor(batch.behaviour_logprobs, requires_grad=True)
     loss, _ = objective.batch_loss(logprobs, batch, proximal=batch.behaviour_logprobs)
-    samples = sum(group.samples_per_prompt for group in plan)  # GRPO is a mean over sequences
-    (loss / samples).backward()
-    assert found["step"]["denominator"] == samples
+    count = denominator([batch.completion_mask], plan, aggregate=objective.aggregate, counts_untrained=objective.counts_untrained)
+    (loss / count).backward()
+    assert found["step"]["denominator"] == count
     assert logprobs.grad is not None
     for row, (group, sample) in enumerate(zip(batch.groups.tolist(), batch.samples.tolist(), strict=True)):
         if group != found["group"]:

@@ -93,9 +93,10 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
         assert f"penstock run --resume {run}" in told
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
         assert watching.report()["status"] == "stopped"
-    with launched("--resume", run, "--json", "--bootstrap", broker) as process:
+    with launched("--resume", run, "--json", "--bootstrap", broker, "--set", "trainer.checkpoint_every=1") as process:
         printed, told = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, told
+    assert json.loads((penstock_home / "runs" / run / "config.json").read_text())["trainer"]["checkpoint_every"] == 1
     report = json.loads(printed)
     assert report["status"] == "finished"
     assert report["weights"]["digest"] == plain["weights"]["digest"]

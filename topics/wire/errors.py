@@ -1,4 +1,4 @@
-"""Why a record is unusable; reading a record raises nothing but `Unusable`, whatever its bytes are."""
+"""Why a record is unusable; reading one raises nothing but `Unusable`, whatever its bytes are, or `NewerSchema`, which ends the reader."""
 
 from typing import Literal, get_args
 
@@ -23,6 +23,10 @@ class Unusable(ValueError):
     def __init__(self, message: str, *, kind: Kind) -> None:
         super().__init__(message)
         self.kind: Kind = kind
+
+
+class NewerSchema(ValueError):
+    """A sound record of this run and topic, written by a newer release than this one: whoever set it aside would lose work."""
 
 
 def require(condition: object, message: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.topics.wire.columns import Payload
-from penstock.topics.wire.errors import Kind, Unusable
+from penstock.topics.wire.errors import Kind, NewerSchema, Unusable
 from penstock.topics.wire.record import RawHeaders
 
 CHECKSUM = "crc32"
@@ -67,11 +67,15 @@ _LINE = {name: b"\n%b=" % name.encode() for _, name in _WIRE}
 _PUT = tuple((name, getattr(Headers, field).__set__) for field, name in _WIRE)
 
 
+_VERSIONED = re.compile(rb"([a-z-]+)/([0-9]{1,4})")
+
+
 def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, required: Iterable[str] = ()) -> Headers:
     """Read and check the headers of a record of `run` and `schema` with this payload; `required` are wire names beside those two.
 
     Headers of other names are left alone. Raises `Unusable`, kinds missing-header, bad-header, foreign-run, schema-version, checksum;
-    a record of another run or version is refused before its other headers are looked at.
+    a record of another run or version is refused before its other headers are looked at. Raises `NewerSchema` for a sound record of
+    a newer version.
     """
     values: dict[str, bytes] = {}
     lines: list[bytes] = []
@@ -86,6 +90,9 @@ def read_headers(raw: RawHeaders, value: Payload, *, run: str, schema: str, requ
         elif name == CHECKSUM:
             checksum = text
     _identify(values, "run", expected=run, kind="foreign-run")
+    if newer := _is_newer(values.get("schema") or b"", than=schema):
+        _verify(checksum, lines, value)  # a damaged header may name any version
+        raise NewerSchema(f"a record has schema {newer}, and this release reads up to {schema}: install the newer release here, too")
     _identify(values, "schema", expected=schema, kind="schema-version")
     _verify(checksum, lines, value)
     for name in required:
@@ -111,6 +118,13 @@ def one_of(headers: Headers, *, outcomes: Iterable[str]) -> Headers:
     if headers.outcome is not None and headers.outcome not in outcomes:
         raise Unusable(f"header 'outcome' is {headers.outcome[:_SHOWN]!r}, expected one of {', '.join(outcomes)}", kind="bad-header")
     return headers
+
+
+def _is_newer(schema: bytes, *, than: str) -> str:
+    """The schema's name, if it is the same topic's with a higher number."""
+    topic, _, known = than.rpartition("/")
+    found = _VERSIONED.fullmatch(schema)
+    return schema.decode() if found and found[1] == topic.encode() and int(found[2]) > int(known) else ""
 
 
 def _identify(values: dict[str, bytes], name: str, *, expected: str, kind: Kind) -> None:

@@ -101,7 +101,7 @@ class Evaluator:
         """Load the model and render the held-out prompts."""
         config = session.config
         held = [(name, row) for name, dataset in open_eval_data(config).items() for row in map(dataset.__getitem__, range(len(dataset)))]
-        renderer = Renderer(config.model.path, chat_template=config.data.chat_template, max_prompt_tokens=config.data.max_prompt_tokens)
+        renderer = Renderer.of(config)
         rows = [(row, renderer.render(row)) for _, row in held]
         reward, longest = config.eval_reward, config.eval.max_new_tokens or config.sampling.max_new_tokens
         init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=longest)

@@ -34,8 +34,7 @@ def main(session: Session) -> None:
     """Admit prompts until the run is closed."""
     session.check_model()
     dataset = open_data(session.config)
-    data = session.config.data
-    renderer = Renderer(session.config.model.path, chat_template=data.chat_template, max_prompt_tokens=data.max_prompt_tokens)
+    renderer = Renderer.of(session.config)
     # Fence before reading: no write of an earlier feeder can follow the records read now.
     transactions = session.transactions()
     state = Admission(session.run, session.config.partitions, LedgerState(session.run))

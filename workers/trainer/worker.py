@@ -5,6 +5,7 @@ committed plans since the newest checkpoint are trained again from the log and m
 """
 
 import math
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -228,6 +229,7 @@ class Trainer:
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]
         measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(drops - self._drops)}
+        measured["peak_rss_bytes"] = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         measured |= {"queued_groups": float(len(lags)), **{f"queued_{name}": value for name, value in lag_summary(lags).items()}}
         hashing = time.monotonic()
         digest = self.writer.step_digest(self.policy)

@@ -110,18 +110,21 @@ def _base_flaws(manifest: Manifest, manifests: Container[int]) -> Iterator[str]:
 
 
 def ends(facts: Facts) -> Iterator[Violation]:
-    """Steps, checkpoints and the closing entry have the digest of the version that was published at their step."""
+    """Steps, checkpoints and the closing entry have the digest of the version that was published at their step, or of a rebase there."""
     versions = [fact.entry for fact in facts.entries if fact.entry.kind == "version"]
     published = {version.step or 0: version for version in versions}
     manifests = {fact.manifest.step: fact.manifest for fact in facts.first_manifests().values()}
+    rebased = {(fact.entry.step, fact.entry.digest) for fact in facts.entries if fact.entry.kind == "rebased"}
     done = 0
     for fact in facts.entries:
-        entry = fact.entry
+        entry, manifest = fact.entry, manifests.get(done + (fact.entry.kind == "step"))
         done += entry.kind == "step"
         if entry.kind == "checkpoint":
-            text = _checkpoint_flaw(entry, published.get(entry.step or 0), done=done)
+            text = None if (entry.step, entry.digest) in rebased else _checkpoint_flaw(entry, published.get(entry.step or 0), done=done)
         elif entry.kind == "step":
-            text = _step_flaw(entry, manifests.get(done))
+            text = None if manifest is not None and (done, manifest.digest) in rebased else _step_flaw(entry, manifest)
+        elif entry.kind == "rebased":
+            text = None if entry.step == done else f"rebased after {entry.step} steps when {done} were committed"
         else:
             text = _closing_flaw(entry, versions[-1:])
         if text is not None:

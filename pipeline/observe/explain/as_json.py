@@ -14,6 +14,7 @@ from penstock.pipeline.observe.explain.gradient_share import SampleShare, StepSh
 from penstock.pipeline.observe.explain.group_history import GroupHistory, read_group, shown_place, stale_facts, why
 from penstock.pipeline.observe.explain.stage_times import stages
 from penstock.pipeline.observe.recorded_run import Letter, read_run
+from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group
@@ -169,6 +170,7 @@ def _step(history: GroupHistory, *, say: Callable[[str], None], trust_code: bool
         "clipped": clipped(entry, config),
         "left_out": [problem] if problem else left_out(config),
         "metrics": dict(entry.metrics),
+        "rebased": [rebased_fields(other) for other in history.run.past.entries if other.kind == "rebased"],
     }, mine
 
 

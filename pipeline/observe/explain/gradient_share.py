@@ -55,8 +55,7 @@ def shares(plan: Sequence[Group], *, config: Config, boundaries: Sequence[int] =
     """The shares of the samples of a step's groups, in plan order, its micro-batches ending at `boundaries`.
 
     A trained token's weight is A · c / D: A the sample's advantage, c what the token counts (`token_share`), D the step's
-    denominator. It is -dL/dlogprob where current, proximal and behaviour policy are equal, for every built-in loss (grpo arXiv 2402.03300,
-    dr_grpo arXiv 2503.20783, dapo arXiv 2503.14476, gspo arXiv 2507.18071, cispo arXiv 2506.13585) without its KL term.
+    denominator. It is -dL/dlogprob where current, proximal and behaviour policy are equal, for every built-in loss without its KL term.
     Raises `PluginError` for an own advantage that is not here, `ValueError` for one without `trust_code`.
     """
     function = training_samples.advantage_function(config.advantage, trust_code=trust_code)
@@ -98,6 +97,10 @@ def left_out(config: Config) -> list[str]:
         said.append(
             f"the correction weight {config.correction} (proximal / behaviour, bounded) is not in the log: it needs the learner's "
             "logprobs; the step's mean is its metric correction_weight"
+        )
+    if algorithm.reject_kl is not None:
+        said.append(
+            f"sequences with a mean KL above reject_kl {algorithm.reject_kl:g} have no gradient; which ones needs the learner's logprobs"
         )
     if algorithm.kl_coef:
         said.append(

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.pipeline.observe.report.rebases import rebased_line
+
 SHOWN_TEXT = 100
 SHOWN_COMPLETION = 60
 SHOWN_RECORDS = 40
@@ -147,7 +149,16 @@ def _step(step: Plain | None) -> list[str]:
     lines.append("; ".join(shown))
     if step["clipped"] is not None and step["clipped"] < 1.0:
         lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
+    lines += [_rebased(rebased, step["step"]) for rebased in step["rebased"]]
     return lines + [f"left out: {said}" for said in step["left_out"]]
+
+
+def _rebased(rebased: Plain, step: int) -> str:
+    """A rebase of the run, and what it means for this step."""
+    if rebased["steps"] <= step:
+        return f"{rebased_line(rebased)}; this step came after it"
+    mine = any(one["step"] == step for one in rebased["differences"])
+    return f"{rebased_line(rebased)}; this step was {'among those repeated' if mine else 'not among those that differ'}"
 
 
 def _version(version: Plain | None, zero: float | None) -> list[str]:

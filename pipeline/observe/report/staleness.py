@@ -30,9 +30,10 @@ def most(steps: Sequence[StepFacts], name: str) -> float | None:
 
 
 def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
-    """In versions. `mean`, `p95` and `max`: groups by their oldest trained token; p95 is the mean of the steps' own.
+    """In versions, under `steps` in optimizer steps.
 
-    `tokens`: each trained token by its own version, with the share of them at each lag; `spans`: policy versions in a sample.
+    `mean`, `p95` and `max`: groups by their oldest trained token; p95 is the mean of the steps' own. `tokens`: each trained token by its
+    own version, with the share of them at each lag; `spans`: policy versions in a sample.
     """
     lags = sorted({int(name.removeprefix(AT_LAG)) for step in steps for name in step.metrics if name.startswith(AT_LAG)})
     shares = {
@@ -43,6 +44,7 @@ def lag(steps: Sequence[StepFacts]) -> dict[str, Any]:
         "mean": mean(steps, "lag_mean"),
         "p95": mean(steps, "lag_p95"),
         "max": most(steps, "lag_max"),
+        "steps": {"mean": mean(steps, "lag_steps_mean"), "p95": mean(steps, "lag_steps_p95"), "max": most(steps, "lag_steps_max")},
         "tokens": {
             "mean": mean(steps, "token_lag_mean", by="tokens"),
             "p95": mean(steps, "token_lag_p95", by="tokens"),
@@ -57,6 +59,17 @@ def ess(steps: Sequence[StepFacts]) -> dict[str, float | None]:
     """Effective sample size, 1 where behaviour policy and learner are one: its mean over steps, and the step where it was least."""
     least = min((step.metrics["ess"] for step in steps if "ess" in step.metrics), default=None)
     return {"mean": mean(steps, "ess"), "min": least}
+
+
+def practice(steps: Sequence[StepFacts]) -> dict[str, float | None]:
+    """What one steers a run by: means over steps, the largest of memory; None where no step has it."""
+    means = ("entropy", "truncated_share", "reward_std", "reward_group_std", "update_norm", "train_tokens_per_s")
+    return {
+        **{name: mean(steps, name) for name in means},
+        "entropy_first": steps[0].metrics.get("entropy") if steps else None,
+        "entropy_last": steps[-1].metrics.get("entropy") if steps else None,
+        **{name: most(steps, name) for name in ("peak_rss_bytes", "peak_gpu_bytes")},
+    }
 
 
 def engines(view: RunView) -> dict[str, float | None]:

@@ -10,7 +10,8 @@ from typing import Any
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.report import staleness
-from penstock.pipeline.observe.report.staleness import weighted
+from penstock.pipeline.observe.report.rebases import rebased_fields
+from penstock.pipeline.observe.report.staleness import practice, weighted
 from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_status import closing, config_of, fates, info_of, status_of, steps_per_version, steps_planned
 from penstock.pipeline.observe.run_view import RunView, load
@@ -49,6 +50,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "schedule": _schedule(view),
         "steps": len(steps),
         "steps_planned": steps_planned(view),
+        "rebased": [rebased_fields(entry) for entry in view.rebased],
         "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
         "versions": view.version or 0,
         "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
@@ -63,7 +65,9 @@ def summarise(view: RunView) -> dict[str, Any]:
         "lag": staleness.lag(steps),
         "ess": staleness.ess(steps),
         "engines": staleness.engines(view),
-        "length": _lengths(view),
+        **_lengths(view),
+        "filtered": _filtered(view),
+        "practice": practice(steps),
         "weights": {
             "versions": len(view.versions),
             "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
@@ -132,15 +136,30 @@ def _groups(view: RunView) -> dict[str, int]:
     return {"admitted": len(ends), **{name: ends.count(name) for name in (*FATES, OPEN)}}
 
 
-def _lengths(view: RunView) -> dict[str, float | None]:
-    """Mean completion tokens of the samples, by what became of their group."""
-    tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "unused": []}
+def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
+    """Completion tokens of the samples, by what became of their group: `length` is the mean, then the 95 % quantile and the longest."""
+    tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "abandoned": [], "unused": []}
     for group, fate in fates(view).items():
         drawn = view.samples.get(group, {}).values()
         tokens["admitted"] += drawn
         if fate in tokens:
             tokens[fate] += drawn
-    return {name: sum(lengths) / len(lengths) if lengths else None for name, lengths in tokens.items()}
+    ordered = {name: sorted(lengths) for name, lengths in tokens.items()}
+    return {
+        "length": {name: sum(lengths) / len(lengths) if lengths else None for name, lengths in ordered.items()},
+        "length_p95": {name: lengths[math.ceil(0.95 * len(lengths)) - 1] if lengths else None for name, lengths in ordered.items()},
+        "length_max": {name: lengths[-1] if lengths else None for name, lengths in ordered.items()},
+    }
+
+
+def _filtered(view: RunView) -> dict[str, int]:
+    """Filtered groups whose samples all have the full reward, none at all, or one between; the full one is the sum of positive weights."""
+    chosen = config_of(view).get("reward", {})
+    weights = chosen.get("weights") or [1.0] * len(chosen.get("functions") or ["exact_match"])
+    full = sum(max(weight, 0.0) for weight in weights)
+    means = [group.reward_mean for group in view.groups.values() if group.outcome == "filtered" and group.reward_mean is not None]
+    solved = {"solved_all": sum(mean >= full - 1e-9 for mean in means), "solved_none": sum(mean <= 1e-9 for mean in means)}
+    return {**solved, "between": len(means) - sum(solved.values())}
 
 
 def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFacts]]:

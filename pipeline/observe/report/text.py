@@ -15,6 +15,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.observe.report.rebases import rebased_line
+
 BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
 CURVE_WIDTH = 32
@@ -112,6 +114,9 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         samples += f", {length['admitted']:.1f} a sample"
     if speed["samples_per_s"]:
         samples += f"; {speed['samples_per_s']:,.1f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s"
+    causes = {"solved_all": "solved by every sample", "solved_none": "by none", "between": "rewarded alike between"}
+    filtered = [f"{report['filtered'][name]:,} {text}" for name, text in causes.items() if report["filtered"][name]]
+    ends += [f"of the filtered {', '.join(filtered)}"] if filtered else []
     letters = report["dead_letters"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
     count = f"{letters['total']} dead letter{'s' if letters['total'] != 1 else ''}"
@@ -121,6 +126,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         ("drawn", Text(samples)),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
+    if rebased := report["rebased"]:
+        lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))
     if empty := report["empty_steps"]:
         text = f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"
         lines.append(("empty", Text(text, style="yellow")))
@@ -154,15 +161,37 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         lines.append(("topics", Text(f"{time['topics_overhead_ms_per_sample']:.3f} ms a sample{share}")))
     if lag["mean"] is not None:
         lines += _freshness(report)
+    if practice := _practice(report["practice"]):
+        lines.append(("practice", Text(practice)))
     digest = str(weights["digest"] or "none")
     lines.append(("weights", Text(f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB; digest {digest[:16]}")))
     return lines
+
+
+def _practice(measured: Mapping[str, float | None]) -> str:
+    """Entropy, spread of rewards, truncation, size of updates, speed and memory, as far as the steps have them."""
+    first, last = measured["entropy_first"], measured["entropy_last"]
+    parts = [f"entropy {first:.3f} → {last:.3f} nats a token"] if first is not None and last is not None else []
+    for name, form in (
+        ("truncated_share", "{:.0%} truncated"),
+        ("reward_std", "reward std {:.3f}"),
+        ("reward_group_std", "within a group {:.3f}"),
+        ("update_norm", "update norm {:.2g}"),
+        ("train_tokens_per_s", "{:,.0f} tokens/s trained"),
+    ):
+        if (value := measured[name]) is not None:
+            parts.append(form.format(value))
+    peaks = {"trainer": measured["peak_rss_bytes"], "GPU": measured["peak_gpu_bytes"]}
+    parts += [f"{where} memory at most {size / 2**30:.1f} GiB" for where, size in peaks.items() if size is not None]
+    return " · ".join(parts)
 
 
 def _freshness(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     """How old what was trained was, and what the engines did while it was drawn."""
     lag, limit, ess, engines = report["lag"], report["schedule"]["max_lag"], report["ess"], report["engines"]
     line = f"mean {lag['mean']:.2f}, at most {lag['max']:.0f} versions" + (f" (limit {limit})" if limit is not None else "")
+    if lag["steps"]["mean"] is not None and lag["steps"]["max"] != lag["max"]:
+        line += f", in optimizer steps mean {lag['steps']['mean']:.2f}, at most {lag['steps']['max']:.0f}"
     if ess["mean"] is not None:
         line += f"; effective sample size {ess['mean']:.3f}, at least {ess['min']:.3f}"
     lines = [("lag", Text(line))]

@@ -37,9 +37,13 @@ def published_version(recording: Recording, entry: Entry) -> int | None:
 
 
 def published_as(recording: Recording, repetition: Repetition) -> bool:
-    """True if the weights are those of the version published after the step, or none was published then."""
+    """True if the weights are those of the version published after the step, or none was, or it was published after a rebase there."""
     version = published_version(recording, repetition.entry)
-    return version is None or recording.story.manifests[version].digest == repetition.weights.digest
+    if version is None:
+        return True
+    manifest = recording.story.manifests[version]
+    rebased = any(entry.kind == "rebased" and (entry.step, entry.digest) == (manifest.step, manifest.digest) for entry in recording.entries)
+    return rebased or manifest.digest == repetition.weights.digest
 
 
 def difference(recording: Recording, entry: Entry, altered: list[Found], repetition: Repetition | None) -> dict[str, Any]:

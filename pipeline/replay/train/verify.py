@@ -12,7 +12,7 @@ from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.learner.repeat_step import Repetition, repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording
-from penstock.pipeline.replay.restore_policy import Start, arithmetic, bring_to, opened, weights_of
+from penstock.pipeline.replay.restore_policy import Start, arithmetic, bring_to, cross_rebase, opened, weights_of
 from penstock.pipeline.replay.train.diff import difference, drift, published_as, published_version
 from penstock.pipeline.replay.train.steps import Asked, Times, await_weights, check_steps, replay_steps
 from penstock.topics.ledger import Entry
@@ -100,6 +100,7 @@ def _train(course: PolicyTrainer, recording: Recording, asked: Asked, result: Re
         for step in steps:
             entry = step.recorded
             assert entry is not None
+            cross_rebase(course, recording, say=say)
             altered = [member for member in step.members if member.problem]
             if unreadable := [member for member in altered if member.group is None]:
                 result.first = result.first or difference(recording, entry, altered, None)

@@ -297,5 +297,14 @@ def main(model_path):
     print(json.dumps(results))
 
 
+def test_the_norm_of_an_update_is_that_of_the_change_of_the_weights(opened):
+    backend = opened("torch")
+    for seed in range(3):
+        before = {tensor.name: from_bytes(tensor).clone() for tensor in backend.weights()}
+        _, result = take_step(backend, [batch_of(seed)])
+        change = sum(float((from_bytes(tensor) - before[tensor.name]).square().sum()) for tensor in backend.weights()) ** 0.5
+        assert result.measures["update_norm"] == pytest.approx(change, rel=1e-4)
+
+
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -160,7 +160,7 @@ def config_of(*, mode="one_step_off", per_version=1, dtype="float32", trainer="f
 def recorded_before_editions(config):
     """The configuration as a record has it that was written before `algorithm.defaults` and `algorithm.clip_dual` were keys."""
     table = json.loads(to_json(config))
-    for key in ("defaults", "clip_dual"):
+    for key in ("defaults", "clip_dual", "combine", "kl_weighted", "reject_kl"):
         del table["algorithm"][key]
     return from_json(json.dumps(table))
 
@@ -206,7 +206,7 @@ def test_what_is_left_out_follows_from_the_schedule_and_is_corrected_once(given_
 def test_a_record_without_an_edition_of_the_defaults_means_what_it_meant(given_, now, before):
     config = recorded_before_editions(config_of(**given_))
     assert (config.proximal, config.correction) == before
-    assert (config.clip_dual, config.counts_untrained) == (None, False)
+    assert (config.clip_dual, config.counts_untrained, config.kl_weighted) == (None, False, False)
     assert from_json(to_json(config)) == config
     assert override(config, ["run.seed=1"]).proximal == before[0]  # a fork or a what-if keeps the edition
     renewed = override(config, ["algorithm.defaults=2"])
@@ -217,13 +217,14 @@ def test_a_record_without_an_edition_of_the_defaults_means_what_it_meant(given_,
     ("grpo", (0.2, 0.2, "sequence_mean", "grpo")),
     ("dapo", (0.2, 0.28, "token_mean", "grpo")),
     ("gspo", (3e-4, 4e-4, "sequence_mean", "grpo")),
+    ("sapo", (0.2, 0.2, "sequence_mean", "grpo")),
     ("cispo", (1.0, 4.0, "token_mean", "grpo")),
 ])  # fmt: skip
 def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expected):
     config = config_of(loss=loss)
     assert (config.clip_low, config.clip_high, config.aggregate, config.advantage) == expected
-    assert config_of(loss=loss, clip_low=0.5).clip_low == 0.5
-    assert config.clip_dual == (None if loss == "cispo" else 3.0)
+    assert loss == "sapo" or config_of(loss=loss, clip_low=0.5).clip_low == 0.5
+    assert config.clip_dual == (None if loss in ("cispo", "sapo") else 3.0)
     assert config_of(loss=loss, clip_dual=0.0).clip_dual is None
 
 
@@ -236,6 +237,8 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     ({"correction": "none", "correction_low": 0.5}, "correction_low: 0.5 bounds nothing without a correction"),
     ({"correction": "tis", "correction_low": 0.5}, "'tis' cuts from above only.*correction = 'mis'"),
     ({"correction": "geometric_tis", "correction_low": 0.5}, "'geometric_tis' cuts from above only.*correction = 'geometric_mis'"),
+    ({"loss": "sapo", "clip_low": 0.1}, "algorithm.clip_low: has no use with 'sapo'"),
+    ({"advantage": "pass_at_q?k=2"}, "'pass_at_q\\?k=2' is none of .*pass_at_k"),
     ({"clip_dual": 1.1}, "clip_dual: 1.1 lies within the clip range, which ends at 1.2; use more"),
     ({"clip_dual": 3.0, "loss": "cispo"}, "clip_dual: 3.0 has no use with 'cispo', which cuts every ratio at 5"),
     ({"correction": "mis", "correction_low": 1.5}, "algorithm.correction_low = 1.5"),
@@ -243,7 +246,7 @@ def test_a_loss_brings_its_own_clip_ranges_aggregation_and_advantage(loss, expec
     ({"correction": "mis", "correction_high": math.inf}, "algorithm.correction_high = inf"),
     ({"clip_high": math.inf}, "algorithm.clip_high = inf"),
     ({"correction": "vtrace"}, "algorithm.correction: 'vtrace' is none of tis"),
-    ({"loss": "gsop"}, "'gsop' is none of grpo, dr_grpo, dapo, gspo, cispo.*gspo"),
+    ({"loss": "gsop"}, "'gsop' is none of grpo, dr_grpo, dapo, gspo, sapo, cispo.*gspo"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_, message):
     with pytest.raises(ConfigError, match=message) as refused:
@@ -255,6 +258,7 @@ def test_settings_that_make_no_sense_together_are_refused_in_one_line(settings_,
     ({"loss": "gspo"},
      {"surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregate": "sequence_mean", "correction": "geometric_tis"}),
     ({"mode": "pipelined", "per_version": 2}, {"clip_dual": 3.0, "aggregate": "sequence_mean"}),
+    ({"loss": "sapo", "reject_kl": 0.01}, {"surrogate": "sapo", "aggregate": "sequence_mean", "correction": "tis", "reject_kl": 0.01}),
     ({"loss": "cispo"}, {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregate": "token_mean"}),
     ({"correction": "icepop", "correction_high": 1.5, "loss": "dapo"},
      {"clip_low": 0.2, "clip_high": 0.28, "aggregate": "token_mean", "correction": "icepop", "correction_high": 1.5}),

@@ -15,6 +15,7 @@ from penstock.pipeline.algorithms.losses import (
     gspo_loss,
     kl_k3,
     policy_loss,
+    sapo_loss,
     summarise,
     token_weights,
 )
@@ -180,6 +181,19 @@ def test_a_clipped_sequence_has_no_gradient_though_each_of_its_tokens_is_near():
     assert float(stats["clip_fraction_high_sum"]) == 3
 
 
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_sapo_is_the_soft_gate_of_its_paper_and_weighs_a_token_less_the_further_it_has_moved(advantage):
+    ratios, heat = [0.2, 0.9, 1.0, 1.1, 3.0], 1.0 if advantage > 0 else 1.05
+    logprobs = torch.tensor([[math.log(ratio) for ratio in ratios]], dtype=torch.float64, requires_grad=True)
+    loss, stats = sapo_loss(logprobs, torch.zeros(1, 5), torch.tensor([advantage]), torch.ones(1, 5, dtype=torch.bool), clip_low=0.1)
+    loss.sum().backward()
+    gates = [1 / (1 + math.exp(-heat * (ratio - 1))) for ratio in ratios]
+    assert loss.tolist() == [[pytest.approx(-4 / heat * gate * advantage) for gate in gates]]
+    expected = [-4 * gate * (1 - gate) * ratio * advantage for gate, ratio in zip(gates, ratios, strict=True)]
+    assert logprobs.grad.tolist() == [[pytest.approx(one) for one in expected]]
+    assert stats["clip_fraction_sum"] == 0
+
+
 def test_cispo_cuts_the_weight_and_keeps_every_gradient():
     ratios, advantages = [8.0, 1.5, 0.1], [2.0]
     logprobs = torch.tensor([[math.log(ratio) for ratio in ratios]], requires_grad=True)
@@ -330,9 +344,41 @@ def test_kl_sits_in_the_loss_with_its_coefficient():
         batch_loss(logprobs, batch, kl_coef=0.5)
 
 
+def test_the_weighted_kl_has_the_gradient_of_the_divergence_for_tokens_that_another_policy_drew():
+    behaviour, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    logits = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    current = logits.log_softmax(0)
+    (current.exp() * (current - reference.log())).sum().backward()
+    exact, logits.grad = logits.grad.clone(), None
+    # Every token once, its loss as often as the behaviour policy draws it.
+    batch = batch_of(np.ones((3, 1)), advantages=[0.0] * 3)
+    batch.behaviour_logprobs[:] = behaviour.log()[:, None]
+    for weighted in (True, False):
+        total = 0.0
+        for token in range(3):
+            row = slice(token, token + 1)
+            piece = TokenBatch(**{name: getattr(batch, name)[row] for name in batch.__slots__})
+            logprobs = logits.log_softmax(0)[token].reshape(1, 1)
+            loss, _ = batch_loss(logprobs, piece, kl_coef=1.0, kl_weighted=weighted, reference=reference.log()[token].reshape(1, 1))
+            total = total + behaviour[token] * loss
+        total.backward()
+        found, logits.grad = logits.grad.clone(), None
+        assert torch.allclose(found, exact, atol=1e-6) == weighted
+
+
+def test_sequences_whose_policies_disagree_too_much_are_left_out_and_stay_in_the_count():
+    batch = batch_of([[1, 1, 1], [1, 1, 0]], behaviour=-1.0)
+    logprobs = torch.tensor([[-1.0, -1.0, -0.9], [-1.0, -2.0, 5.0]], requires_grad=True)  # mean k3: 0.0017 and 0.18
+    loss, stats = batch_loss(logprobs, batch, reject_kl=0.1)
+    loss.backward()
+    assert (logprobs.grad != 0).tolist() == [[True] * 3, [False] * 3]
+    assert summarise(stats)["rejected_fraction"] == pytest.approx(2 / 5)
+    assert stats["tokens"] == 5
+
+
 def test_an_unknown_surrogate_or_correction_is_named():
     logprobs, batch = random_batch(0)
-    with pytest.raises(ValueError, match=r"'ppo'.*clip, gspo, cispo"):
+    with pytest.raises(ValueError, match=r"'ppo'.*clip, gspo, sapo, cispo"):
         batch_loss(logprobs, batch, surrogate="ppo")
     with pytest.raises(ValueError, match=r"'is'.*tis, sequence_tis, mis, sequence_mis, geometric_tis, geometric_mis, icepop"):
         batch_loss(logprobs, batch, correction="is")

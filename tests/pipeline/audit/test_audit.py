@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from confluent_kafka import Consumer, Producer
+from confluent_kafka import Producer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors import stream
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.audit import chunk_digests
-from penstock.pipeline.audit.kafka_reader import KafkaSource, client_settings
+from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import as_table, as_text, audit, summary
 from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, terms_of
 from penstock.pipeline.audit.source import Unreadable
@@ -48,23 +48,6 @@ assert "confluent_kafka" in sys.modules and "penstock.topics.groups" in sys.modu
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
-
-
-def test_security_settings_get_the_names_that_librdkafka_knows() -> None:
-    given_settings = {
-        "security_protocol": "SASL_SSL",
-        "sasl_mechanism": "SCRAM-SHA-512",
-        "sasl_plain_username": "ann",
-        "sasl_plain_password": "secret",
-        "ssl_check_hostname": "false",
-    }
-    found = client_settings("h:1", given_settings)
-    assert found["sasl.password"] == "secret"
-    assert found["ssl.endpoint.identification.algorithm"] == "none"
-    Consumer({**found, "group.id": "x"}).close()  # refuses a name it does not know
-    assert client_settings("h:1", {"ssl_check_hostname": "True"})["ssl.endpoint.identification.algorithm"] == "https"
-    with pytest.raises(ValueError, match="sasl_mechanims"):
-        client_settings("h:1", {"sasl_mechanims": "PLAIN"})
 
 
 def test_a_broker_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

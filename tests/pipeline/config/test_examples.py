@@ -39,7 +39,7 @@ def test_the_example_loss_trains_and_is_summarised_like_the_built_in_one(model: 
         chosen = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"loss": name})})
         backend = make_backend(chosen, steps=1)
         try:
-            step = Step(backend, Objective.of(chosen))
+            step = Step(backend, Objective.of(chosen), number=0)
             step.add(group)
             found[name] = step.finish(learner_version=0)
         finally:
@@ -60,9 +60,21 @@ def test_the_example_loss_halves_what_mistakes_weigh_in_a_step(model: Path) -> N
     group = groups.decode(Teller().group([1.0, 0.0], version=0)[-1].value)
     backend = make_backend(config, steps=1)
     try:
-        step = Step(backend, Objective.of(config))
+        step = Step(backend, Objective.of(config), number=0)
         step.add(group)
         # Advantages 1/2 and -1/2 under the current policy, whose ratio is 1: -(1/2 - 1/4) over two sequences.
         assert step.finish(learner_version=0).loss == pytest.approx(-0.125)
     finally:
         backend.close()
+
+
+def test_the_sums_of_the_real_model_are_held_out_and_judged_by_their_last_number() -> None:
+    from penstock.pipeline.config.plugins import load
+
+    sums, last_number = (load(f"{EXAMPLES}/arithmetic.py:{name}") for name in ("sums", "last_number"))
+    train, test = ({row["prompt"]: row["answer"] for row in sums(split=split)} for split in ("train", "held_out"))
+    assert len(train) == len(test) == 200
+    assert not train.keys() & test.keys()
+    prompt, answer = next(iter(test.items()))
+    assert str(sum(int(word) for word in prompt.split("?")[0].split() if word.isdigit())) == answer
+    assert last_number(["12 + 3 = 15", "15.", "15 or 16", "fifteen", ""], answer=["15"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.envs.datasets import DataError
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests
@@ -60,6 +61,24 @@ def test_a_chat_template_is_applied_where_there_is_one_and_special_tokens_are_si
     own = tmp_path / "own.jinja"
     own.write_text("Q: {{ messages[0].content }}\nA:")
     assert Renderer(folder, chat_template=str(own)).render(row("hi"))[0] == "Q: hi\nA:"
+
+
+THINKING = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_the_template_gets_the_system_prompt_and_the_arguments_of_the_configuration(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", template=THINKING)
+    quiet = Renderer(folder, system_prompt="Be brief.", template_arguments={"enable_thinking": False})
+    assert quiet.render(row("hi"))[0] == "<s>system:Be brief.</s><s>user:hi</s><s>assistant:<think></think>"
+    talk = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "hi"}]
+    assert quiet.render(row(None, talk))[0].startswith("<s>system:Be long.</s><s>user:hi</s>")
+    assert Renderer(folder).render(row("hi"))[0] == "<s>user:hi</s><s>assistant:"
+
+
+@pytest.mark.parametrize("settings", [{"system_prompt": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
+def test_what_only_a_chat_template_can_take_is_refused_without_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"data.{next(iter(settings))}: there is no chat template to take it; name a Jinja file"):
+        Renderer(model(tmp_path / "m"), **settings)
 
 
 def test_plain_prompts_get_the_same_ids_with_and_without_transformers(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_functions_that_work_pass_the_trial(mine: Path, settings: dict[str, Any]
         ({"loss": "told_tensors"}, "expected a dict from names to plain numbers"),
         ({"loss": "strict"}, "fails on made samples: TypeError: strict\\(\\) got an unexpected keyword argument"),
         ({"loss": "plian"}, "has no function 'plian'; did you mean 'plain'"),
+        ({"advantage": "ranks?by=2"}, "algorithm.advantage: .*unexpected keyword argument 'by'"),
         ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
     ],
 )
@@ -86,6 +87,12 @@ def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mi
     with pytest.raises(ConfigError, match=said) as refused:
         try_own_functions(config_of(aggregate="token_mean", **named))
     assert "\n" not in str(refused.value)
+
+
+def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_run_is_created() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.advantage: pass_at_k\?k=8 .*k = 8 has to lie between 1 and 7"):
+        try_own_functions(config_of(advantage="pass_at_k?k=8"))
+    try_own_functions(config_of(advantage="pass_at_k?k=2"))
 
 
 def test_an_own_loss_has_to_say_what_it_is_divided_by_unless_an_older_record_does_not(mine: Path) -> None:
@@ -110,7 +117,7 @@ def with_components(*rows: tuple[float | None, ...], weights: tuple[float, ...])
 def test_each_of_several_rewards_can_have_an_advantage_of_its_own() -> None:
     # As sums the last three are equal; as components each of them is told apart.
     group = with_components((1.0, 10.0), (0.0, 0.0), (1.0, None), (0.0, None), weights=(1.0, 0.5))
-    function = advantage_function("dr_grpo")
+    function = advantage_function("dr_grpo", trust_code=False)
     assert combined_advantages(function, combine="rewards")(group).tolist() == [6 - 1.75, -1.75, 1 - 1.75, -1.75]
     found = combined_advantages(function, combine="advantages")(group)
     assert found.tolist() == [0.5 + 0.5 * 5.0, -0.5 - 0.5 * 5.0, 0.5, -0.5]

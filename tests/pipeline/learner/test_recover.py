@@ -1,6 +1,8 @@
 """A trainer that comes back, on the in-memory log: from a checkpoint or from the beginning, to the same bits or to a clear stop."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +24,9 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return chosen
 
 
-def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True) -> Trainer:
+def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True, **chosen: Any) -> Trainer:
     past = read_past(log, RUN)
-    session = session_of(log, config_of(checkpoints))
+    session = session_of(log, config_of(checkpoints, trainer=chosen))
     trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), past)
     if begin:
         trainer.begin(past)
@@ -60,8 +62,40 @@ def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[
     assert first.train_step()
     arithmetic["drift"] = 1e-9
     with pytest.raises(Unrecoverable, match=r"step 0 repeated from the log gave weights [0-9a-f]{16}… where the ledger says"):
+        trainer_of(log, None, on_mismatch="stop")
+    assert "the arithmetic is not the one the run was computed with: drift 0.0 -> 1e-09" in capsys.readouterr().out
+    arithmetic |= {"drift": 1e-9, "told": 0.0}
+    log = log_with(scored(2 * STEPS))
+    trainer_of(log, None).train_step()
+    arithmetic["drift"] = 2e-9  # with the same fingerprint and on a CPU nobody expects it
+    with pytest.raises(Unrecoverable, match=r"--set trainer.on_mismatch=rebase"):
         trainer_of(log, None)
-    assert "the arithmetic is not the one the run was opened with: drift 0.0 -> 1e-09" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_another_arithmetic_is_recorded_and_the_run_goes_on_from_its_weights(
+    tmp_path: Path, arithmetic: dict[str, float], *, kept: bool
+) -> None:
+    log = log_with(scored(2 * STEPS))
+    first = trainer_of(log, tmp_path if kept else None)
+    for _ in range(3):
+        assert first.train_step()
+    arithmetic["drift"] = 1e-9
+    second = trainer_of(log, tmp_path if kept else None)
+    (entry,) = [entry for entry in read_past(log, RUN).entries if entry.kind == "rebased"]
+    details = json.loads(entry.details or "")
+    assert (entry.step, entry.digest) == (3, digest_of(second))
+    assert details["changed"] == {"drift": ["0.0", "1e-09"]}
+    assert {(one["step"], one["name"]) for one in details["differences"]} == {(n, "weights digest") for n in ((2,) if kept else (0, 1, 2))}
+    assert second.train_step()
+    newest = digest_of(second)
+    third = trainer_of(log, tmp_path if kept else None, on_mismatch="stop" if kept else "rebase")
+    assert digest_of(third) == newest  # the checkpoint made at the rebase is where it begins
+    assert third.session.reporter.values["repeated_steps"] == (0 if kept else 4)
+    third.end()
+    past = read_past(log, RUN)
+    assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
+    assert past.story.manifests[4].digest == newest == past.story.closed.digest
 
 
 def test_a_request_to_stop_ends_the_repetition() -> None:

@@ -126,6 +126,16 @@ def test_lengths_are_told_by_what_became_of_the_samples(report: dict[str, Any]) 
     assert report["tokens"] == 84 * 3 + 4 * 9
 
 
+def test_filtered_groups_are_told_apart_by_whether_all_samples_or_none_solved_them() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.opened(), teller.version(0)]
+    for rewards in ([0.0] * 4, [1.0] * 4, [1.0] * 4, [0.5] * 4):
+        told += teller.group(rewards, version=0, outcome="filtered")
+    report = report_of(told)
+    assert report["filtered"] == {"solved_all": 2, "solved_none": 1, "between": 1}
+    assert "of the filtered 2 solved by every sample, 1 by none, 1 rewarded alike between" in " ".join(as_text(report).split())
+
+
 def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> None:
     assert report["weights"] == {"versions": 11, "bytes": 11_000, "digest": f"{10:064x}"}
     assert (report["steps"], report["versions"]) == (10, 10)

@@ -42,13 +42,23 @@ def test_who_may_write_to_the_topic_of_all_runs_cannot_change_what_a_run_execute
     write(log, MADE)
     evil = replace(MADE, config=json.dumps({**CONFIG, "reward": {"functions": ["evil.py:run"]}}), updated_ns=9)
     forged(log, RUNS_TOPIC, evil)
-    forged(log, topic_name(RUN, "run"), evil)
     found = find(log, RUN)
     assert found is not None
     assert found.config == MADE.config
     record = load(log, RUN).record
     assert record is not None
     assert record.config == MADE.config
+
+
+def test_a_run_that_is_resumed_with_changes_is_what_was_written_last() -> None:
+    log = log_with([])
+    write(log, MADE)
+    changed = replace(MADE, config=json.dumps({**CONFIG, "run": {"steps": 9}}), updated_ns=2)
+    write(log, changed)
+    found = find(log, RUN)
+    assert found is not None
+    assert found.config == changed.config
+    assert load(log, RUN).record == found
 
 
 def test_a_run_that_an_earlier_release_has_registered_is_found_with_its_configuration() -> None:
@@ -62,3 +72,7 @@ def test_a_run_that_an_earlier_release_has_registered_is_found_with_its_configur
     again = find(log, RUN)
     assert again is not None
     assert (again.status, json.loads(again.config)) == (changed.status, old.config)
+    write(log, replace(found, config='{"run": {}}', updated_ns=changed.updated_ns + 1))
+    resumed = find(log, RUN)
+    assert resumed is not None
+    assert resumed.config == '{"run": {}}'

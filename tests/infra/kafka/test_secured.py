@@ -1,0 +1,98 @@
+"""A broker that asks who one is: SCRAM over TLS, OAUTHBEARER, and one line for who is not let in."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer
+
+from penstock.infra.errors import LogError, LogUnreachable
+from penstock.infra.kafka.bulk import BulkReader
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.kafka.settings import Connection, Tokens, expires_s, librdkafka
+from penstock.pipeline.launch.acls import Rule
+from tests.support.log_helpers import make_topics, values_in, write
+from tests.support.secured_broker import SecuredBroker, unsecured_token
+
+
+@pytest.fixture(scope="module")
+def secured(new_home: Callable[[], Path]) -> Iterator[SecuredBroker]:
+    broker = SecuredBroker(new_home())
+    yield broker
+    broker.close()
+
+
+def goes_both_ways(bootstrap: str, security: Mapping[str, Any], topic: str) -> bool:
+    """Whether both clients pass: kafka-python writes and reads, librdkafka reads."""
+    log = KafkaLog(bootstrap, security=security)
+    try:
+        before = len(values_in(log, topic))
+        write(log, topic, [b"one"])
+        (records,) = BulkReader(log.connection).read(topic, 0, first=before, end=before + 1)
+        return values_in(log, topic)[before:] == [b"one"] == [record.value for record in records]
+    finally:
+        log.close()
+
+
+def test_who_has_a_password_or_a_token_is_let_in_by_both_clients_and_others_get_one_line(secured: SecuredBroker, tmp_path: Path) -> None:
+    plain = KafkaLog(secured.plain)
+    (topic,) = make_topics(plain, "r", "a", partitions=1)
+    plain.close()
+    secured.add_user("ann", "right")
+    for user in ("ann", "carl"):
+        secured.allow(user, [Rule("topic", "r.a", "literal", operation) for operation in ("READ", "WRITE")])
+        secured.allow(user, [Rule("group", "penstock-bulk", "literal", "DESCRIBE")])
+    assert goes_both_ways(secured.secure, secured.credentials("ann", "right"), topic)
+
+    began = time.monotonic()
+    with pytest.raises(LogUnreachable) as refused:
+        KafkaLog(secured.secure, security=secured.credentials("ann", "wr0ng"), unreachable_after_s=3.0)
+    assert time.monotonic() - began < 8
+    assert "\n" not in str(refused.value)
+    assert "invalid credentials" in str(refused.value)
+    assert "wr0ng" not in str(refused.value)
+
+    token, program = tmp_path / "token", tmp_path / "token.py"
+    token.write_text(unsecured_token("carl") + "\n")
+    program.write_text(f"print(open({str(token)!r}).read())\n")
+    oauth = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "OAUTHBEARER"}
+    assert goes_both_ways(secured.oauth, {**oauth, "sasl_oauth_token_file": str(token)}, topic)
+    command = shlex.join([sys.executable, str(program)])
+    assert goes_both_ways(secured.oauth, {**oauth, "sasl_oauth_token_command": command}, topic)
+
+
+def test_a_token_that_cannot_be_had_is_one_line_that_does_not_hold_it(tmp_path: Path) -> None:
+    for security, said in (
+        ({"sasl_oauth_token_file": str(tmp_path / "none")}, "cannot be read: No such file"),
+        ({"sasl_oauth_token_command": "false"}, "ended with status 1"),
+        ({"sasl_oauth_token_command": "echo two words"}, "gives no token"),
+        ({"sasl_oauth_token_command": "/no/such/program"}, "cannot be run"),
+    ):
+        with pytest.raises(LogError, match=said):
+            Tokens(security).token()
+    with pytest.raises(ValueError, match="OAUTHBEARER needs sasl_oauth_token_file or"):
+        KafkaLog("127.0.0.1:9092", security={"sasl_mechanism": "OAUTHBEARER"})
+
+
+def test_the_end_of_a_token_is_read_from_it() -> None:
+    assert expires_s(unsecured_token("ann")) == pytest.approx(time.time() + 600, abs=30)
+    assert [expires_s(text) for text in ("", "opaque", "a.b.c", "a.e30.c")] == [None] * 4
+
+
+@pytest.mark.parametrize(("given", "checked"), [("false", "none"), (False, "none"), ("No", "none"), ("True", "https"), (True, "https")])
+def test_security_settings_get_the_names_that_librdkafka_knows(given: Any, checked: str) -> None:
+    security = {
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_plain_username": "ann",
+        "sasl_plain_password": "secret",
+        "ssl_check_hostname": given,
+    }
+    found = librdkafka(Connection(bootstrap="h:1", client_id="c", security=security))
+    assert found["sasl.password"] == "secret"
+    assert found["ssl.endpoint.identification.algorithm"] == checked
+    Consumer({**found, "group.id": "x"}).close()  # refuses a name it does not know

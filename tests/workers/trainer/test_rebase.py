@@ -1,0 +1,147 @@
+"""A trainer whose gradients differ in their last bit from process to process: the run survives every death, and says what happened."""
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.backends.base import LossFunction
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit import report as audit_report
+from penstock.pipeline.launch.create import create
+from penstock.pipeline.learner import policy_trainer, recovery
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.observe.explain import as_json, text
+from penstock.pipeline.observe.report.summary import as_text
+from penstock.pipeline.replay.recording import Recording
+from penstock.pipeline.replay.train.steps import Asked
+from penstock.pipeline.replay.train.verify import Replayed, replay
+from penstock.pipeline.runtime.factories import make_backend
+from tests.support.crew import Crew, audited, config_of
+from tests.support.deaths import dying_at
+from tests.support.trainer_alone import config_for, group_of, trained, written
+
+torch = pytest.importorskip("torch")
+
+DEATHS = {
+    "after a step, before its version, at once after a recovery": ("ledger.step.after:2", "ledger.version.before:2", "ledger.step.after:1"),
+    "before and after a rebase is recorded": ("ledger.step.after:4", "ledger.rebased.before:1", "ledger.rebased.after:1", "chunk.sent:2"),
+}
+
+
+class NoisyBackend:
+    """A torch backend whose every gradient is off by `ulps` units in the last place: what another process's kernels may give."""
+
+    def __init__(self, inner: Any, ulps: int, *, before: int = 10**9) -> None:
+        """Noise is added to steps below `before` only."""
+        self.__dict__.update(inner=inner, ulps=ulps, before=before)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        stats: dict[str, float] = self.inner.backward(batch, loss_fn, denominator=denominator)
+        for master in self.inner.masters:
+            for _ in range(self.ulps if self.inner.steps < self.before else 0):
+                master.grad = torch.nextafter(master.grad, torch.full_like(master.grad, torch.inf))
+        return stats
+
+
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trainer that is started has other noise."""
+    ulps = itertools.count()
+    monkeypatch.setattr(policy_trainer, "make_backend", lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps)))
+
+
+@pytest.mark.usefixtures("noise")
+@pytest.mark.parametrize("deaths", DEATHS)
+def test_a_run_whose_trainer_is_killed_again_and_again_ends_and_tells_of_three_rebases(
+    run_id: str, tiny_model: Path, tmp_path: Path, deaths: str
+) -> None:
+    trainer = {"checkpoint_every": 3, "checkpoint_dir": str(tmp_path / "kept"), "on_mismatch": "rebase"}
+    config = config_of(
+        tiny_model, tmp_path, run={"steps": 7, "seed": 7}, rollout={"workers": 1}, trainer=trainer, schedule={"prompts_per_step": 2}
+    )
+    log = MemoryLog()
+    with Crew(log, run_id) as crew:
+        create(config, log=log, run_id=run_id, say=lambda _: None)
+        for role in ("rollout", "scorer", "feeder"):
+            crew.start(role)
+        for fault in DEATHS[deaths]:
+            with dying_at(fault) as dead:
+                crew.start("trainer")
+                crew.wait(dead.is_set)
+                crew.abandon("trainer")
+        crew.start("trainer")
+        crew.wait()
+        report = crew.report()
+    assert (report["status"], report["steps"], report["groups"]["trained"]) == ("finished", 7, 14)
+    rebased = [entry for entry in read_past(log, run_id).entries if entry.kind == "rebased"]
+    assert len(rebased) == len(report["rebased"]) == 3
+    assert all(one["recorded"] != one["found"] for found in report["rebased"] for one in found["differences"])
+    assert as_text(report).count("rebased after") == 3
+    known = {name for name, value in report["practice"].items() if value is not None}
+    assert known == set(report["practice"]) - {"peak_gpu_bytes"}  # measured by real steps, on a machine without a GPU
+    assert 0.0 < report["practice"]["entropy"] < 10.0
+    assert "nats a token" in as_text(report)
+
+    audit = audited(log, run_id)
+    assert audit.clean, audit_report.as_text(audit)
+    assert audit_report.as_text(audit).count("note: rebased after") == 3
+
+    last = report["groups"]["admitted"] - 1
+    life = as_json.explain(log, run_id, next(n for n in range(last, 0, -1) if n in read_past(log, run_id).trained), say=lambda _: None)
+    assert [found["entry"] for found in life["step"]["rebased"]] == [entry.seq for entry in rebased]
+    assert text.as_page(life).count("rebased after") == 3
+
+
+@pytest.mark.usefixtures("noise")
+def test_a_run_that_is_to_stop_stops(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    config = config_of(tiny_model, tmp_path, rollout={"workers": 1}, trainer={"on_mismatch": "stop", "checkpoint_every": 0})
+    log = MemoryLog()
+    with Crew(log, run_id) as crew:
+        create(config, log=log, run_id=run_id, say=lambda _: None)
+        for role in ("rollout", "scorer", "feeder"):
+            crew.start(role)
+        with dying_at("ledger.step.after:1") as dead:
+            crew.start("trainer")
+            crew.wait(dead.is_set)
+            crew.abandon("trainer")
+        crew.start("trainer")
+        with pytest.raises(AssertionError, match="step 0 repeated from the log gave"):
+            crew.wait()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
+    run_id: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, kept: bool
+) -> None:
+    config = config_for(tiny_model, tmp_path, trainer={"checkpoint_every": 50, "checkpoint_dir": str(tmp_path / "kept")})
+    log = MemoryLog()
+    written(log, run_id, config, [group_of(number, version=max(0, number // 2 - 1)) for number in range(12)])
+    ulps = iter((0, 1))  # the second trainer gets other bits while it repeats the first three steps
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            policy_trainer, "make_backend", lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps), before=3)
+        )
+        patch.setattr(recovery, "rebases", lambda *_: True)
+        trained(log, run_id, "ledger.version.before:4")
+    if not kept:
+        shutil.rmtree(tmp_path / "kept")
+    said: list[str] = []
+    recording, result = Recording.open(log, run_id), Replayed(run_id)
+    replay(recording, Asked(keep_going=True), result=result, say=said.append)
+    recording.close()
+    if kept:
+        assert (result.matching, result.first) == (6, None)
+        assert f"{run_id} was rebased after 3 steps: its checkpoint made then is used from here on" in said
+    else:
+        assert (result.matching, result.first and result.first["step"]) == (3, 3)
+        assert any("was rebased after 3 steps and its checkpoint cannot be used (it is not on this machine)" in line for line in said)
