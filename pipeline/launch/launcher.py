@@ -110,7 +110,9 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
         attending(directory, run) as (token, ended),
         lasting_output(),
         asked_to_stop() as stop,
-        _only_one(Place(log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, say=say, stop=stop)),
+        _only_one(
+            Place(log=log, run=run, writer="launcher", token=token, ended=ended, watch_s=SILENT_S, first_wins=True, say=say, stop=stop)
+        ),
     ):
         left = end_leftovers(directory, run, say=say)
         for name in REPORTS:

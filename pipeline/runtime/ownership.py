@@ -55,6 +55,8 @@ class Place:
     say: Callable[[str], None] = lambda _: None
     stop: threading.Event = field(default_factory=threading.Event)
     """Set: stop watching."""
+    first_wins: bool = False
+    """Of two that claim at once the last one stays, whose epoch is the valid one; this lets the first stay, for who writes nothing else."""
     _left: threading.Event = field(default_factory=threading.Event)
     _producer: Producer | None = None
 
@@ -66,9 +68,9 @@ class Place:
         try:
             self._await_silence(tail)
             transactions = self.log.transactions(f"{self.run}.{self.writer}", claim=self._record("taken"))
-            rivals = [
-                found for found in self._read(tail.read_to_end(undecided=True)) if found.kind == "taken" and found.token != self.token
-            ]
+            claims = [found for found in self._read(tail.read_to_end(undecided=True)) if found.kind == "taken"]
+            own = [found.token for found in claims].index(self.token)
+            rivals = claims[:own] if self.first_wins else claims[own + 1 :]
         finally:
             tail.close()
         self._producer = self.log.producer()

@@ -86,16 +86,34 @@ def test_a_note_that_a_fenced_process_has_ended_does_not_free_its_successors_pla
     owner.leave()
 
 
-def test_of_two_that_found_the_place_free_the_one_that_claims_first_has_it(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = place(log, writer="launcher"), place(log, writer="launcher")
-    transactions = log.transactions
+def let_it_claim(first: Place, log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let `first` claim its place between another one's look at it and that one's claim; its writer is in the list then."""
+    transactions, made = log.transactions, []
 
     def first_comes_between(*arguments: Any, **options: Any) -> Any:
         monkeypatch.undo()
-        first.take()
+        made.append(first.take())
         return transactions(*arguments, **options)
 
     monkeypatch.setattr(log, "transactions", first_comes_between)
+    return made
+
+
+def test_of_two_writers_that_found_the_place_free_exactly_one_goes_on(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = place(log), place(log)
+    made = let_it_claim(first, log, monkeypatch)
+    second.take().commit(entry(b"written"))
+    with pytest.raises(Fenced):
+        made[0].commit(entry(b"refused"))
+    first.leave()
+    second.leave()
+
+
+def test_of_two_launchers_that_found_the_place_free_the_one_that_claims_first_has_it(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (place(log, writer="launcher", first_wins=True) for _ in range(2))
+    let_it_claim(first, log, monkeypatch)
     with pytest.raises(Fenced, match="launcher of run places is at work already"):
         second.take()
     first.leave()
