@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed
+from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Committed, Log, Revoked
 from penstock.infra.memory.log import MemoryLog
@@ -191,6 +191,17 @@ def test_a_partition_that_lost_its_tail_is_read_on_from_what_is_left(run_id: str
     assert [(record.offset, record.value) for record in tail.poll(0.0)] == [(1, b"other")]
     listen(member, until=lambda: len(member.records) == 4)
     assert member.records[-1].value == b"other"
+
+
+def test_a_writer_notices_that_its_partition_has_lost_records(run_id: str) -> None:
+    log = MemoryLog()
+    (topic,) = make_topics(log, run_id, "ledger")
+    writer = log.transactions("writer")
+    for number in range(4):
+        writer.commit([outgoing(topic, b"%d" % number)])
+    log.truncate((topic, 0), 4)
+    with pytest.raises(Unrecoverable, match=r"ledger/0 has lost records: offset 6 was acknowledged, the next record was written at 4"):
+        writer.commit([outgoing(topic, b"4")])
 
 
 def test_topics_are_created_once_and_compared_afterwards(log: Log, run_id: str) -> None:
