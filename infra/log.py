@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from penstock.infra.errors import Unrecoverable
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -82,6 +83,25 @@ def check_commits(offsets: Commits) -> None:
         size = len(metadata.encode())
         if size > MAX_COMMIT_METADATA:
             raise ValueError(f"commit metadata of {topic}/{partition} has {size} bytes, at most {MAX_COMMIT_METADATA} fit")
+
+
+class Written:
+    """The newest offset of a writer in each partition: a later one that is not higher means that the log has lost records."""
+
+    def __init__(self) -> None:
+        self._newest: dict[Partition, int] = {}
+
+    def check(self, records: Sequence[Outgoing], offsets: Sequence[int]) -> None:
+        """Note where records were written. Raises `Unrecoverable` when the partition had been longer before."""
+        for record, offset in zip(records, offsets, strict=True):
+            partition = record.topic, record.partition
+            if offset <= (newest := self._newest.get(partition, -1)):
+                raise Unrecoverable(
+                    f"{record.topic}/{record.partition} has lost records: offset {newest} was acknowledged, the next record was written at "
+                    f"{offset}. A broker without the newest records became the leader (unclean.leader.election.enable, "
+                    "min.insync.replicas): nothing more is written; see docs/failures.md"
+                )
+            self._newest[partition] = offset
 
 
 class Pending(Protocol):

@@ -27,9 +27,16 @@ _SPIN_S, _AWAY_S = 0.02, 0.2
 """Pause after a poll that waited less than this and returned nothing; the second one applies while no broker is connected."""
 
 
-def make_consumer(connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False) -> Any:
-    """A consumer; raises LogUnreachable when no broker answers in time."""
+def make_consumer(
+    connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False, jumps: bool = False
+) -> Any:
+    """A consumer; raises LogUnreachable when no broker answers in time.
+
+    With `jumps` it goes on with the first kept record where an offset is not kept: for a caller that compares offsets itself.
+    """
     configs = settings.consumer(connection, group=group, committed=committed)
+    if jumps:
+        configs["auto_offset_reset"] = "earliest"
     began = time.thread_time()
     consumer = edge.make(KafkaConsumer, connection, configs | settings.membership() if member else configs)
     costs.spend("io_s", time.thread_time() - began)
@@ -63,6 +70,8 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
         records = private_api.poll_once(consumer, timeout_s, max_records)
     except edge.REFUSED as error:
         raise edge.translate(error, "the broker refuses to be read") from error
+    except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
+        raise LogError(_not_there(consumer)) from error
     except errors.CorruptRecordError as error:
         raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
     except (errors.RetriableError, *edge.AWAY):
@@ -70,6 +79,19 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
     if not records and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
         time.sleep(min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
     return records
+
+
+def _not_there(consumer: Any) -> str:
+    """Say which offset a consumer wants that its partition does not hold, and which ones it holds."""
+    places = list(consumer.assignment())
+    begins, ends = consumer.beginning_offsets(places), consumer.end_offsets(places)
+    wanted = {tp: private_api.position(consumer, tp) for tp in places}
+    lost = [
+        f"{tp.topic}/{tp.partition}: offset {at} is wanted, {begins[tp]} to {ends[tp] - 1} are there"
+        for tp, at in wanted.items()
+        if at is not None and not begins[tp] <= at <= ends[tp]
+    ]
+    return f"{'; '.join(lost) or 'an offset was lost'}: records were deleted, or lost with a broker"
 
 
 def to_kafka(offsets: Commits) -> dict[Any, Any]:

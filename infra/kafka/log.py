@@ -207,7 +207,7 @@ class KafkaLog:
         with self._reader_lock:
             if self._reader is None:
                 self._reader = self._contact.reach(
-                    lambda: consumer.make_consumer(self._connection, self._costs, group=None, committed=True)
+                    lambda: consumer.make_consumer(self._connection, self._costs, group=None, committed=True, jumps=True)
                 )
                 self._reader_outage = Outage(self._contact)
             began = time.thread_time()

@@ -140,7 +140,9 @@ def consumer(connection: Connection, *, group: str | None, committed: bool) -> d
         "group_id": group,
         "metrics_enabled": False,  # they cost CPU on every fetch and are never read
         "isolation_level": "read_committed" if committed else "read_uncommitted",  # the client's own default is uncommitted
-        "auto_offset_reset": "earliest",  # a first reader starts at the beginning; "latest" would lose records
+        # A tail seeks to where it begins. An offset that is not kept, or was never written, must not become a silent jump.
+        "auto_offset_reset": "none",
+        "allow_auto_create_topics": False,  # a forgotten worker of a deleted run would make its topics again, with other settings
         "enable_auto_commit": False,  # offsets are committed for work that is done, never for records merely read
         "fetch_max_bytes": FETCH_BYTES,
         "max_partition_fetch_bytes": FETCH_BYTES,
@@ -156,6 +158,8 @@ def membership() -> dict[str, Any]:
     from kafka.coordinator.assignors.range import RangePartitionAssignor
 
     return {
+        # The client looks for a position before a member is told of its assignment and seeks.
+        "auto_offset_reset": "earliest",
         # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
         "partition_assignment_strategy": [RangePartitionAssignor()],
         "session_timeout_ms": 6000,  # the least a broker allows by default: a killed member's partitions move after this

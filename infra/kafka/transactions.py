@@ -21,7 +21,7 @@ from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.producer import send
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import Commits, Membership
+from penstock.infra.log import Commits, Membership, Written
 from penstock.topics.wire.record import Outgoing
 
 Visible = Callable[[str, int, int], bool]
@@ -60,7 +60,7 @@ class KafkaTransactions:
         self._identity: Any = None
         """Producer id and epoch as last known; None before the id was taken: then nobody else's epoch outlives ours."""
         self._kafka: Any = None
-        self._fenced = False
+        self._fenced, self._written = False, Written()
         self._wait.begin()
         self._take_over(time.monotonic() + give_up_s)
         self._wait.answered()
@@ -89,6 +89,7 @@ class KafkaTransactions:
                     self._open(deadline)
                     written = self._attempt(records, offsets or {}, member, deadline)
                     self._wait.answered()
+                    self._written.check(records, written)
                     return written
                 except LogUnreachable as error:
                     raise self._contact.gave_up(self._give_up_s) from error

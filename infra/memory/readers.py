@@ -14,8 +14,8 @@ from penstock.topics.wire.record import Record
 class _Reader:
     """Positions in partitions, and the records behind them."""
 
-    def __init__(self, state: State, *, committed: bool) -> None:
-        self._state, self._committed = state, committed
+    def __init__(self, state: State, *, committed: bool, jumps: bool = False) -> None:
+        self._state, self._committed, self._jumps = state, committed, jumps
         self.positions: dict[Partition, int] = {}
         self._cuts: dict[Partition, int] = {}
         """Number of times each partition had been cut back when it was last read."""
@@ -41,9 +41,14 @@ class _Reader:
         return records
 
     def _valid(self, partition: Partition, part: Part, position: int) -> int:
-        """A position that exists: the end of a partition that was cut back, the beginning for an offset that was never written."""
+        """A position that exists: the end of a partition that was cut back; an offset that was never written is an error, or jumps to 0."""
         seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
         position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
+        if position > part.end and not self._jumps:
+            where = f"{partition[0]}/{partition[1]}"
+            raise LogError(
+                f"{where}: offset {position} is wanted, 0 to {part.end - 1} are there: records were deleted, or lost with a broker"
+            )
         return position if position <= part.end else 0
 
 
@@ -123,7 +128,7 @@ class MemoryMember:
     def __init__(self, state: State, group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None) -> None:
         self._state, self._name, self._topics = state, group, tuple(topics)
         self._max_records, self._start_at = max_records, start_at
-        self._reader = _Reader(state, committed=True)
+        self._reader = _Reader(state, committed=True, jumps=True)
         self._membership: Membership | None = None
         self._assigned: tuple[Partition, ...] = ()
         self.member_id = f"member-{id(self):x}"

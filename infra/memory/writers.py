@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed
-from penstock.infra.log import Commits, Committed, Membership, check_commits
+from penstock.infra.log import Commits, Committed, Membership, Written, check_commits
 from penstock.infra.memory.state import State, Transaction
 from penstock.topics.wire.record import Outgoing
 
@@ -56,6 +56,7 @@ class MemoryTransactions:
 
     def __init__(self, state: State, transactional_id: str, *, markers_late_s: float) -> None:
         self._state, self._id, self._token, self._late_s = state, transactional_id, object(), markers_late_s
+        self._written = Written()
         with state.change:
             state.writers[transactional_id] = self._token
             self._settle()
@@ -97,6 +98,7 @@ class MemoryTransactions:
                 marker.start()
             else:
                 transaction.commit()
+            self._written.check(records, transaction.offsets)
             return transaction.offsets
 
     def close(self, timeout_s: float = 3.0) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed
+from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Committed, Log, Revoked
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
-from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.record import Outgoing
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, open_transaction, outgoing, settle, values_in, write
 
 
@@ -150,14 +150,12 @@ def test_an_open_transaction_holds_back_what_is_written_behind_it(log: Log, run_
     everything.close()
 
 
-def test_a_tail_that_starts_behind_the_end_reads_from_the_beginning(log: Log, run_id: str) -> None:
+def test_a_tail_that_starts_behind_the_end_says_so(log: Log, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a")
     write(log, topic, [b"0", b"1"])
     tail = log.tail({(topic, 0): 7})
-    records: list[Record] = []
-    while len(records) < 2:
-        records += tail.poll(WAIT_S)
-    assert [record.value for record in records] == [b"0", b"1"]
+    with pytest.raises(LogError, match="offset 7 is wanted, 0 to 1 are there"):
+        any(tail.poll(1.0) for _ in range(int(WAIT_S)))
     tail.close()
 
 
@@ -191,6 +189,17 @@ def test_a_partition_that_lost_its_tail_is_read_on_from_what_is_left(run_id: str
     assert [(record.offset, record.value) for record in tail.poll(0.0)] == [(1, b"other")]
     listen(member, until=lambda: len(member.records) == 4)
     assert member.records[-1].value == b"other"
+
+
+def test_a_writer_notices_that_its_partition_has_lost_records(run_id: str) -> None:
+    log = MemoryLog()
+    (topic,) = make_topics(log, run_id, "ledger")
+    writer = log.transactions("writer")
+    for number in range(4):
+        writer.commit([outgoing(topic, b"%d" % number)])
+    log.truncate((topic, 0), 4)
+    with pytest.raises(Unrecoverable, match=r"ledger/0 has lost records: offset 6 was acknowledged, the next record was written at 4"):
+        writer.commit([outgoing(topic, b"4")])
 
 
 def test_topics_are_created_once_and_compared_afterwards(log: Log, run_id: str) -> None:

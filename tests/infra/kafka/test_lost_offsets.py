@@ -1,0 +1,59 @@
+"""An offset that a partition does not hold is an error with both numbers, never a silent jump; nobody makes topics by asking for them."""
+
+from collections.abc import Iterator
+
+import pytest
+from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+
+from penstock.infra.errors import LogError
+from penstock.infra.kafka import settings
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Tail
+from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
+
+
+@pytest.fixture
+def log(broker: str) -> Iterator[KafkaLog]:
+    opened = KafkaLog(broker)
+    yield opened
+    opened.close()
+
+
+def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    write(log, topic, [b"%d" % number for number in range(6)])
+    admin = KafkaAdminClient(bootstrap_servers=broker)
+    admin.delete_records({TopicPartition(topic, 0): 4})
+    admin.close()
+    lost = rf"{topic}/0: offset 1 is wanted, 4 to 5 are there: records were deleted"
+    for start in (log.tail({(topic, 0): "latest"}), log.tail({(topic, 0): "earliest"})):
+        start.seek((topic, 0), 1)
+        with pytest.raises(LogError, match=lost):
+            polled(start)
+        start.close()
+    with pytest.raises(LogError, match="the records at offsets 1 were deleted, the first one that is kept is 4"):
+        log.read(topic, 0, [1, 5])
+
+
+def polled(tail: Tail) -> None:
+    for _ in range(int(WAIT_S)):
+        assert tail.poll(1.0) == []
+
+
+def test_a_first_tail_and_a_first_member_begin_with_what_is_kept(broker: str, log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    write(log, topic, [b"%d" % number for number in range(6)])
+    admin = KafkaAdminClient(bootstrap_servers=broker)
+    admin.delete_records({TopicPartition(topic, 0): 4})
+    admin.close()
+    tail, heard = log.tail({(topic, 0): "earliest"}), Heard(log.member(f"{run_id}.group", [topic]))
+    listen(heard, until=lambda: len(heard.records) == 2)
+    assert [record.offset for record in tail.read_to_end()] == [record.offset for record in heard.records] == [4, 5]
+    tail.close()
+    heard.member.close()
+
+
+def test_a_consumer_makes_no_topic_by_asking_for_it(log: KafkaLog) -> None:
+    consumer = KafkaConsumer(**settings.consumer(log.connection, group=None, committed=True))
+    assert consumer.config["allow_auto_create_topics"] is False
+    consumer.close()
