@@ -109,5 +109,6 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
     assert set(done.stdout.splitlines()) == {
         f"{run_id}.prompts: 2 records", f"{run_id}.rollouts: 5 records", f"{run_id}.groups: 5 records", f"{run_id}.ledger: 1 records",
         f"{run_id}.weights: 0 records", f"{run_id}.metrics: 0 records", f"{run_id}.dead-letters: 0 records", f"{run_id}.owners: 0 records",
+        f"{run_id}.run: 0 records",
         "group 0: rewards 1.0 0.0 0.5", "group 1: rewards 0.25 0.75",
     }  # fmt: skip

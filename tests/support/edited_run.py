@@ -21,6 +21,7 @@ CODECS: Mapping[str, Any] = {
     "dead-letters": dead_letters,
     "manifests": weights,
     RUNS_TOPIC: runs,
+    "run": runs,
 }
 
 
@@ -120,8 +121,8 @@ class EditedRun:
         self.group(number, lambda held: with_sample(held, sample, **fields))
 
     def registered(self, section: str, **fields: Any) -> None:
-        """Change what the register of runs says: `info`, or a section of the configuration."""
-        index, held = self.all(RUNS_TOPIC)[-1]
+        """Change what the run's own topic says it is: `info`, or a section of the configuration."""
+        index, held = self.all("run")[-1]
         if section == "info":
             self.put(index, replace(held, info=json.dumps({**json.loads(held.info), **fields})))
             return

@@ -1,7 +1,6 @@
 """How old tokens and groups are: the summaries, and what a step says of what it trained."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.infra.backends.base import StepResult
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics import groups
 from penstock.topics.groups import Group
@@ -67,7 +67,7 @@ class Backend:
         return {"tokens": float(batch.tokens), "loss_sum": 0.0, "denominator": 1.0}
 
     def step(self, *, denominator: float) -> Any:
-        return SimpleNamespace(grad_norm=1.0, lr=0.1)
+        return StepResult(grad_norm=1.0, lr=0.1)
 
 
 def test_a_step_says_how_old_its_groups_and_its_trained_tokens_are() -> None:
@@ -76,7 +76,7 @@ def test_a_step_says_how_old_its_groups_and_its_trained_tokens_are() -> None:
     from penstock.pipeline.learner.train_step import Objective, Step
 
     config = from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}})
-    step = Step(Backend(), Objective.of(config))  # type: ignore[arg-type]
+    step = Step(Backend(), Objective.of(config), number=5)  # type: ignore[arg-type]
     mixed = spans([3, 5], [0, 2])  # two tokens of version 3, six of version 5
     aborted = {**spans([4], [0]), "finish": "abort"}
     step.add(group_of(0, [mixed, aborted, spans([5], [0]), spans([5], [0])]))
@@ -84,6 +84,7 @@ def test_a_step_says_how_old_its_groups_and_its_trained_tokens_are() -> None:
     found = step.finish(learner_version=5).metrics
     assert {name: found[name] for name in found if "lag" in name or "spans" in name} == pytest.approx({
         "lag_min": 0.0, "lag_mean": 1.0, "lag_max": 2.0, "lag_p95": 2.0,
+        "lag_steps_min": 0.0, "lag_steps_mean": 1.0, "lag_steps_max": 2.0, "lag_steps_p95": 2.0,
         "token_lag_min": 0.0, "token_lag_mean": 4 / 56, "token_lag_max": 2.0, "token_lag_p95": 0.0,
         "tokens_at_lag_0": 54 / 56, "tokens_at_lag_2": 2 / 56,
         "spans_mean": 8 / 7,
@@ -96,7 +97,7 @@ def test_tokens_that_are_not_trained_have_no_lag() -> None:
     from penstock.pipeline.learner.train_step import Objective, Step
 
     config = from_table({"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "x.jsonl"}})
-    step = Step(Backend(), Objective.of(config))  # type: ignore[arg-type]
+    step = Step(Backend(), Objective.of(config), number=5)  # type: ignore[arg-type]
     group = group_of(0, [spans([1, 5], [0, 2])])
     first = group.samples[0]
     mask = np.array([False] * 2 + [True] * 6)

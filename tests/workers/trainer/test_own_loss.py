@@ -25,7 +25,7 @@ def test_the_sum_of_an_own_loss_is_divided_by_what_the_learner_counts(
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     config = config_for(tiny_model, tmp_path, algorithm={"loss": f"{tmp_path}/own.py:summed", "aggregate": aggregate})
     backend = make_backend(config, steps=1)
-    step = Step(backend, Objective.of(config))
+    step = Step(backend, Objective.of(config), number=0)
     for number in range(2):
         step.add(group_of(number, version=0))
     outcome = step.finish(learner_version=0)
