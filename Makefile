@@ -12,8 +12,8 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell $(nam
 MODEL := .penstock/tiny
 SMOLLM2 := .penstock/smollm2
 PYTEST := $(BIN)/python -m pytest
-# Processes that share the tests, each with a broker of its own.
-TESTERS ?= 3
+# Processes that share the tests, each with a broker of its own: more than cores, as tests mostly wait.
+TESTERS ?= 4
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
 COVERED := .penstock/coverage
