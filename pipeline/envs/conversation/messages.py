@@ -35,19 +35,8 @@ def plain(message: Message) -> dict[str, Any]:
     if not (calls := message.get("tool_calls")):
         made.pop("tool_calls", None)
         return made
-    made["content"] = made["content"] or None
     made["tool_calls"] = [{**call, "type": "function", "function": _function(call)} for call in calls]
     return made
-
-
-def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its tool calls as JSON text, which some templates concatenate."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}} for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
 
 
 def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
@@ -79,7 +68,3 @@ def _function(call: Any) -> dict[str, Any]:
             decoded = arguments
         arguments = decoded if isinstance(decoded, dict) else arguments
     return {"name": function["name"], "arguments": {} if arguments is None else arguments}
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -14,8 +14,9 @@ from jinja2 import TemplateError
 
 from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.envs.conversation.base import Said, Template
+from penstock.pipeline.envs.conversation.forms import call_form, text_form
 from penstock.pipeline.envs.conversation.jinja import compiled, variables
-from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, text_of, with_text_arguments
+from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, text_of
 from penstock.pipeline.envs.conversation.plain import PlainTemplate
 from penstock.pipeline.envs.conversation.reasoning import split_harmony, split_reasoning
 from penstock.pipeline.envs.conversation.tool_calls import FORMATS, format_of, read_calls
@@ -24,6 +25,7 @@ from penstock.pipeline.envs.tokenization import chat_template_of, light_tokenize
 
 _ANSWER = "QZJX0QZJX"
 """Stands for an answer where only what follows it is wanted; no template contains it."""
+_PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
 _NEWS = "WVKY1WVKY"
 """Stands for what is said next, to see where a template puts it."""
 
@@ -56,7 +58,7 @@ def template_of(
 class ChatTemplate:
     """A Jinja chat template with a tokenizer of the `tokenizers` library; arguments as in `template_of`.
 
-    A template that does not name `tools` gets them described in the system message, in Hermes' format.
+    A template that does not read tools, or does not show calls of them, gets both as text in Hermes' format.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class ChatTemplate:
         if tool_format != "auto" and tool_format not in FORMATS:
             raise ConfigError(f"tool_format: {tool_format!r} is none of auto, {', '.join(sorted(FORMATS))}")
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
-        self._takes_tools = "tools" in variables(source)
+        self._form = text_form(lambda messages: self._render(messages, None))
+        calls = call_form(lambda messages: self._render(messages, [_PROBE]), self._form.parts) if "tools" in variables(source) else None
+        self._takes_tools, self._form = calls is not None, calls or self._form
         shown = format_of(source) if self._takes_tools else "hermes"
         self._format = shown if tool_format == "auto" else tool_format
         self._thinks = "think>" in source
@@ -156,10 +160,7 @@ class ChatTemplate:
         if not self._takes_tools:
             messages, tools = without_tools(messages, tools), None
         try:
-            try:
-                return self._render(messages, tools)
-            except TypeError:
-                return self._render([with_text_arguments(message) for message in messages], tools)
+            return self._render([self._form.of(message) for message in messages], tools)
         # The boundary to a template, which may raise any error.
         except Exception as error:
             raise TemplateRefused(f"the chat template refuses the messages: {_line(error)}") from error
@@ -179,10 +180,7 @@ def _stand_ins(answer: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "assistant", "content": _ANSWER}]
     before = [{**call, "function": {**call["function"], "arguments": {"x": "y"}}} for call in calls]
     marked = [*before[:-1], {**before[-1], "function": {**before[-1]["function"], "arguments": {"x": _ANSWER}}}]
-    return [
-        *({"role": "assistant", "content": content, "tool_calls": marked} for content in ("", None)),
-        {"role": "assistant", "content": _ANSWER, "tool_calls": before},
-    ]
+    return [{"role": "assistant", "content": "", "tool_calls": marked}, {"role": "assistant", "content": _ANSWER, "tool_calls": before}]
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

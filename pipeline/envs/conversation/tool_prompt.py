@@ -1,9 +1,9 @@
-"""Tools for a chat template that knows none: described in the system message, called and answered in Hermes' format."""
+"""Tools for a chat template that knows none: described in the first message, called and answered in Hermes' format."""
 
 import json
 from typing import Any
 
-from penstock.pipeline.envs.conversation.messages import Tools
+from penstock.pipeline.envs.conversation.messages import TemplateRefused, Tools
 
 _INSTRUCTIONS = """You may call one or more functions. These are their signatures, in <tools></tools>:
 <tools>
@@ -21,10 +21,11 @@ def without_tools(messages: list[dict[str, Any]], tools: Tools | None) -> list[d
     made = [_as_text(message) for message in messages]
     if tools:
         described = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        if made and made[0]["role"] == "system":
-            made[0] = {**made[0], "content": f"{made[0]['content']}\n\n{described}"}
-        else:
-            made.insert(0, {"role": "system", "content": described})
+        if not made:
+            raise TemplateRefused("tools need a first message, which describes them")
+        # Not every template takes a system message that was not there.
+        pieces = [made[0]["content"], described]
+        made[0] = {**made[0], "content": "\n\n".join(pieces if made[0]["role"] == "system" else pieces[::-1])}
     return _results_together(made)
 
 

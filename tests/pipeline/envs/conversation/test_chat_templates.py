@@ -248,6 +248,7 @@ def test_where_the_hostile_template_writes_no_end_of_turn_the_question_is_not_lo
     assert "Is it so?" in text("hostile", context.token_ids)
 
 
+@pytest.mark.costly  # imports transformers
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_template_is_what_transformers_renders(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
