@@ -262,7 +262,7 @@ def strict_or_error() -> Iterator[None]:
         if "does not have a deterministic implementation" not in str(error):
             raise
         text = str(error).split(", but")[0].splitlines()[0]
-        raise BackendError(f"trainer.deterministic = 'strict': {text}; take another operation, or trainer.deterministic = 'warn'") from error
+        raise BackendError(f"trainer.deterministic = 'strict': {text}; take another one, or trainer.deterministic = 'warn'") from error
 
 
 @contextlib.contextmanager

@@ -19,7 +19,10 @@ RECENT_GROUPS = 1_000
 
 
 class Waste(NamedTuple):
-    """One cause: the fate, or `truncated` for those filtered for that alone, its share of the groups with an outcome, the cause and what to change, both in words."""
+    """One cause: the fate, its share of the groups with an outcome, the cause and what to change, both in words.
+
+    The fate of groups that are filtered because they are truncated is `truncated`.
+    """
 
     fate: str
     share: float

@@ -319,7 +319,7 @@ def test_strict_determinism_refuses_an_operation_without_a_deterministic_form_in
     strict = opened(name, deterministic="strict", **settings)
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     strict.backward(batch_of(0, 4), loss_of(batch_of(0, 4)), denominator=1.0)  # what a step needs has one
-    with pytest.raises(BackendError, match="^trainer.deterministic = 'strict': put_ does not have .*; take another operation, or [^\n]*$"):
+    with pytest.raises(BackendError, match=r"^trainer.deterministic = 'strict': put_ does not have .*; take another one, or [^\n]*$"):
         strict.backward(batch_of(0, 4), loss, denominator=1.0)
     warning = opened(name, **settings)
     assert torch.is_deterministic_algorithms_warn_only_enabled()
