@@ -43,10 +43,10 @@ def create(
     """
     info = {**check_inputs(config, say=say), **(about or {})}
     run = _usable(run_id or new_id(config))
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=config.kafka.replication_factor)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    log.create_topics(topics_of(run, partitions=config.partitions), replication_factor=config.kafka.replication_factor)
+    log.create_topics(topics_of(run, partitions=config.partitions), copies=config.kafka.copies)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)
