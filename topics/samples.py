@@ -118,14 +118,12 @@ class Rollout(ByValue):
     @property
     def episode_reward(self) -> float | None:
         """The sum of what its environment gave; None where there was none."""
-        given = [turn.reward for turn in self.turns or () if turn.reward is not None]
-        return sum(given) if given else None
+        return reward_of(self.turns)
 
     @property
     def broken(self) -> str | None:
         """Why its environment ended it, or None: then neither its reward nor its tokens count for anything."""
-        last = self.turns[-1] if self.turns and self.finish == "abort" else None
-        return (last.finish or "unknown") if last is not None and last.source == ENVIRONMENT else None
+        return cause_of(self.turns)
 
     @property
     def token_versions(self) -> Int32s:
@@ -143,6 +141,21 @@ class Rollout(ByValue):
     def version_max(self) -> int:
         """The newest policy version any of it was drawn from."""
         return max(map(int, self.span_versions))
+
+
+def reward_of(turns: Sequence[Turn] | None) -> float | None:
+    """The sum of the rewards of a trajectory's turns; None where there are none."""
+    given = [turn.reward for turn in turns or () if turn.reward is not None]
+    return sum(given) if given else None
+
+
+def cause_of(turns: Sequence[Turn] | None) -> str | None:
+    """Why a trajectory's environment ended it early, or None.
+
+    Example:
+        cause_of([Turn(start=9, end=9, source="environment", finish="environment-step: …")])  # -> "environment-step: …"
+    """
+    return (turns[-1].finish or "unknown") if turns and turns[-1].source == ENVIRONMENT else None
 
 
 def flaw(rollout: Rollout) -> str | None:
@@ -165,7 +178,11 @@ def flaw(rollout: Rollout) -> str | None:
 def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
     if rollout.segments is not None:
         ends = [0, *(end for _, end, _ in rollout.segments)]
-        if [start for start, _, _ in rollout.segments] != ends[:-1] or ends[-1] != tokens or any(low > high for low, high in pairwise(ends)):
+        if (
+            [start for start, _, _ in rollout.segments] != ends[:-1]
+            or ends[-1] != tokens
+            or any(low > high for low, high in pairwise(ends))
+        ):
             return f"segments {rollout.segments[:4]} do not divide {tokens} tokens"
         if not all(0 <= prompt <= end - start for start, end, prompt in rollout.segments):
             return f"a segment of {rollout.segments[:4]} has a longer prompt than tokens"

@@ -191,9 +191,7 @@ class Episode:
         digest = hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).digest()
         known = self._known.get(turn)
         if known is None:
-            known = self._known[turn] = _Known(
-                context=digest, draw=await self.draw(token_ids, turn=turn, max_new_tokens=room)
-            )
+            known = self._known[turn] = _Known(context=digest, draw=await self.draw(token_ids, turn=turn, max_new_tokens=room))
         elif known.context != digest:
             raise _Diverged(f"turn {turn}: the environment said something else to the same actions; the trajectory begins anew")
         return known.draw

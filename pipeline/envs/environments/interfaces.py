@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from penstock.pipeline.envs.environments.tools import call_tool, schema_of, tools_of
@@ -127,8 +128,6 @@ def _number(reward: Any, where: str) -> float | None:
     value = reward.item() if hasattr(reward, "item") else reward
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        if isinstance(value, bool):
-            return float(value)
+    if not isinstance(value, int | float) or not isfinite(value):
         raise EnvironmentFault(f"{where} gave the reward {value!r}, expected a finite number")
     return float(value)
