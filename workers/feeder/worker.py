@@ -120,6 +120,8 @@ def _prompt(session: Session, dataset: Any, renderer: Renderer, *, number: int, 
     epoch, index = order(config.run.seed, config.data.first_group + number, len(dataset), shuffle=config.data.shuffle)
     row = dataset[index]
     text, token_ids = renderer.render(row)
+    # A trajectory goes on from its prompt, and every turn renders the conversation: its driver needs the messages themselves.
+    messages = row.messages if config.environment.source is None else renderer.messages(row)
     return Prompt(
         group=number,
         slot=slot,
@@ -128,7 +130,7 @@ def _prompt(session: Session, dataset: Any, renderer: Renderer, *, number: int, 
         epoch=epoch,
         row=row.index,
         prompt=text,
-        messages=None if row.messages is None else json.dumps(row.messages),
+        messages=None if messages is None else json.dumps(messages),
         token_ids=token_ids,
         columns=json.dumps(row.columns),
         created_ns=time.time_ns(),
