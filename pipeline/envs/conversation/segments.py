@@ -82,6 +82,8 @@ class Answer:
     malformed: tuple[str, ...]
     """What is wrong with tool calls that cannot be read, a line each, to be told to the policy."""
     finish: Finish
+    tokens: int
+    """How many of the drawn tokens are kept: all, unless a text ended the answer."""
 
     @property
     def finish_reason(self) -> str:
@@ -184,7 +186,7 @@ class Conversation:
             self._turns.append(turn)
             heard = digests([*context.messages, said.message], context.tools)[-1]
             self._heard.setdefault(heard, []).append(turn)
-        return Answer(said.message, said.malformed, finish)
+        return Answer(said.message, said.malformed, finish, len(ids))
 
     def segments(self) -> tuple[Segment, ...]:
         """The sequences to train, in the order in which their first questions were asked."""
