@@ -102,7 +102,6 @@ def test_a_program_that_fails_once_is_run_again_from_the_beginning(tmp_path: Pat
     says: list[str] = []
     mark = f"mark = pathlib.Path({str(tmp_path / 'mark')!r})"
     code = f"import pathlib\n{mark}\nif not mark.exists():\n    mark.touch()\n    ask(messages)\n    sys.exit(3)\n{PLAY}"
-    )
     made = play(tmp_path, code, limits=replace(LIMITS, retries=1), says=says)
     assert (made.finish, sum(turn.source == "model" for turn in made.turns)) == ("stop", 2)
     assert says == ["environment-exit: the agent ended with exit status 3; tried again"]
