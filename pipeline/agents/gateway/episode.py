@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,34 +17,39 @@ from typing import Any, Literal
 
 from penstock.infra.sandbox.program import Program, how_it_ended
 from penstock.pipeline.agents.draw import Drawing
-from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits
+from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
 from penstock.pipeline.agents.gateway.clock import AgentClock
 from penstock.pipeline.agents.gateway.server import Gateway
 from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
 from penstock.pipeline.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation, Template
 from penstock.pipeline.envs.conversation.messages import text_of
+from penstock.pipeline.envs.environments.sources import AGENT
 
-SCHEME = "agent:"
+_PYTHON = {"python": sys.executable, "python3": sys.executable}
+"""An agent in Python has the worker's own packages."""
 
 
 def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
     """The program and its arguments in `agent:COMMAND`, each `{column}` replaced by the row's value; no shell reads it.
 
+    `python` is this process's own.
+
     Example:
-        command_of("agent:python solve.py --task {prompt}", {"prompt": "1 + 1"})  # -> ["python", "solve.py", "--task", "1 + 1"]
+        command_of("agent:python solve.py --task {prompt}", {"prompt": "1 + 1"})  # -> [sys.executable, "solve.py", "--task", "1 + 1"]
     """
 
     def value(match: re.Match[str]) -> str:
         found = row.get(match[1], match[0])
         return found if isinstance(found, str) else json.dumps(found)
 
-    return [re.sub(r"\{(\w+)\}", value, word) for word in shlex.split(source.removeprefix(SCHEME))]
+    program, *arguments = shlex.split(source.removeprefix(AGENT))
+    return [_PYTHON.get(program, program), *(re.sub(r"\{(\w+)\}", value, word) for word in arguments)]
 
 
 def version_of(source: str) -> str | None:
     """The first 16 digits of the SHA-256 of the files that are arguments of a command; None if none is."""
-    words = shlex.split(source.removeprefix(SCHEME))
+    words = shlex.split(source.removeprefix(AGENT))
     files = [Path(word) for word in words[1:] if Path(word).is_file()]
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
 
@@ -165,3 +171,33 @@ class AgentEpisode:
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
         }
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentEpisodes:
+    """Trajectories of an agent, with one endpoint for all of them."""
+
+    source: str
+    template: Template
+    gateway: Gateway
+    programs: asyncio.Semaphore
+    limits: Limits
+    on_loss: Callable[[str], None]
+
+    @classmethod
+    def open(cls, source: str, *, template: Template, limits: Limits, processes: int, on_loss: Callable[[str], None]) -> "AgentEpisodes":
+        """Serve the endpoint in the running loop; at most `processes` programs run at a time."""
+        programs = asyncio.Semaphore(processes)
+        return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, on_loss=on_loss)
+
+    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> AgentEpisode:
+        """A trajectory that asks `draw` for its turns; `version`: the newest weights."""
+        seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
+        return AgentEpisode(
+            request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
+            programs=self.programs, limits=self.limits, draw=draw, on_loss=self.on_loss, version=version,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Stop serving."""
+        await self.gateway.close()

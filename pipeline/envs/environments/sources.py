@@ -11,6 +11,9 @@ from typing import Any
 from penstock.pipeline.config.plugins import PluginError, load, source_digest, split_options
 from penstock.pipeline.envs.environments.interfaces import Episode, episode_of, waits
 
+AGENT = "agent:"
+"""What the name of an agent's command begins with; agents are programs, which no child loads."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentKind:
