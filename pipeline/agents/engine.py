@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,7 @@ class TrajectoryEngine:
             )
             task = asyncio.run_coroutine_threadsafe(episode.run(), self._loop)
             self._running[key] = _Running(episode, task)
-            task.add_done_callback(lambda done, key=key: self._events.put((key, done)))
+            task.add_done_callback(partial(self._finished, key))
 
     def step(self) -> list[Completion]:
         """One decode step for all turns that are asked for; the trajectories that ended meanwhile. Raises what no trajectory can mend."""
@@ -166,6 +167,9 @@ class TrajectoryEngine:
     def ask(self, asked: _Asked) -> None:
         """Hand a turn to the engine; called in the environments' thread."""
         self._events.put(asked)
+
+    def _finished(self, key: tuple[int, int], task: "Future[Trajectory]") -> None:
+        self._events.put((key, task))
 
     def _take(self, *, wait: bool) -> list[Completion]:
         """Submit the turns that were asked for, and return the trajectories that ended; `wait` a little for the first of either."""
