@@ -4,23 +4,18 @@ The rule: rank 0 cuts the step and says by place and digest what each rank train
 rank runs as many micro-batches as any other, and statistics are added up in plan order, whoever measured them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.infra import faults
 from penstock.infra.backends.base import Backend
-from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.ranks.lead_backend import obey
 from penstock.pipeline.learner.training_samples import TokenSequence, pack
-from penstock.topics.groups import Group
 from penstock.topics.ledger import Planned
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
-    from penstock.pipeline.learner.train_step import Objective
 
 Stats = dict[str, float]
 
@@ -56,47 +51,6 @@ class Ranks:
         return [next(by_rank[self.whose(number)]) for number in range(batches)]
 
 
-@dataclass(slots=True)
-class Follower:
-    """Any other rank: it does what rank 0 says until that says that it is over."""
-
-    processes: "ProcessSet"
-    objective: "Objective"
-    open: Callable[[], Backend]
-    read: Callable[[Sequence[Planned]], Sequence[Group]]
-    """Reads and verifies groups by their places in the log."""
-    backend: Backend | None = None
-    _stats: list[Stats] = field(default_factory=list)
-
-    def follow(self) -> None:
-        """Raises `BackendError` when rank 0 has ended without a word, `PenstockError` when this rank cannot do what it is told."""
-        while (message := self.processes.hear())["do"] != "end":
-            self._do(message)
-        self.processes.answer("ended")
-
-    def _do(self, message: Mapping[str, Any]) -> None:
-        if message["do"] == "open":
-            self.backend = self.open()
-            return
-        assert self.backend is not None, "rank 0 gives orders before it has the model opened"
-        match message["do"]:
-            case "train":
-                batch = self._batch(_places(message["plan"]), message["rows"])
-                self._stats.append(self.objective.backward(self.backend, batch))
-                faults.reach("rank.trained")
-            case "nothing":
-                train_nothing(self.backend)
-            case "report":
-                self.processes.answer(self._stats)
-                self._stats = []
-            case _:
-                obey(self.backend, dict(message), self.processes)
-
-    def _batch(self, plan: Sequence[Planned], rows: Sequence[Sequence[int]]) -> TokenBatch:
-        sequences = {(one.group, one.sample): one for group in self.read(plan) for one in self.objective.sequences(group)}
-        return pack([sequences[group, sample] for group, sample in rows])
-
-
 def train_nothing(backend: Backend) -> None:
     """Run a micro-batch of one untrained token backward, of weight zero: the collectives of a backward pass need every rank."""
     one = TokenSequence(
@@ -104,7 +58,3 @@ def train_nothing(backend: Backend) -> None:
         behaviour_logprobs=np.zeros(1, np.float32), loss_mask=np.zeros(1, np.bool_), advantage=0.0,
     )  # fmt: skip
     backend.backward(pack([one]), lambda logprobs: (0.0 * logprobs.sum(), {}))
-
-
-def _places(plan: Sequence[Sequence[Any]]) -> list[Planned]:
-    return [Planned(group=group, sha256=sha256, partition=partition, offset=offset) for group, sha256, partition, offset in plan]

@@ -83,7 +83,7 @@ class Trainer:
     """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, past: Past, processes: "ProcessSet | None") -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, past: Past, processes: "ProcessSet | None" = None) -> "Trainer":
         """Load the model and begin to follow the groups."""
         manifests = past.story.manifests
         policy = PolicyTrainer.open(
