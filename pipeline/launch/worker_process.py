@@ -128,7 +128,13 @@ class Worker:
 
     def last_words(self) -> str:
         """The last lines its newest process wrote."""
+        return "\n".join(f"  | {line}" for line in self._lines()[-LAST_WORDS:])
+
+    def last_line(self) -> str:
+        """The last of them."""
+        return next(reversed(self._lines()), "")
+
+    def _lines(self) -> list[str]:
         with self.log_file.open("rb") as log:
             log.seek(self._began)
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-LAST_WORDS:])
+            return log.read().decode("utf-8", errors="replace").splitlines()
