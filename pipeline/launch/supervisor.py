@@ -167,7 +167,7 @@ class Supervisor:
         decision = restart_policy.decide(worker.deaths, now_s=now_s, rules=self._rules, reachable=reachable)
         how = restart_policy.how(status)
         if status == BROKEN:
-            return Failure(worker.last_line().removeprefix(f"penstock: {worker.role}: "))
+            return Failure(worker.cause())
         if decision == "give-up":
             why = restart_policy.why_given_up(worker.deaths, rules=self._rules)
             return Failure(f"{worker.name} {how} ({why}); its log is {worker.log_file}", worker.last_words())

@@ -130,9 +130,11 @@ class Worker:
         """The last lines its newest process wrote."""
         return "\n".join(f"  | {line}" for line in self._lines()[-LAST_WORDS:])
 
-    def last_line(self) -> str:
-        """The last of them."""
-        return next(reversed(self._lines()), "")
+    def cause(self) -> str:
+        """The line in which it said why it failed, or its last one."""
+        lines, said = self._lines(), f"penstock: {self.role}: "
+        causes = [line.removeprefix(said) for line in lines if line.startswith(said)]
+        return (causes or lines or [""])[-1]
 
     def _lines(self) -> list[str]:
         with self.log_file.open("rb") as log:

@@ -28,7 +28,7 @@ from penstock.topics.ledger import Entry
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
 FAILING = "import sys; print('the reason'); sys.exit(1)"
-BROKEN_REWARD = "import sys; print('penstock: evaluator: reward f broke: mend it'); sys.exit(3)"
+BROKEN_REWARD = "import sys; print('penstock: evaluator: reward f broke: mend it'); print('1 more dead letter'); sys.exit(3)"
 MISTAKEN = "import sys; print('sampling.top_p = 3'); sys.exit(2)"
 
 
