@@ -219,6 +219,7 @@ class ScorerSection(Section):
 class TrainerSection(Section):
     backend: Annotated[str, one_of(BACKENDS)] = "torch"
     zero_stage: Literal[0, 1, 2, 3] = 1
+    processes: Positive = Field(1, description="that train together, each on threads or a GPU of its own; they are one worker")
     device: str = "auto"
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
     dtype: Literal["float32", "bfloat16"] = "float32"
