@@ -13,10 +13,6 @@ import typer
 
 from penstock.pipeline.cli.audit import audit
 from penstock.pipeline.cli.fork import fork
-<<<<<<< HEAD
-from penstock.pipeline.cli.model import app as model_app
-from penstock.pipeline.cli.plan import plan
-=======
 from penstock.pipeline.cli.init import check, init
 from penstock.pipeline.cli.look.explain import explain as explain_group
 from penstock.pipeline.cli.look.report import report
@@ -25,7 +21,7 @@ from penstock.pipeline.cli.look.status import graph, runs, status
 from penstock.pipeline.cli.machine.broker import app as broker_app
 from penstock.pipeline.cli.machine.doctor import doctor
 from penstock.pipeline.cli.machine.model import app as model_app
->>>>>>> main
+from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.run import create, run, worker
 from penstock.pipeline.cli.topics import app as topics_app
