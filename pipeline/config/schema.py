@@ -117,6 +117,9 @@ class RewardSection(Section):
     functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
     weights: list[float] | None = None
     timeout_s: PositiveFloat = 30.0
+    on_error: Literal["stop", "drop"] = Field(
+        "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
+    )
 
 
 class ScheduleSection(Section):
