@@ -150,7 +150,7 @@ def test_a_new_data_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_new_environment_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(environments.SCHEMES, "toy", lambda name, options: environments.open_environment(f"tiny:{name}"))
+    monkeypatch.setitem(environments.SCHEMES, "toy", lambda name, _: environments.open_environment(f"tiny:{name}"))
     assert environments.open_environment("toy:lake").episode().tools == ()
 
 

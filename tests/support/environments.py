@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.infra.engines.base import Sampling
 from penstock.infra.sandbox.sessions import Sessions
-from penstock.pipeline.agents.draw import Draw
-from penstock.pipeline.agents.driver import Episode, Limits
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.agents.draw import Draw
+from penstock.pipeline.envs.agents.driver import Episode, Limits
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.conversation import PlainTemplate
 from penstock.pipeline.envs.environments.child import CHILD
 

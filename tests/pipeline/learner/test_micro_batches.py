@@ -143,7 +143,11 @@ def test_a_trajectory_in_two_segments_counts_as_one_sample_under_every_aggregati
     assert rows[1].prompt_ids.tolist() == split.token_ids[3:5].tolist()
     batch = pack(rows)
     logprobs = torch.tensor(batch.behaviour_logprobs)
-    for aggregate, expected in {"token_mean": -(3 * 2 - 6 * 1) / 9, "sequence_mean": -(2 - 1) / 2, "constant": -(3 * 2 - 6) / 8 / 2}.items():
+    for aggregate, expected in {
+        "token_mean": -(3 * 2 - 6 * 1) / 9,
+        "sequence_mean": -(2 - 1) / 2,
+        "constant": -(3 * 2 - 6) / 8 / 2,
+    }.items():
         loss, _ = batch_loss(logprobs, batch, aggregate=aggregate, max_tokens=8)
         divisor = denominator([batch.completion_mask], [group], aggregate=aggregate, counts_untrained=True)
         assert float(loss) / divisor == pytest.approx(expected)

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, InHand
 from penstock.infra.sandbox.sessions import Sessions
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.agents.draw import Draw
-from penstock.pipeline.agents.driver import Episode, Limits, seed_of
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.agents.draw import Draw
+from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.environments.child import CHILD
 
 WAIT_S = 0.02
