@@ -116,11 +116,6 @@ class Rollout(ByValue):
     environment_seed: int | None = None
 
     @property
-    def episode_reward(self) -> float | None:
-        """The sum of what its environment gave; None where there was none."""
-        return reward_of(self.turns)
-
-    @property
     def broken(self) -> str | None:
         """Why its environment ended it, or None: then neither its reward nor its tokens count for anything."""
         return cause_of(self.turns)

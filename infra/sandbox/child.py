@@ -3,7 +3,6 @@
 The rule: nothing that the code prints reaches the two pipes, and nothing it starts outlives the parent.
 """
 
-import asyncio
 import fcntl
 import importlib
 import inspect
@@ -41,6 +40,8 @@ def main() -> None:
         return
     _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1)})
     if inspect.iscoroutinefunction(handler):
+        import asyncio  # which most children have no use for
+
         asyncio.run(_serve_at_once(handler, requests, replies))
         return
     for line in requests:
@@ -55,6 +56,8 @@ def main() -> None:
 
 async def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
     """Answer lines `[number, payload]` by that number, as the handler gets done with them."""
+    import asyncio
+
     lines = asyncio.StreamReader(limit=LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
     calls = set[asyncio.Task[None]]()

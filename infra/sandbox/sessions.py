@@ -99,7 +99,7 @@ class Session:
         self.last_s = 0.0
         async with child.room:
             if child.ended is not None:
-                raise SessionLost(child.ended, guilty=False)
+                raise SessionLost(f"another environment in its process {child.ended}", guilty=False)
             began = time.monotonic()
             try:
                 return await asyncio.wait_for(child.ask({"session": self.number, **payload}), timeout_s)
@@ -181,9 +181,9 @@ class _Child:
     def _kill(self) -> None:
         if self._process.returncode is None:
             last_words(self._process)
-        if self._writer is not None:
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.abort()
-        if self._reader is not None:
+        if self._reader is not None and not self._reader.is_closing():
             self._reader.close()
         os.close(self._lifeline)
 

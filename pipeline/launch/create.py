@@ -19,6 +19,7 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import check
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.environments.sources import AGENT, check_agent
 from penstock.pipeline.envs.tokenization import Renderer, digests
 from penstock.pipeline.learner.try_functions import try_own_functions
 from penstock.pipeline.runtime.run_registry import find, write
@@ -71,6 +72,8 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         renderer = Renderer.of(config)
         dataset = open_data(config)
         check(dataset, also=renderer.render)
+        if config.environment.source is not None and config.environment.source.startswith(AGENT):
+            check_agent(config.environment.source)
         scoring = rewards.resolve(config.reward.functions, config.reward.weights)
         scoring.check(dataset[0].columns)
         for held_out in open_eval_data(config).values():

@@ -12,9 +12,9 @@ from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.engines.base import Engine, EngineSettings
 from penstock.infra.errors import EngineError
-from penstock.pipeline.agents.driver import Limits
-from penstock.pipeline.agents.engine import TrajectoryEngine
 from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.envs.agents.driver import Limits
+from penstock.pipeline.envs.agents.engine import TrajectoryEngine
 from penstock.pipeline.envs.conversation import Template, template_of
 from penstock.pipeline.envs.tokenization import digests
 
@@ -108,6 +108,8 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             share_prompts=chosen.share_prompts,
+            lora_rank=chosen.lora_rank,
+            lora_alpha=chosen.lora_alpha,
             reference=config.algorithm.kl_coef > 0,
             reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",

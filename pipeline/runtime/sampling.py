@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.schema import SamplingSection
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.pipeline.agents.draw import Draw
+from penstock.pipeline.envs.agents.draw import Draw
 from tests.support.chat_families import answer, tokenizer
 
 FAMILY = "qwen2_5"

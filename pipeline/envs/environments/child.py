@@ -6,13 +6,13 @@ from typing import Any
 from penstock.pipeline.envs.environments.interfaces import Episode, Observation
 from penstock.pipeline.envs.environments.sources import open_environment
 
-CHILD = "penstock.pipeline.envs.environments.child:serve"
+CHILD = "penstock.pipeline.envs.environments.child:child"
 """Target of `infra.sandbox.sessions.Sessions`; its `init` is `{"source": …}`."""
 AT_ONCE = 1024
 """Calls that a process works on side by side, where the environment's methods are coroutines."""
 
 
-def serve(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[Any]]:
     """The handler of one child process."""
     kind = open_environment(init["source"])
     episodes: dict[int, Episode] = {}

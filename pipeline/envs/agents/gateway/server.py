@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.infra.loopback import Loopback
-from penstock.pipeline.agents.gateway.chat import BadRequest, events
-from penstock.pipeline.agents.gateway.sessions import AgentSession, PolicyGone
+from penstock.infra.sandbox.loopback import Loopback
+from penstock.pipeline.envs.agents.gateway.chat import BadRequest, events
+from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, PolicyGone
 
 MAX_BYTES = 64 << 20
 """Of a request's body."""

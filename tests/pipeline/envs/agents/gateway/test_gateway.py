@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from penstock.pipeline.agents.gateway.server import Gateway
-from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
+from penstock.pipeline.envs.agents.gateway.server import Gateway
+from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
 from penstock.pipeline.envs.conversation import Conversation
 from tests.support.chat_families import FAMILIES, template
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy

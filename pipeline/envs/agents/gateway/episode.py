@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,18 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.infra.sandbox.program import Program, how_it_ended
-from penstock.pipeline.agents.draw import Drawing
-from penstock.pipeline.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
-from penstock.pipeline.agents.gateway.clock import AgentClock
-from penstock.pipeline.agents.gateway.server import Gateway
-from penstock.pipeline.agents.gateway.sessions import AgentSession, Bounds
-from penstock.pipeline.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
+from penstock.pipeline.envs.agents.draw import Drawing
+from penstock.pipeline.envs.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
+from penstock.pipeline.envs.agents.gateway.clock import AgentClock
+from penstock.pipeline.envs.agents.gateway.server import Gateway
+from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
+from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation, Template
 from penstock.pipeline.envs.conversation.messages import text_of
-from penstock.pipeline.envs.environments.sources import AGENT
-
-_PYTHON = {"python": sys.executable, "python3": sys.executable}
-"""An agent in Python has the worker's own packages."""
+from penstock.pipeline.envs.environments.sources import AGENT, PYTHON
 
 
 def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
@@ -44,7 +40,7 @@ def command_of(source: str, row: Mapping[str, Any]) -> list[str]:
         return found if isinstance(found, str) else json.dumps(found)
 
     program, *arguments = shlex.split(source.removeprefix(AGENT))
-    return [_PYTHON.get(program, program), *(re.sub(r"\{(\w+)\}", value, word) for word in arguments)]
+    return [PYTHON.get(program, program), *(re.sub(r"\{(\w+)\}", value, word) for word in arguments)]
 
 
 def version_of(source: str) -> str | None:

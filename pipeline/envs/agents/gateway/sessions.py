@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.pipeline.agents.draw import Draw, Drawing
-from penstock.pipeline.agents.gateway.chat import BadRequest, ChatRequest, chat_request, completion
+from penstock.pipeline.envs.agents.draw import Draw, Drawing
+from penstock.pipeline.envs.agents.gateway.chat import BadRequest, ChatRequest, chat_request, completion
 from penstock.pipeline.envs.conversation import Context, Conversation, TemplateRefused
 
 MAX_OPEN = 64

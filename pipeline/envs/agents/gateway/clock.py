@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.pipeline.agents.driver import Limits
+from penstock.pipeline.envs.agents.driver import Limits
 
 
 @dataclass(slots=True, eq=False)

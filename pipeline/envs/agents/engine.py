@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, InHand
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.agents.draw import Draw
-from penstock.pipeline.agents.driver import Limits
-from penstock.pipeline.agents.episodes import Playing, open_episodes
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.agents.draw import Draw
+from penstock.pipeline.envs.agents.driver import Limits
+from penstock.pipeline.envs.agents.episodes import Playing, open_episodes
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 
 WAIT_S = 0.02
 """How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
@@ -106,7 +107,7 @@ class TrajectoryEngine:
             episode = self._episodes.episode(request, sample, draw=_Asker(self, key, request), version=self._inner.version)
             task = asyncio.run_coroutine_threadsafe(episode.run(), self._loop)
             self._running[key] = _Running(episode, task)
-            task.add_done_callback(lambda done, key=key: self._events.put((key, done)))
+            task.add_done_callback(partial(self._finished, key))
 
     def step(self) -> list[Completion]:
         """One decode step for all turns that are asked for; the trajectories that ended meanwhile. Raises what no trajectory can mend."""
@@ -153,6 +154,9 @@ class TrajectoryEngine:
     def ask(self, asked: _Asked) -> None:
         """Hand a turn to the engine; called in the environments' thread."""
         self._events.put(asked)
+
+    def _finished(self, key: tuple[int, int], task: "Future[Trajectory]") -> None:
+        self._events.put((key, task))
 
     def _take(self, *, wait: bool) -> list[Completion]:
         """Submit the turns that were asked for, and return the trajectories that ended; `wait` a little for the first of either."""

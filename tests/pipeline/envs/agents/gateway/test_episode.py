@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from penstock.infra.engines.base import Sampling
-from penstock.pipeline.agents.draw import Draw
-from penstock.pipeline.agents.driver import Limits
-from penstock.pipeline.agents.gateway.clock import AgentClock
-from penstock.pipeline.agents.gateway.episode import AgentEpisode, command_of, version_of
-from penstock.pipeline.agents.gateway.server import Gateway
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.agents.draw import Draw
+from penstock.pipeline.envs.agents.driver import Limits
+from penstock.pipeline.envs.agents.gateway.clock import AgentClock
+from penstock.pipeline.envs.agents.gateway.episode import AgentEpisode, command_of, version_of
+from penstock.pipeline.envs.agents.gateway.server import Gateway
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from tests.support.chat_families import stop_ids, template
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.sandbox.sessions import CallFailed, Session, SessionLost, Sessions
-from penstock.pipeline.agents.draw import Draw, Drawing
-from penstock.pipeline.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
+from penstock.pipeline.envs.agents.draw import Draw, Drawing
+from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import ChatTemplate, Conversation, TemplateRefused
 
 BACKOFF_S = 0.5

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.sessions import Sessions
-from penstock.pipeline.agents.draw import Drawing
-from penstock.pipeline.agents.driver import Episode, Limits, seed_of
-from penstock.pipeline.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.agents.draw import Drawing
+from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from penstock.pipeline.envs.conversation import Template
 from penstock.pipeline.envs.environments.child import CHILD
 from penstock.pipeline.envs.environments.sources import AGENT
@@ -62,8 +63,10 @@ async def open_episodes(
 ) -> Episodes:
     """What plays `source` with at most `processes` child processes, in the running loop; `on_loss` gets a line for each loss made good."""
     if source.startswith(AGENT):
-        from penstock.pipeline.agents.gateway.episode import AgentEpisodes
-
+        try:
+            from penstock.pipeline.envs.agents.gateway.episode import AgentEpisodes
+        except ImportError as error:
+            raise PenstockError(f"{source!r} needs the endpoint for agents: pip install 'penstock[agents]' ({error})") from error
         return AgentEpisodes.open(source, template=template, limits=limits, processes=processes, on_loss=on_loss)
     sessions = Sessions(CHILD, size=processes, init={"source": source})
     return EnvironmentEpisodes(sessions=sessions, template=template, limits=limits, on_loss=on_loss)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.agents.draw import Draw
+from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.conversation import Answer, Context
 from penstock.pipeline.envs.conversation.messages import Message, Tools
 
