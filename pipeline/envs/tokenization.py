@@ -57,7 +57,7 @@ class Renderer:
         settings = _json(folder / "tokenizer_config.json")
         # transformers takes 8 CPU-seconds to import: avoid it for plain text to which its settings add no tokens.
         if self._template is None and not settings.get("add_bos_token") and not settings.get("add_eos_token"):
-            self._light = _light_tokenizer(folder)
+            self._light = light_tokenizer(folder)
         else:
             self._full = _full_tokenizer(folder)
 
@@ -112,11 +112,15 @@ class Decoder:
     """Decodes token ids to text, without special tokens, with the light `tokenizers` library."""
 
     def __init__(self, model_directory: str | Path) -> None:
-        self._tokenizer = _light_tokenizer(model_folder(model_directory))
+        self._tokenizer = light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """The text of one completion."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
@@ -138,7 +142,11 @@ def model_folder(model_directory: str | Path) -> Path:
     """The directory, after checking for the required files. Raises `ConfigError` that says what to do."""
     folder = Path(model_directory).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"model.path: there is no directory {folder}: put a model there, or make one with `penstock model tiny {folder}`")
+        name = "/".join(folder.parts[-2:])
+        raise ConfigError(
+            f"model.path: there is no directory {folder}: a model of the hub gets there with `hf download {name} --local-dir {folder}`; "
+            f"`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.path: {folder} has no tokenizer.json: save one with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
@@ -168,7 +176,8 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
     return None
 
 
-def _light_tokenizer(folder: Path) -> Any:
+def light_tokenizer(folder: Path) -> Any:
+    """The tokenizer of the `tokenizers` library in a model's directory. Raises `ConfigError`."""
     from tokenizers import Tokenizer
 
     try:

@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
@@ -28,6 +29,12 @@ from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.other_ranks import follow, other_ranks
+
+if TYPE_CHECKING:
+    from penstock.infra.backends.ranks.process_set import ProcessSet
+
+__all__ = ["follow", "main"]
 
 POLL_S = 0.5
 
@@ -42,14 +49,15 @@ def main(session: Session) -> None:
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     session.reporter.doing("loading the model", now=True)
-    trainer = Trainer.open(session, transactions, past)
-    session.reporter.ready()
-    mark(session.log, session.record, status="running")
-    trainer.begin(past)
-    while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
-        if not trainer.train_step():
-            break
-    trainer.end()
+    with other_ranks(session) as processes:
+        trainer = Trainer.open(session, transactions, past, processes)
+        session.reporter.ready()
+        mark(session.log, session.record, status="running")
+        trainer.begin(past)
+        while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
+            if not trainer.train_step():
+                break
+        trainer.end()
 
 
 @dataclass(slots=True)
@@ -77,11 +85,14 @@ class Trainer:
     """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, past: Past) -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, past: Past, processes: "ProcessSet | None" = None) -> "Trainer":
         """Load the model and begin to follow the groups."""
         manifests = past.story.manifests
         policy = PolicyTrainer.open(
-            session.config, steps=session.steps, weights_of=lambda version: fetch(session.log, manifests[version], run=session.run)
+            session.config,
+            steps=session.steps,
+            weights_of=lambda version: fetch(session.log, manifests[version], run=session.run),
+            processes=processes,
         )
         writer = RunWriter(session, transactions, past.story)
         inbox = GroupInbox(
@@ -131,7 +142,7 @@ class Trainer:
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
             self.session.reporter.doing(f"training step {number}")
-            step.add(group)
+            step.add(group, plan[-1])
         outcome = step.finish(learner_version=version)
         self._commit(outcome, plan, version=version, started=started)
         self.policy.steps_done += 1
