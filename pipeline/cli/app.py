@@ -23,6 +23,7 @@ from penstock.pipeline.cli.look.status import graph, status
 from penstock.pipeline.cli.machine.broker import app as broker_app
 from penstock.pipeline.cli.machine.doctor import doctor
 from penstock.pipeline.cli.machine.model import app as model_app
+from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.run import create, run, worker
 from penstock.pipeline.cli.topics import app as topics_app
@@ -59,6 +60,7 @@ app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, work
 app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)
 app.command(rich_help_panel=TRAIN, short_help="Stop a run of this machine; it can be resumed.")(stop)
+app.command(rich_help_panel=TRAIN, short_help="Split machines between rollout and training, simulated.")(plan)
 app.add_typer(runs_app, name="runs", rich_help_panel=LOOK, short_help="List the runs; `runs rm` removes some.")
 app.command(rich_help_panel=LOOK, short_help="Where a run stands, and what each worker does.")(status)
 app.command(rich_help_panel=LOOK, short_help="What a run's workers have written; -f follows.")(logs)

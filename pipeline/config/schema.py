@@ -236,6 +236,8 @@ class TrainerSection(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
     max_grad_norm: PositiveFloat = 1.0
+    lora_rank: NonNegative = Field(0, description="rank of the adapters that are trained instead of the weights; 0 trains the weights")
+    lora_alpha: FinitePositive | None = Field(None, description="adapters count alpha / rank; 2 x lora_rank if absent")
     micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
     gradient_checkpointing: bool = False
     share_prompts: Literal["auto", "on", "off"] = Field(
