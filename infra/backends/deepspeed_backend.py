@@ -17,7 +17,7 @@ from penstock.infra.backends.common import LocalModel, checked_denominator, chec
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
+from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes, to_bytes
 
 TAG = "deepspeed"
 
@@ -80,6 +80,8 @@ class DeepSpeedBackend(LocalModel):
 
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
+        if self.adapters is not None:
+            return to_bytes(self.named_weights())
         tensors = []
         for name, parameter in self.model.named_parameters():
             with self._whole(parameter):
@@ -89,6 +91,11 @@ class DeepSpeedBackend(LocalModel):
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all parameters, or none, and the float32 masters with them."""
+        if self.adapters is not None:
+            self.replace_weights(tensors)
+            if self.zero_stage:
+                self.optimizer.refresh_fp32_params()
+            return
         parameters = dict(self.model.named_parameters())
         shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()}
         new_weights = fitting(tensors, shapes=shapes)

@@ -14,7 +14,7 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import copy_into, to_bytes
+from penstock.infra.tensors.torch_copy import to_bytes
 
 STATE_FILE = "trainer.pt"
 
@@ -78,12 +78,12 @@ class TorchBackend(LocalModel):
 
     def weights(self) -> list[TensorBytes]:
         """A copy of all parameters, tied ones once."""
-        return to_bytes(self.model.named_parameters())
+        return to_bytes(self.named_weights())
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all parameters, or none."""
-        copy_into(self.model, tensors)
+        self.replace_weights(tensors)
         if self.masters is not self.parameters:
             torch._foreach_copy_(self.masters, self.parameters)
 
