@@ -117,6 +117,18 @@ class Config(Section):
         return self.algorithm.defaults > 1
 
     @property
+    def data_sources(self) -> list[str]:
+        """The sources of the training prompts."""
+        source = self.data.source
+        return [source] if isinstance(source, str) else source
+
+    def sampling_for(self, source: str | None) -> SamplingSection:
+        """How prompts of a source are sampled; None is the only one."""
+        own = self.data.sampling.get(source or "")
+        given = {} if own is None else {name: value for name, value in own.model_dump().items() if value is not None}
+        return self.sampling.model_copy(update=given)
+
+    @property
     def eval_sources(self) -> list[str]:
         """The held-out sources; none without an evaluator."""
         source = self.eval.source
@@ -190,3 +202,7 @@ class Config(Section):
             return self.run.steps
         assert self.run.epochs is not None
         return max(1, int(self.run.epochs * rows) // self.schedule.prompts_per_step)
+
+    def prompts(self, rows: int) -> int | None:
+        """Prompts that are asked of a data set of `rows` rows, without those asked once more; None where the steps decide."""
+        return None if self.run.epochs is None else max(int(self.run.epochs * rows), self.schedule.prompts_per_step)

@@ -105,10 +105,21 @@ class ModelSection(Section):
     path: Annotated[str, PATH] = Field(description="a local Hugging Face causal language model directory")
 
 
+class SourceSampling(Section):
+    temperature: PositiveFloat | None = None
+    max_new_tokens: Positive | None = None
+
+
 class DataSection(Section):
-    source: Annotated[str, SOURCE] = Field(
-        description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor"
+    source: Annotated[str | list[str], SOURCE] = Field(
+        description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor; or a list of such"
     )
+    weights: list[FinitePositive] | None = Field(None, description="how often each source has its turn; as it has rows if absent")
+    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of reward.functions that judge it; else all")
+    sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> its own sampling settings")
+    sort_by: str | None = Field(None, description="column of numbers in whose rising order each epoch goes, instead of a shuffled one")
+    skip_solved: float | None = Field(None, description="mean reward from which a row is left out of the next epoch")
+    skip_unsolved: float | None = Field(None, description="mean reward up to which a row is left out of the next epoch")
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     split: str = "train"

@@ -13,6 +13,7 @@ from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.schema import SamplingSection
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 
@@ -21,7 +22,7 @@ _TRAJECTORY = ("segments", "turns", "messages", "environment", "environment_vers
 
 def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_ids: Sequence[int]) -> GroupRequest:
     """These samples of a prompt's group, under the run's sampling settings and seed."""
-    chosen = config.sampling
+    chosen = config.sampling_for(source_of(prompt.columns))
     sampling = Sampling(
         temperature=chosen.temperature,
         top_p=chosen.top_p,
@@ -43,6 +44,14 @@ def episode_request(request: GroupRequest, *, text: str, messages: str | None, c
     """The same group as trajectories, in an environment that gets the row's columns."""
     fields = {name: getattr(request, name) for name in GroupRequest.__dataclass_fields__}
     return EpisodeRequest(**fields, prompt=text, messages=messages, row=columns)
+
+
+def source_of(columns: str) -> str | None:
+    """The source of a prompt of a mixture, from its columns as JSON; None where there is one source."""
+    if f'"{SOURCE_COLUMN}"' not in columns:
+        return None
+    source: str | None = json.loads(columns).get(SOURCE_COLUMN)
+    return source
 
 
 def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str, oldest_trained: int = 0) -> Rollout:

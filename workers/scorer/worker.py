@@ -46,7 +46,13 @@ def main(session: Session) -> None:
     follower = LedgerFollower(session.log, session.run)
     transactions = session.transactions()
     reward = config.reward
-    init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=config.max_drawn_tokens)
+    init = spec(
+        reward.functions,
+        reward.weights,
+        max_steps=session.info["steps"],
+        max_completion_length=config.max_drawn_tokens,
+        by_source=config.data.rewards,
+    )
     pool: ChildPool[Job] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
