@@ -23,6 +23,38 @@ SAID_AT_FIRST = 5
 SUM_EVERY_S = 10.0
 """How often the lines that were only counted are summed up."""
 
+_USES_BY_BEGIN: Mapping[str, str] = {
+    "waiting for prompts": "no_prompts",
+    "waiting for samples": "no_samples",
+    "waiting for version": "no_weights",
+    "waiting for a version": "no_weights",
+    "loading version": "no_weights",
+    "waiting for new weights": "full_window",
+    "waiting for a rollout worker": "no_room",
+    "group ": "no_room",
+    "step ": "no_group",
+    "writing": "save",
+    "loading": "start",
+    "reading": "start",
+    "repeating": "start",
+    "all prompts": "done",
+    "done": "done",
+}
+"""The beginning of what a worker says it does -> what its time is spent on; anything else is work."""
+USES = ("busy", *dict.fromkeys(_USES_BY_BEGIN.values()), "broker")
+"""What a worker's time is spent on, each second on one: its work, waiting by its cause, or starting."""
+
+
+def use_of(doing: str) -> str:
+    """What the time of a worker is spent on while it says that it does this; `start` before it says anything.
+
+    Example:
+        use_of("step 3: 2 of 8 groups are here")  # -> "no_group"
+    """
+    if not doing:
+        return "start"
+    return next((use for begin, use in _USES_BY_BEGIN.items() if doing.startswith(begin)), "busy")
+
 
 def say(worker: str, text: str) -> None:
     """Print one line with the time and a worker's name."""
@@ -90,13 +122,19 @@ class Reporter:
     labels: dict[str, str] = field(default_factory=dict)
     throttled: ThrottledLog = field(init=False)
     """For lines that may be needed once or ten thousand times."""
+    outage: Callable[[], float] = lambda: 0.0
+    """For how many seconds the broker has not answered the worker; set by workers that follow topics."""
     _sequence: int = 0
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
     _last_status: float = 0.0
     _started: float = field(default_factory=time.monotonic)
+    _counted: float = field(init=False)
+    """Up to when the time is counted."""
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self._counted = self._started
         self.throttled = ThrottledLog(self.say)
 
     def say(self, text: str) -> None:
@@ -110,9 +148,19 @@ class Reporter:
     def doing(self, text: str, *, now: bool = False) -> None:
         """Set what the worker does; sent with the next status, or with `now` at once."""
         changed = self.labels.get("doing") != text
+        if changed:
+            self._count_time()
         self.labels["doing"] = text
         if now and changed:
             self.status(force=True)
+
+    def _count_time(self) -> None:
+        """Add the time since the last call to what the worker has been doing meanwhile."""
+        with self._counting:
+            now = time.monotonic()
+            use = "broker" if self.outage() > 0 else use_of(self.labels.get("doing", ""))
+            self.add(f"time_{use}_s", now - self._counted)
+            self._counted = now
 
     def ready(self) -> None:
         """Report that everything is loaded: `startup_s` counts from the process's creation."""
@@ -132,6 +180,7 @@ class Reporter:
         self._last_status = second
         self.throttled.sum_up()
         self.producer.check()
+        self._count_time()
         self.send(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
 
     def send(
@@ -166,6 +215,7 @@ class Reporter:
         """Send the last measurement."""
         self.throttled.sum_up(now=True)
         self.labels["status"] = status
+        self._count_time()
         self.send(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
@@ -177,7 +227,7 @@ class Reporter:
             "cost_send_s": spent["send_s"],
             "cost_poll_s": spent["poll_s"],
             "cost_io_s": spent["io_s"],
-            "uptime_s": time.monotonic() - self._started,
+            "uptime_s": self._counted - self._started,
             "cpu_s": times.user + times.system,
             "rss_mib": process.memory_info().rss / 2**20,
         }
