@@ -3,6 +3,7 @@
 The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,18 @@ def absolute_template(text: str, base: Path) -> str:
     return text if text in ("auto", "on", "off") else absolute(text, base)
 
 
-PATH, SOURCE = Resolve(absolute), Resolve(absolute_source)
+def absolute_environment(text: str, base: Path) -> str:
+    """The files in the command of `agent:COMMAND`, the path in file.py:Class; other names stay."""
+    if not text.startswith("agent:"):
+        return absolute_source(text, base)
+    try:
+        words = shlex.split(text.removeprefix("agent:"))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no command: {error}") from error
+    return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
+
+
+PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve(absolute_environment)
 
 
 class Section(BaseModel):
@@ -134,9 +146,9 @@ class RewardSection(Section):
 
 
 class EnvironmentSection(Section):
-    source: Annotated[str | None, SOURCE] = Field(
+    source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="file.py:Class, package:Class, gymnasium:ID or tiny:lake, and samples are trajectories of several turns",
+        description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
     )
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
