@@ -86,6 +86,9 @@ class RunSection(Section):
     seed: NonNegative = 0
     restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` starts a worker that died again")
     max_restarts: NonNegative = Field(5, description="restarts of one worker in a row before the run is given up")
+    health_port: Annotated[int, Field(ge=0, lt=2**16)] = Field(
+        0, description="port of the first worker's /livez, /readyz and /metrics, the next ones follow; 0 for none"
+    )
     stall_s: PositiveFloat = Field(300.0, description="seconds without any progress after which it is said who is stuck")
 
 
