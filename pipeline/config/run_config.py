@@ -20,7 +20,9 @@ from penstock.pipeline.config.schema import (
     ScheduleSection,
     ScorerSection,
     Section,
+    TensorboardSection,
     TrainerSection,
+    WandbSection,
     WeightsSection,
 )
 from penstock.pipeline.scheduling.schedule import Schedule, preset
@@ -56,6 +58,8 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     kafka: KafkaSection = KafkaSection()
     mlflow: MlflowSection = MlflowSection()
+    tensorboard: TensorboardSection = TensorboardSection()
+    wandb: WandbSection = WandbSection()
 
     @property
     def engine(self) -> EngineKind:

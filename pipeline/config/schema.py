@@ -323,6 +323,16 @@ class KafkaSection(Section):
         return Copies(replicas=self.replication_factor, in_sync=self.min_insync_replicas, loss_allowed=self.allow_loss)
 
 
+class TensorboardSection(Section):
+    enabled: bool = Field(False, description="event files in the run's folder")
+
+
+class WandbSection(Section):
+    enabled: bool = Field(False, description="a Weights & Biases run of the same id; its key comes from WANDB_API_KEY")
+    project: str = "penstock"
+    mode: Literal["online", "offline"] = "online"
+
+
 class MlflowSection(Section):
     enabled: bool = True
     tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
