@@ -5,7 +5,7 @@ The rule: `RunView.fold` is a pure function of the records, in any interleaving 
 
 import contextlib
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -71,7 +71,6 @@ class RunView:
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     moved_ms: int = 0
     """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
-    recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
     """The newest scored groups."""
     _killers: set[Place] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
@@ -168,7 +167,6 @@ class RunView:
         if outcome.outcome in SCORED and outcome.reward_mean is not None and outcome.version_min is not None:
             tally = Tally(outcome.samples, outcome.samples * outcome.reward_mean)
             self.rewards[outcome.version_min] = self.rewards.get(outcome.version_min, Tally()).plus(tally)
-            self.recent.append(tally)
         return headers
 
     def _fold_prompts(self, record: Record) -> Headers | None:
