@@ -11,8 +11,6 @@ from penstock.pipeline.config.schema import (
     DataSection,
     EnvironmentSection,
     EvalSection,
-    KafkaSection,
-    MlflowSection,
     ModelSection,
     RewardSection,
     RolloutSection,
@@ -21,11 +19,10 @@ from penstock.pipeline.config.schema import (
     ScheduleSection,
     ScorerSection,
     Section,
-    TensorboardSection,
     TrainerSection,
-    WandbSection,
     WeightsSection,
 )
+from penstock.pipeline.config.services import KafkaSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
 
 
