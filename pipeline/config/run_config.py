@@ -11,8 +11,6 @@ from penstock.pipeline.config.schema import (
     DataSection,
     EnvironmentSection,
     EvalSection,
-    KafkaSection,
-    MlflowSection,
     ModelSection,
     RewardSection,
     RolloutSection,
@@ -24,6 +22,7 @@ from penstock.pipeline.config.schema import (
     TrainerSection,
     WeightsSection,
 )
+from penstock.pipeline.config.services import KafkaSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
 
 
@@ -58,6 +57,8 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     kafka: KafkaSection = KafkaSection()
     mlflow: MlflowSection = MlflowSection()
+    tensorboard: TensorboardSection = TensorboardSection()
+    wandb: WandbSection = WandbSection()
 
     @property
     def engine(self) -> EngineKind:
