@@ -66,7 +66,7 @@ def _keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give freed blocks back to the system: those of one step, and of a copy of the weights, leave gaps that the next step does not fill."""
+    """Give freed blocks back to the system: those of one step and of a copy of the weights leave gaps that the next one does not fill."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
