@@ -15,6 +15,7 @@ from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config import synonyms
+from penstock.pipeline.config.hub import is_hub_name
 from penstock.pipeline.config.plugins import nearest, split_options
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -65,6 +66,11 @@ def absolute_source(text: str, base: Path) -> str:
     return absolute(text, base) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
 
 
+def absolute_model(text: str, base: Path) -> str:
+    """The path of a model; a name of the hub stays."""
+    return text if is_hub_name(text) else absolute(text, base)
+
+
 def absolute_template(text: str, base: Path) -> str:
     """The path of a chat template; the words that choose none stay."""
     return text if text in ("auto", "on", "off") else absolute(text, base)
@@ -104,7 +110,9 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: Annotated[str, PATH] = Field(description="a local Hugging Face causal language model directory")
+    path: Annotated[str, Resolve(absolute_model)] = Field(
+        description="a Hugging Face causal language model: a directory, or hf:ORG/NAME@REVISION of the hub, which a run records by commit"
+    )
 
 
 class SourceSampling(Section):
