@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.reporter import use_of
+from penstock.pipeline.runtime.reporting.time_uses import use_of
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics that `status` and the live view read: not the rollouts, which are most of a run's records."""

@@ -14,7 +14,7 @@ from penstock.pipeline.observe.html.run_history import RunHistory, kind_of
 from penstock.pipeline.observe.report.time_spent import by_role
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Drawn, Ended, Facts, Interval, intervals
-from penstock.pipeline.runtime.reporter import USES
+from penstock.pipeline.runtime.reporting.time_uses import USES
 
 KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "eval", "start")
 TICKS_MS = (0.1, 1.0, 10.0, 100.0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts
-from penstock.pipeline.runtime.reporter import USES
+from penstock.pipeline.runtime.reporting.time_uses import USES
 from penstock.pipeline.runtime.roles import ROLES
 
 SHOWN = 0.005

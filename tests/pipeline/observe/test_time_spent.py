@@ -9,7 +9,8 @@ from penstock.pipeline.observe.report import time_spent
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts
 from penstock.pipeline.observe.status import bottleneck
-from penstock.pipeline.runtime.reporter import USES, Reporter, use_of
+from penstock.pipeline.runtime.reporting.reporter import Reporter
+from penstock.pipeline.runtime.reporting.time_uses import USES, use_of
 from penstock.topics.catalogue import topics_of
 from tests.support.a_run import RUN, Teller, as_records
 

@@ -13,6 +13,8 @@ import psutil
 
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
+from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.time_uses import use_of
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 
@@ -22,43 +24,6 @@ SAID_AT_FIRST = 5
 """Lines of one sort that are printed one by one."""
 SUM_EVERY_S = 10.0
 """How often the lines that were only counted are summed up."""
-
-_USES_BY_BEGIN: Mapping[str, str] = {
-    "waiting for prompts": "no_prompts",
-    "waiting for samples": "no_samples",
-    "waiting for version": "no_weights",
-    "waiting for a version": "no_weights",
-    "loading version": "no_weights",
-    "waiting for new weights": "full_window",
-    "waiting for a rollout worker": "no_room",
-    "group ": "no_room",
-    "step ": "no_group",
-    "writing": "save",
-    "loading": "start",
-    "reading": "start",
-    "repeating": "start",
-    "all prompts": "done",
-    "done": "done",
-}
-"""The beginning of what a worker says it does -> what its time is spent on; anything else is work."""
-USES = ("busy", *dict.fromkeys(_USES_BY_BEGIN.values()), "broker")
-"""What a worker's time is spent on, each second on one: its work, waiting by its cause, or starting."""
-
-
-def use_of(doing: str) -> str:
-    """What the time of a worker is spent on while it says that it does this; `start` before it says anything.
-
-    Example:
-        use_of("step 3: 2 of 8 groups are here")  # -> "no_group"
-    """
-    if not doing:
-        return "start"
-    return next((use for begin, use in _USES_BY_BEGIN.items() if doing.startswith(begin)), "busy")
-
-
-def say(worker: str, text: str) -> None:
-    """Print one line with the time and a worker's name."""
-    print(f"{time.strftime('%H:%M:%S')} {worker}: {text}", flush=True)
 
 
 class CodecTimer:
@@ -120,6 +85,8 @@ class Reporter:
     values: dict[str, float] = field(default_factory=dict)
     """Cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
+    turned_s: float = field(default_factory=time.monotonic)
+    """When the worker's loop last turned, on the monotonic clock."""
     throttled: ThrottledLog = field(init=False)
     """For lines that may be needed once or ten thousand times."""
     outage: Callable[[], float] = lambda: 0.0
@@ -137,9 +104,9 @@ class Reporter:
         self._counted = self._started
         self.throttled = ThrottledLog(self.say)
 
-    def say(self, text: str) -> None:
-        """Print one line with the time and the worker's name."""
-        say(self.worker, text)
+    def say(self, text: str, *, level: str = "info") -> None:
+        """Print one line of the worker's log."""
+        say(self.run, self.worker, text, level=level)
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Raise one of the cumulative numbers."""
@@ -172,8 +139,13 @@ class Reporter:
         self.add("duplicates")
         self.throttled.say("ignored duplicates", f"ignored a duplicate: {what}")
 
+    def numbers(self) -> dict[str, float]:
+        """The worker's numbers, its process's included."""
+        return {**self.values, **self._process_values()}
+
     def status(self, *, force: bool = False) -> None:
         """Report the worker's state once in each second of the clock: reports that are sent together are read together."""
+        self.turned_s = time.monotonic()
         second = time.time() // STATUS_EVERY_S
         if not force and second == self._last_status:
             return
@@ -181,7 +153,7 @@ class Reporter:
         self.throttled.sum_up()
         self.producer.check()
         self._count_time()
-        self.send(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
+        self.send(kind="status", values=self.numbers(), labels=self.labels)
 
     def send(
         self,
@@ -216,7 +188,7 @@ class Reporter:
         self.throttled.sum_up(now=True)
         self.labels["status"] = status
         self._count_time()
-        self.send(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
+        self.send(kind="final", values=self.numbers(), labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
         spent, process = self.log.costs(), psutil.Process()
