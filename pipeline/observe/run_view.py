@@ -51,6 +51,8 @@ class RunView:
     """Where repeated steps gave other bits, or the arithmetic had changed, and the run went on."""
     stale: set[int] = field(default_factory=set)
     admitted: set[int] = field(default_factory=set)
+    repeated: int = 0
+    """Prompts that were asked once more, as their first group was abandoned."""
     open: dict[int, Opened] = field(default_factory=dict)
     """Admitted groups without an outcome."""
     groups: dict[int, GroupFacts] = field(default_factory=dict)
@@ -172,6 +174,7 @@ class RunView:
         if headers.group is None or headers.group in self.admitted:
             return None
         self.admitted.add(headers.group)
+        self.repeated += bool(headers.attempt)
         if headers.group not in self.groups:
             self.open[headers.group] = Opened(record.partition, record.timestamp_ms / 1000)
         return headers

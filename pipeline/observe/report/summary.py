@@ -66,6 +66,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
+        "repeated": view.repeated,
         "waste": waste.as_json(waste.wastes(view)),
         "samples": sum(map(len, view.samples.values())),
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
