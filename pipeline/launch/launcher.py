@@ -17,8 +17,8 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.config.security import credentials
+from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.attended import ui_address
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
 from penstock.pipeline.launch.check.preflight import check
