@@ -154,6 +154,11 @@ class Config(Section):
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
 
     @property
+    def weight_partitions(self) -> int:
+        """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
+        return FIRST + self.weights.partitions
+
+    @property
     def rules(self) -> Schedule:
         """The schedule as the frozen object that every worker applies."""
         chosen = self.schedule

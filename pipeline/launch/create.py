@@ -46,7 +46,7 @@ def create(
     log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=config.kafka.replication_factor)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    log.create_topics(topics_of(run, partitions=config.partitions), replication_factor=config.kafka.replication_factor)
+    log.create_topics(topics_of(run, partitions=config.partitions, weight_partitions=config.weight_partitions), replication_factor=config.kafka.replication_factor)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)

@@ -23,7 +23,7 @@ from penstock.pipeline.audit.report import audit
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables.timeline import timeline
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.recorded_run import RecordedRun
 
 

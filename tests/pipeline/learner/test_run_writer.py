@@ -10,7 +10,7 @@ from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Outgoing
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, session_of
@@ -62,7 +62,7 @@ def test_a_run_is_opened_with_version_0_and_each_step_is_followed_by_its_version
     assert [entry.seq for entry in past.entries] == list(range(13))
     assert past.story.newest_version == STEPS
     assert past.entries[-1].digest == past.steps[-1].digest == past.story.manifests[STEPS].digest
-    assert fetch(log, past.story.manifests[STEPS], run=RUN) == policy.backend.weights()
+    assert fetch(log, past.story.manifests, STEPS, run=RUN) == policy.backend.weights()
 
 
 def test_a_version_that_is_published_is_not_sent_again_and_must_be_the_same(log: MemoryLog) -> None:
