@@ -157,7 +157,8 @@ def complex_functions(tree: Path) -> list[str]:
     """`file:line name` of each function above the limit of complexity, as ruff counts it."""
     limit = f"lint.mccabe.max-complexity={COMPLEXITY_LIMIT}"
     folders = [str(tree / layer) for layer in (*LAYERS, FACADE) if (tree / layer).exists()]
-    command = ["ruff", "check", "--isolated", "--select", "C901", "--config", limit, "--output-format", "json", *folders]
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--output-format", "json"]
+    command = [*ruff, "--select", "C901", "--config", limit, *folders]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise SystemExit(f"house: ruff failed: {done.stderr.strip()}")

@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     log = MemoryLog()
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
-    log.create_topics(topics_of(RUN, partitions=PARTITIONS), replication_factor=1)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    log.create_topics(topics_of(RUN, partitions=PARTITIONS))
     producer = log.producer()
     for record in story(samples=given.samples, mean=given.tokens, workers=given.workers):
         producer.send(record)

@@ -77,6 +77,42 @@ Commits = Mapping[Partition, tuple[int, str]]
 """Partition -> (offset of the next record to read, metadata of at most 4 KiB)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """How many brokers keep each record, and how many must have it before it is acknowledged; what is None follows the cluster."""
+
+    replicas: int | None = None
+    """Three, or as many as there are brokers."""
+    in_sync: int | None = None
+    """Two, where there are as many copies."""
+    loss_allowed: bool = False
+    """Fewer than two in sync, although there are more brokers, is meant so: then the loss of one node can lose acknowledged records."""
+
+    def on(self, brokers: int) -> tuple[int, int]:
+        """(replicas, in sync) on a cluster of so many brokers. Raises `ValueError` for what cannot be, or would lose records unasked.
+
+        Example:
+            Copies().on(3)  # -> (3, 2)
+        """
+        replicas = min(3, brokers) if self.replicas is None else self.replicas
+        in_sync = min(2, replicas) if self.in_sync is None else self.in_sync
+        if replicas > brokers:
+            raise ValueError(f"kafka.replication_factor: {replicas} copies need as many brokers, {brokers} are in service; leave it out")
+        if in_sync > replicas:
+            raise ValueError(f"kafka.min_insync_replicas: {in_sync} of {replicas} copies cannot be in sync; leave it out")
+        if brokers > 1 and in_sync < 2 and not self.loss_allowed:
+            key = "kafka.replication_factor" if replicas < 2 else "kafka.min_insync_replicas"
+            raise ValueError(
+                f"{key}: with {replicas} copies, {in_sync} of them in sync, one lost broker of {brokers} takes acknowledged records "
+                "with it; leave it out, or set kafka.allow_loss = true"
+            )
+        return replicas, in_sync
+
+
+FOLLOWING = Copies()
+"""As many copies as the cluster allows."""
+
+
 def check_commits(offsets: Commits) -> None:
     """Raise ValueError for commit metadata that a broker would refuse."""
     for (topic, partition), (_, metadata) in offsets.items():
@@ -165,7 +201,7 @@ class Log(Protocol):
     """
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None: ...
-    def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None: ...
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> None: ...
     def topics(self, prefix: str = "") -> list[str]: ...
     def delete_topics(self, names: Iterable[str]) -> None: ...
     def partitions(self, topic: str) -> int | None: ...

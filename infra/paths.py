@@ -13,16 +13,18 @@ IMPORT_ROOT = Path(__file__).absolute().parents[2]
 """The directory from which `penstock` is imported; links are not resolved, because the packages are links in a checkout."""
 
 
-def state_directory() -> Path:
-    """Return the state directory, made if need be; `BrokerError` when it cannot be written.
-
-    PENSTOCK_HOME if set, else $XDG_STATE_HOME/penstock, else ~/.local/state/penstock.
-    """
+def state_path() -> Path:
+    """Where the state directory is, or would be: PENSTOCK_HOME if set, else $XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
     chosen = os.environ.get("PENSTOCK_HOME")
     if chosen:
-        return writable(Path(chosen).expanduser().absolute())
+        return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_STATE_HOME")
-    return writable((Path(base).expanduser() if base else Path.home() / ".local" / "state").absolute() / "penstock")
+    return (Path(base).expanduser() if base else Path.home() / ".local" / "state").absolute() / "penstock"
+
+
+def state_directory() -> Path:
+    """Return the state directory, made if need be; `BrokerError` when it cannot be written."""
+    return writable(state_path())
 
 
 def make_files_private() -> None:

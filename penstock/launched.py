@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.pipeline.config.load import Config, load, override
 from penstock.pipeline.launch import launcher
+from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect
 
@@ -19,9 +20,10 @@ def say(text: str) -> None:
 def see_through(config: str | PathLike[str] | Config, *, overrides: Sequence[str], run_id: str | None) -> dict[str, Any]:
     """Create a run, attend it to its end, and report on it from the log. Raises as `penstock.launch`."""
     loaded = override(config, overrides) if isinstance(config, Config) else load(str(config), overrides)
+    checked = check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
     log = launcher.connect(loaded.kafka, say=say)
     try:
-        record = create(loaded, log=log, run_id=run_id, say=say)
+        record = create(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
         if launcher.watch(log, record, loaded, say=say, live=False, quiet=True) != 0:
             raise KeyboardInterrupt
         return collect(log, record.run)

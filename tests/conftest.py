@@ -148,7 +148,7 @@ def _together(item: pytest.Item) -> str:
     file = item.nodeid.partition("::")[0]
     if "recorded" in getattr(item, "fixturenames", ()):
         return "recorded"
-    if "Processes" in getattr(getattr(item, "function", None), "__code__", _together.__code__).co_names:
+    if isinstance(item, pytest.Function) and "Processes" in item.function.__code__.co_names:
         return "processes"
     if "test_vllm" in file:
         return "vllm"

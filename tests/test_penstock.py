@@ -28,8 +28,8 @@ GROUPS = 2 + 2 * STEPS
 
 def write(bootstrap: str, run: str, records: list[Outgoing]) -> None:
     log = KafkaLog(bootstrap, client_id="test")
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
-    log.create_topics(topics_of(run, partitions=2), replication_factor=1)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    log.create_topics(topics_of(run, partitions=2))
     producer = log.producer()
     for record in records:
         producer.send(record)

@@ -97,7 +97,7 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
     ]
     again = teller.group([0.25, 0.75], version=0)
     log = KafkaLog(broker, client_id="test")
-    log.create_topics(topics_of(run_id, partitions=2), replication_factor=1)
+    log.create_topics(topics_of(run_id, partitions=2))
     log.transactions(f"{run_id}.scorer-0").commit(parts)
     producer = log.producer()
     for record in [*told[:-1], teller.opened(), *again, again[-1]]:

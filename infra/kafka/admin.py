@@ -19,7 +19,7 @@ from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import Partition
+from penstock.infra.log import Copies, Partition
 from penstock.topics.catalogue import TopicSpec
 
 T = TypeVar("T")
@@ -119,13 +119,14 @@ class Admin:
             counts[described["name"]] = len(described["partitions"])
         return counts
 
-    def create(self, specs: Mapping[str, TopicSpec], replication_factor: int) -> None:
+    def create(self, specs: Mapping[str, TopicSpec], copies: Copies) -> None:
         """Create the topics that are missing and compare those that exist with `specs`."""
         existing = self._describe(list(specs)) if specs else {}
         missing = {name: spec for name, spec in specs.items() if name not in existing}
         if missing:
+            replicas, durable = self._kept(copies)
             wanted = {
-                name: {"num_partitions": spec.partitions, "replication_factor": replication_factor, "configs": dict(spec.configs)}
+                name: {"num_partitions": spec.partitions, "replication_factor": replicas, "configs": {**spec.configs, **durable}}
                 for name, spec in missing.items()
             }
             try:
@@ -137,6 +138,15 @@ class Admin:
             self._ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
         if existing:
             self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
+
+    def _kept(self, copies: Copies) -> tuple[int, dict[str, str]]:
+        """How many copies a new topic has on this cluster, and the setting for it; raises LogError where they would lose records."""
+        brokers = len(self._ask("cannot list the brokers", lambda client: client.describe_cluster())["brokers"])
+        try:
+            replicas, in_sync = copies.on(brokers)
+        except ValueError as error:
+            raise LogError(str(error)) from None
+        return replicas, {} if brokers == 1 else {"min.insync.replicas": str(in_sync)}
 
     def _compare(self, specs: Mapping[str, TopicSpec], counts: Mapping[str, int]) -> None:
         for name, spec in specs.items():

@@ -21,7 +21,7 @@ from penstock.infra.kafka.producer import KafkaProducerOfRecords
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.kafka.tail import KafkaTail
 from penstock.infra.kafka.transactions import KafkaTransactions
-from penstock.infra.log import GIVE_UP_S, TRANSACTION_S, Partition, Start, StartAt
+from penstock.infra.log import FOLLOWING, GIVE_UP_S, TRANSACTION_S, Copies, Partition, Start, StartAt
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -69,9 +69,9 @@ class KafkaLog:
         if say is not None:
             self._contact.tell(say)
 
-    def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None:
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> None:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
-        self._admin.create(specs, replication_factor)
+        self._admin.create(specs, copies)
 
     def topics(self, prefix: str = "") -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""

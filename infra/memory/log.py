@@ -6,7 +6,7 @@ The rule: one lock makes every step atomic; what a test sees here holds on Kafka
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.infra.errors import LogError, RecordMissing
-from penstock.infra.log import TRANSACTION_S, Partition, Start, StartAt
+from penstock.infra.log import FOLLOWING, TRANSACTION_S, Copies, Partition, Start, StartAt
 from penstock.infra.memory.readers import MemoryMember, MemoryTail
 from penstock.infra.memory.state import Part, State, Transaction
 from penstock.infra.memory.writers import MemoryProducer, MemoryTransactions
@@ -39,7 +39,7 @@ class MemoryLog:
             if self._state.group(group).members.pop(member_id, None) is not None:
                 self._state.rebalance(self._state.group(group))
 
-    def create_topics(self, specs: Mapping[str, TopicSpec], *, replication_factor: int = -1) -> None:
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> None:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
         with self._state.change:
             for name, spec in specs.items():

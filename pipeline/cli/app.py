@@ -12,16 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from penstock.pipeline.cli.audit import audit
-from penstock.pipeline.cli.broker import app as broker_app
-from penstock.pipeline.cli.doctor import doctor
-from penstock.pipeline.cli.explain import explain as explain_group
 from penstock.pipeline.cli.fork import fork
-from penstock.pipeline.cli.model import app as model_app
+from penstock.pipeline.cli.init import check, init
+from penstock.pipeline.cli.look.explain import explain as explain_group
+from penstock.pipeline.cli.look.report import report
+from penstock.pipeline.cli.look.sql import sql
+from penstock.pipeline.cli.look.status import graph, runs, status
+from penstock.pipeline.cli.machine.broker import app as broker_app
+from penstock.pipeline.cli.machine.doctor import doctor
+from penstock.pipeline.cli.machine.model import app as model_app
 from penstock.pipeline.cli.replay import app as replay_app
-from penstock.pipeline.cli.report import report
 from penstock.pipeline.cli.run import create, run, worker
-from penstock.pipeline.cli.sql import sql
-from penstock.pipeline.cli.status import graph, runs, status
 from penstock.pipeline.cli.topics import app as topics_app
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -50,6 +51,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 TRAIN, LOOK, REPLAY, MACHINE = "Train", "Look at a run", "Replay", "This machine"
+app.command(rich_help_panel=TRAIN, short_help="Write a configuration for a model, data and reward.")(init)
+app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw two samples.")(check)
 app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
 app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -37,6 +38,11 @@ Security = Annotated[
 ]
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="Load the run's own advantage function, which is named by the log and may be anybody's.")
+]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, one that may change."),
 ]
 AWAY_S = 60.0
 """A command waits this long for a broker that goes away meanwhile; workers wait `kafka.give_up_s`."""

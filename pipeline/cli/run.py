@@ -3,20 +3,24 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, connected, emit, say, security_settings
+from penstock.pipeline.cli.init import report
+from penstock.pipeline.cli.options import (
+    Bootstrap,
+    ConfigFile,
+    Json,
+    Overrides,
+    Security,
+    at,
+    connected,
+    emit,
+    say,
+    security_settings,
+)
 
-if TYPE_CHECKING:
-    from penstock.pipeline.config.load import Config
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Override one key of the configuration; repeatable. With --resume, one that may change."),
-]
 RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64. Made up if absent.")]
 
 
@@ -27,9 +31,7 @@ def run(
         str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run that was stopped, instead of CONFIG.")
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the numbers that follow from the configuration and start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all that `penstock check` does, and draw nothing.")] = False,
     run_id: RunId = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view, as without a terminal.")] = False,
     bootstrap: Bootstrap = "embedded",
@@ -60,45 +62,25 @@ def run(
         overrides = [*settings, *(overrides or [])]
     loaded = load(config, overrides or [])
     if dry_run:
-        _print_arithmetic(loaded, json=json)
+        # Only looking downloads nothing: a data set that is not here is reported as such.
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+        report(loaded, samples=False, json=json)
         return 0
     from penstock.pipeline.launch.launcher import launch
 
     return launch(loaded, say=say, live=not plain and not json, json_out=json, run_id=run_id)
 
 
-def _print_arithmetic(config: "Config", *, json: bool) -> None:
-    # Only examining a configuration downloads nothing: a missing data set or model is reported as such.
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    from penstock.pipeline.envs.datasets.configured import open_data
-    from penstock.pipeline.launch.summary import arithmetic
-
-    problems: dict[str, str] = {}
-    try:
-        rows = len(open_data(config))
-    except (ValueError, OSError) as error:
-        configured = config.data.limit or config.data.size
-        if config.run.steps is None and configured is None:
-            raise
-        rows = configured or (config.run.steps or 1) * config.schedule.prompts_per_step
-        problems["data"] = f"not readable here: {' '.join(str(error).split())}"
-    numbers = {**dict(arithmetic(config, rows=rows)), **problems}
-    numbers["model"] = config.model.path if Path(config.model.path).is_dir() else f"{config.model.path}: no such directory here"
-    if json:
-        emit(numbers)
-        return
-    width = max(len(name) for name in numbers)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in numbers.items()))
-
-
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
     """Check a configuration, register its run and make its topics; start no worker."""
     from penstock.pipeline.config.load import load
+    from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register
 
     loaded = load(config, overrides or [])
     with connected(loaded.kafka) as log:
-        record = register(loaded, log=log, run_id=run_id, say=say)
+        checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
+        record = register(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
     if json:
         emit({"run": record.run, "status": record.status, "bootstrap": log.bootstrap})
     else:

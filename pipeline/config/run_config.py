@@ -24,6 +24,7 @@ from penstock.pipeline.config.schema import (
     WeightsSection,
 )
 from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.topics.weights import FIRST
 
 
 class ConfigError(ValueError):

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
-from penstock.infra.log import GIVE_UP_S
+from penstock.infra.log import GIVE_UP_S, Copies
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.plugins import nearest, split_options
@@ -280,7 +280,15 @@ class KafkaSection(Section):
     partitions: Positive | None = Field(
         None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
     )
-    replication_factor: Positive = 1
+    replication_factor: Positive | None = Field(
+        None, description="copies of each record; three, or as many as there are brokers, if absent"
+    )
+    min_insync_replicas: Positive | None = Field(
+        None, description="copies that must have a record before it is acknowledged; 2, on one broker 1, if absent"
+    )
+    allow_loss: bool = Field(
+        False, description="takes fewer than two copies in sync on several brokers: the loss of one node can then lose acknowledged records"
+    )
     give_up_s: PositiveFloat = Field(
         GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
     )
@@ -290,6 +298,11 @@ class KafkaSection(Section):
         repr=False,
         description="security_protocol, sasl_mechanism, sasl_plain_username, …; passwords in PENSTOCK_SECURITY only",
     )
+
+    @property
+    def copies(self) -> Copies:
+        """What the run's topics are made with."""
+        return Copies(replicas=self.replication_factor, in_sync=self.min_insync_replicas, loss_allowed=self.allow_loss)
 
 
 class MlflowSection(Section):

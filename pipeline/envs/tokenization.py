@@ -118,6 +118,10 @@ class Decoder:
         """The text of one completion."""
         return str(self._tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=True))
 
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
 
 def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Digests:
     """The digests in the run's record, which every worker compares with its own copy of the model; read from the files alone.
@@ -138,7 +142,11 @@ def model_folder(model_directory: str | Path) -> Path:
     """The directory, after checking for the required files. Raises `ConfigError` that says what to do."""
     folder = Path(model_directory).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"model.path: there is no directory {folder}: put a model there, or make one with `penstock model tiny {folder}`")
+        name = "/".join(folder.parts[-2:])
+        raise ConfigError(
+            f"model.path: there is no directory {folder}: a model of the hub gets there with `hf download {name} --local-dir {folder}`; "
+            f"`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
+        )
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.path: {folder} has no tokenizer.json: save one with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"

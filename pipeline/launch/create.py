@@ -33,20 +33,24 @@ def create(
     log: Log,
     run_id: str | None = None,
     say: Callable[[str], None] = print,
+    checked: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> RunRecord:
     """Check the data and the model, register the run and make its topics; starts nothing. `about` is added to the run's info.
+
+    `checked` is what `check_inputs` has returned, where it has been called.
 
     Raises:
         ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
         PenstockError: data or model cannot be used; one line, for data with file and line.
     """
-    info = {**check_inputs(config, say=say), **(about or {})}
+    info = {**(check_inputs(config, say=say) if checked is None else checked), **(about or {})}
     run = _usable(run_id or new_id(config))
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=config.kafka.replication_factor)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    log.create_topics(topics_of(run, partitions=config.partitions, weight_partitions=config.weight_partitions), replication_factor=config.kafka.replication_factor)
+    specs = topics_of(run, partitions=config.partitions, weight_partitions=config.weight_partitions)
+    log.create_topics(specs, copies=config.kafka.copies)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)

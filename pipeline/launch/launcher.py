@@ -20,6 +20,7 @@ from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.config.security import credentials
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
+from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.gpu_placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules
@@ -28,7 +29,6 @@ from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.run_status import closing
-from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
 from penstock.pipeline.runtime.run_registry import find, mark, write
 from penstock.topics.catalogue import OWNERS, topic_name, topics_of
@@ -68,9 +68,9 @@ def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
 
 def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
     """Create a run and attend it to its end; returns the exit status."""
-    check_engine(config)
+    checked = check(config, tell=lambda _name, _text: None, samples=False, say=say)
     log = connect(config.kafka, say=say)
-    record = create(config, log=log, run_id=run_id, say=say)
+    record = create(config, log=log, run_id=run_id, checked=checked.info, say=say)
     return attend(log, record, config, say=say, live=live, json_out=json_out)
 
 

@@ -16,8 +16,8 @@ EVIL = "</script><img src=x onerror=alert(1)> \u2028 <!-- <script>"
 def log_with(records: Iterable[Outgoing], run: str = RUN) -> MemoryLog:
     """An in-memory log that holds these records of a run."""
     log = MemoryLog()
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
-    log.create_topics(topics_of(run, partitions=1), replication_factor=1)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    log.create_topics(topics_of(run, partitions=1))
     producer = log.producer()
     for record in records:
         producer.send(record)

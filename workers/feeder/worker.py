@@ -90,9 +90,8 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
     """The prompts that the rules and the owners' free slots allow now."""
     batch: list[Outgoing] = []
     schedule, reporter = session.schedule, session.reporter
-    if state.too_many_dropped(
-        schedule.max_drops_per_step
-    ):  # the trainer stops, or has; a prompt in place of each would be drawn for nothing
+    if state.too_many_dropped(schedule.max_drops_per_step):
+        # The trainer stops, or has: a prompt in place of each would be drawn for nothing.
         reporter.doing(f"more than {schedule.max_drops_per_step} groups were dropped since the last step")
         return batch
     limit = rules.admission_limit(schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps)

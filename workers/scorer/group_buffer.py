@@ -30,8 +30,8 @@ class OpenGroup:
     records: dict[int, Record] = field(default_factory=dict)
     seen_s: float = 0.0
     """The owner's working time when the group was first seen, or last looked into."""
-    drawing_s: float = 0.0
-    """For how long a rollout worker has been there for it: absence costs a group nothing."""
+    begun_s: float = 0.0
+    """`PartitionGroups.drawing_s` when the group was first seen."""
     submitted: bool = False
 
     @property
@@ -67,6 +67,8 @@ class PartitionGroups:
     """The highest number of a prompt so far."""
     rising: bool = True
     """False once a prompt came out of order: then only the whole of `groups` tells which groups have ended."""
+    drawing_s: float = 0.0
+    """For how long a rollout worker has been there for the partition: absence costs a group nothing."""
     outcomes: dict[int, int] = field(default_factory=dict)
     """Group -> offset of its outcome, of the finished groups above the oldest unfinished one."""
 
@@ -133,14 +135,10 @@ class PartitionGroups:
         rollouts = min((record.offset for group in unfinished for record in group.records.values()), default=self.rollouts_position)
         return prompts, rollouts
 
-    def passed(self, seconds: float) -> None:
-        """Let time pass in which a rollout worker was there."""
-        for group in self.open.values():
-            group.drawing_s += seconds
-
     def overdue(self, *, deadline_s: float) -> list[OpenGroup]:
         """Groups with a prompt that are still incomplete after the deadline, in time that was there to draw them."""
-        return [group for group in self.open.values() if group.prompt and not group.submitted and group.drawing_s > deadline_s]
+        begun_by = self.drawing_s - deadline_s
+        return [group for group in self.open.values() if group.prompt and not group.submitted and group.begun_s < begun_by]
 
     def orphans(self, *, now_s: float) -> list[OpenGroup]:
         """Groups with samples and no prompt for long: it is late, does not exist, or the group had ended before (`below`)."""
@@ -151,5 +149,5 @@ class PartitionGroups:
 
     def _group(self, group: int, now_s: float) -> OpenGroup:
         if group not in self.open:
-            self.open[group] = OpenGroup(group, seen_s=now_s)
+            self.open[group] = OpenGroup(group, seen_s=now_s, begun_s=self.drawing_s)
         return self.open[group]

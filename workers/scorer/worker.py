@@ -4,7 +4,6 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 `failed` and a dead letter, never a zero.
 """
 
-import contextlib
 import json
 import time
 from collections.abc import Collection
@@ -12,27 +11,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.infra.errors import LogError, LostPartition, OutcomeUnknown
-from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Tail, Transactions
+from penstock.infra.errors import LostPartition, OutcomeUnknown
+from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling.presence import Presence, WorkingClock, hear
-from penstock.topics import groups, metrics, prompts, rollouts
+from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups
+from penstock.workers.scorer.orphans import set_aside_orphans
+from penstock.workers.scorer.rollout_reports import RolloutReports
 
 LEDGER_EVERY_S = 0.5
 """How often the scorer looks whether the run is closed."""
 READ_LIMIT_S = 120.0
-LATE_LIMIT_S = 5.0
 
 Job = tuple[int, int, int]
 """Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
@@ -87,18 +86,14 @@ class Scorer:
     pool: ChildPool[Job]
     decoder: Decoder
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
-    clock: WorkingClock = field(default_factory=WorkingClock)
-    presence: Presence = field(init=False)
-    _reports: Tail = field(init=False)
-    _looked_s: float = 0.0
+    reports: RolloutReports = field(init=False)
     _scoring: dict[Job, Scoring] = field(default_factory=dict)
     _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
 
     def __post_init__(self) -> None:
-        self.presence = Presence(self.session.config.partitions)
-        self._reports = self.session.log.tail({(self.session.topic("metrics"), 0): "latest"})
+        self.reports = RolloutReports(self.session)
 
     def turn(self) -> None:
         """Take what arrived, have complete groups scored, write what was scored."""
@@ -111,11 +106,12 @@ class Scorer:
                 case Records():
                     for record in event.records:
                         self._received(record)
-        self._pass_time()
+        self.reports.pass_time(self.owned.values(), working=self.member.outage_s == 0)
         scored = [self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
         self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
-        self._set_aside_orphans()
+        for state in self.owned.values():
+            set_aside_orphans(self.session, state, now_s=self.reports.now_s)
         reporter = self.session.reporter
         reporter.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
         reporter.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
@@ -124,22 +120,7 @@ class Scorer:
 
     def close(self) -> None:
         """Close its reader of reports."""
-        self._reports.close()
-
-    def _pass_time(self) -> None:
-        """Advance the clock, and those of the groups whose partition has a rollout worker that reports."""
-        passed_s = -self.clock.now_s + self.clock.tick(working=self.member.outage_s == 0)
-        if self.clock.now_s - self._looked_s >= 1.0:
-            self._looked_s = self.clock.now_s
-            for record in self._reports.poll(0.0, max_records=5000):
-                with contextlib.suppress(Unusable):  # the tracker owns reading `metrics`
-                    if (metrics.check(record, run=self.session.run).worker or "").startswith("rollout"):
-                        with self.session.dead_letters.decoding(record):
-                            hear(self.presence, metrics.read(record, run=self.session.run)[1])
-        self.presence.now_s = self.clock.now_s
-        for state in self.owned.values():
-            if self.presence.present(state.partition):
-                state.passed(passed_s)
+        self.reports.close()
 
     def _revoked(self, partitions: set[int]) -> None:
         """Forget partitions and end what is scored for them: the next owner, maybe this worker, reads and scores their groups again."""
@@ -200,7 +181,7 @@ class Scorer:
             self.session.reporter.say(f"prompt {prompt.group} at {place} is out of order: reading all groups")
             state.distrust()
             self._read_finished([state.partition])
-        if state.add_prompt(record, prompt, now_s=self.clock.now_s):
+        if state.add_prompt(record, prompt, now_s=self.reports.now_s):
             self._submit(state, prompt.group)
 
     def _fail_unread(self, state: PartitionGroups, record: Record, reason: str) -> None:
@@ -220,7 +201,7 @@ class Scorer:
             columns="{}",
             created_ns=record.timestamp_ms * 1_000_000,
         )
-        if state.add_prompt(record, unread, now_s=self.clock.now_s):
+        if state.add_prompt(record, unread, now_s=self.reports.now_s):
             group = state.open[headers.group]
             group.submitted = True
             self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
@@ -240,7 +221,7 @@ class Scorer:
             return
         for rollout in samples:
             if rollout.sample in wanted:
-                state.add_sample(record, rollout, now_s=self.clock.now_s)
+                state.add_sample(record, rollout, now_s=self.reports.now_s)
         self._submit(state, samples[0].group)
 
     def _wanted(self, state: PartitionGroups, record: Record, headers: Headers) -> list[int]:
@@ -314,36 +295,6 @@ class Scorer:
                 reason = f"{len(group.samples)} of {group.prompt.samples_per_prompt} samples after {deadline:g} s"
                 abandoned.append(self._group(group, "abandoned", reason, ()))
         return abandoned
-
-    def _set_aside_orphans(self) -> None:
-        """Dead-letter samples whose prompt is not in the log; one that is only late, because its leader is away, is waited for."""
-        for state in self.owned.values():
-            suspects = state.orphans(now_s=self.clock.now_s)
-            late = self._prompts_to_come(state) if suspects else frozenset()
-            for group in suspects:
-                if late is None or group.group in late:
-                    group.seen_s = self.clock.now_s
-                    continue
-                del state.open[group.group]
-                if group.group < state.below:
-                    continue  # it had ended long before its samples were read again
-                for record in group.records.values():
-                    error = Unusable(f"no prompt of group {group.group} stands in partition {state.partition}", kind="orphan")
-                    self.session.dead_letters.write(record, error)
-
-    def _prompts_to_come(self, state: PartitionGroups) -> frozenset[int] | None:
-        """Groups whose prompts stand in the log and have not arrived, as of now; None where the log cannot say so."""
-        place = (self.session.topic("prompts"), state.partition)
-        found = set()
-        try:
-            tail = self.session.log.tail({place: state.prompts_position})
-            for record in tail.read_to_end(LATE_LIMIT_S, undecided=True):
-                with contextlib.suppress(Unusable):
-                    found.add(prompts.check(record, run=self.session.run).group)
-            tail.close()
-        except LogError:
-            return None
-        return frozenset(group for group in found if group is not None)
 
     def _group(self, group: OpenGroup, outcome: groups.Outcome, reason: str | None, samples: tuple[ScoredSample, ...]) -> Group:
         assert group.prompt is not None

@@ -83,6 +83,11 @@ class Dataset:
         """True if rows are computed on demand."""
         return self._source.generated
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the first row's columns, as the source has them. Raises `DataError`."""
+        return list(map(str, self._source.raw(self._window[0])))
+
     def __len__(self) -> int:
         return len(self._window)
 

@@ -62,7 +62,8 @@ class NewRun:
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.story.manifests:
             raise LogError(f"{source.run} has no topics, or its version 0 was never published: no run can be made of it")
-        log.create_topics(topics_of(run, partitions=count, weight_partitions=config.weight_partitions), replication_factor=config.kafka.replication_factor)
+        specs = topics_of(run, partitions=count, weight_partitions=config.weight_partitions)
+        log.create_topics(specs, copies=config.kafka.copies)
         return cls(
             log=log,
             source=source,

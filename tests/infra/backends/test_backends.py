@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.registry import open_backend
@@ -28,11 +28,11 @@ SOME = [("torch", {}), ("deepspeed", {"zero_stage": 2}), ("deepspeed", {"zero_st
 def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         head_dim=32, max_position_embeddings=64, tie_word_embeddings=True, attention_dropout=0.3,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return str(path)
 
@@ -57,7 +57,7 @@ def rows_of(batch, rows):
 
 def plain_torch_losses(model_path, *, steps, clip, weight_decay=0.0):
     """An independent oracle: a whole-batch loop in the plainest torch, with attention masks and log_softmax over all logits."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -215,13 +215,13 @@ def test_an_exported_directory_is_the_trained_model(opened, tmp_path, name, own)
     backend = opened(name, **own)
     train(backend, 1)
     backend.export(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert digest(to_bytes(model.named_parameters())) == digest(backend.weights())
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
 
 
 def test_copy_into_fits_everything_before_it_changes_anything(model_path):
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     tensors = to_bytes((name, parameter.float() * 2) for name, parameter in model.named_parameters())
     before = digest(to_bytes(model.named_parameters()))
     wrong = to_bytes([(tensors[-1].name, torch.zeros(3))])

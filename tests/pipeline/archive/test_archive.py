@@ -57,8 +57,8 @@ def log(broker: str) -> Iterator[KafkaLog]:
 
 def tell(log: KafkaLog, run: str, told: list[Outgoing], *, seed: int = 0) -> None:
     """Write records alone or in transactions, with aborted transactions and strangers' records between them."""
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
-    log.create_topics(topics_of(run, partitions=2), replication_factor=1)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    log.create_topics(topics_of(run, partitions=2))
     rng, producer, transactions = random.Random(seed), log.producer(), log.transactions(f"{run}.test")
     aborting = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": f"{run}.aborting"})
     aborting.init_transactions()

@@ -60,7 +60,7 @@ def test_a_broker_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPat
 def run(broker: str, run_id: str) -> str:
     """A run's empty topics."""
     log = KafkaLog(broker, client_id="test")
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run_id, partitions=3)}, replication_factor=1)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run_id, partitions=3)})
     log.close()
     return run_id
 

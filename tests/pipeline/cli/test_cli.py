@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline import cli
-from penstock.pipeline.cli import app, sql
-from penstock.pipeline.cli import broker as brokers
+from penstock.pipeline.cli import app
 from penstock.pipeline.cli.app import FAILED, INTERRUPTED, OK, USAGE
+from penstock.pipeline.cli.look import sql
+from penstock.pipeline.cli.machine import broker as brokers
 from penstock.pipeline.cli.options import security_settings
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.security import credentials
+from tests.support.light_model import light_model
 from tests.support.paths import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -65,7 +67,7 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ["run", "create", "worker", "runs", "status", "report", "audit", "explain", "graph", "doctor"]
+COMMANDS = ["init", "check", "run", "create", "worker", "runs", "status", "report", "audit", "explain", "graph", "doctor"]
 COMMANDS += ["topics list", "topics tail", "topics show", "broker start", "broker stop", "broker status", "model tiny", "replay score"]
 
 
@@ -185,12 +187,12 @@ def test_a_key_of_another_section_is_named_where_it_belongs(tmp_path: Path, caps
 
 
 def test_a_dry_run_of_unreadable_data_still_counts_what_the_configuration_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = light_model(tmp_path / "model")
     data = 'source = "/nowhere/questions.jsonl"\nlimit = 64'
-    assert cli.main(["run", config(tmp_path, run="epochs = 1", data=data), "--dry-run", "--json"]) == OK
-    found = json.loads(capsys.readouterr().out)
-    assert "/nowhere/questions.jsonl" in found["data"]
-    assert found["the run"].startswith("8 steps")
-    assert cli.main(["run", config(tmp_path, run="epochs = 1", data='source = "/nowhere/questions.jsonl"'), "--dry-run"]) == FAILED
+    assert cli.main(["run", config(tmp_path, run="epochs = 1", model=f'path = "{model}"', data=data), "--dry-run"]) == FAILED
+    captured = capsys.readouterr()
+    assert "8 steps" in captured.out
+    assert "/nowhere/questions.jsonl" in captured.err.splitlines()[-1]
 
 
 def failing(error: BaseException) -> Callable[..., None]:
@@ -244,7 +246,8 @@ def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
 ) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("PENSTOCK_HOME", str(home))
-    arguments = ["run", config(tmp_path), "--dry-run", "--set", "schedule.prompts_per_step=4", "--set", "schedule.samples_per_prompt=6"]
+    file = config(tmp_path, model=f'path = "{light_model(tmp_path / "model")}"', data='source = "tiny:successor"\nsize = 20')
+    arguments = ["run", file, "--dry-run", "--set", "schedule.prompts_per_step=4", "--set", "schedule.samples_per_prompt=6"]
     assert cli.main(arguments) == OK
     assert "4 groups x 6 samples = 24 samples" in capsys.readouterr().out
     assert cli.main([*arguments, "--json"]) == OK
@@ -256,13 +259,27 @@ def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
-def test_every_example_passes_a_dry_run(file: Path) -> None:
-    done = subprocess.run(
-        [*PENSTOCK, "run", str(file), "--dry-run", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == OK, done.stderr
-    assert "one step" in json.loads(done.stdout)
+TINY = [file.name for file in EXAMPLES if ".penstock/tiny" in file.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_example_of_the_tiny_model_passes_a_dry_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if find_spec("vllm") is None and 'engine = "vllm"' in (ROOT / "examples" / name).read_text(encoding="utf-8"):
+        pytest.skip("vLLM is not installed")
+    model = light_model(tmp_path / "model", context=2048)
+    status = cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--json", "--set", f"model.path={model}"])
+    captured = capsys.readouterr()
+    assert status == OK, captured.err
+    found = json.loads(captured.out)
+    assert {"one step", "the run", "reward"} <= found.keys()
+    assert found["samples"] == []
+
+
+@pytest.mark.parametrize("name", sorted({file.name for file in EXAMPLES} - set(TINY)))
+def test_an_example_of_another_model_says_what_it_needs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--set", f"model.path={tmp_path}/none"]) in (FAILED, USAGE)
+    line = last_line(capsys)
+    assert "hf download" in line or "GPUs are wanted" in line
 
 
 def test_security_settings_come_from_words_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

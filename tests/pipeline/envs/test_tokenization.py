@@ -9,32 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.envs.datasets import DataError
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests
+from tests.support.light_model import light_model as model
 from tests.support.paths import ROOT
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
-
-
-def model(folder: Path, *, template: str | None = None) -> Path:
-    """A model directory with a byte-level tokenizer, `</s>` as its end, and no weights."""
-    folder.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 257}))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return folder
 
 
 def row(prompt: str | None = "2+2=", messages: list[dict[str, Any]] | None = None) -> Row:

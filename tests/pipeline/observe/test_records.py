@@ -24,8 +24,8 @@ PARTITIONS = 2
 
 def told(log: Log, records: Iterable[Outgoing], *, run: str = RUN) -> None:
     """Make the run's topics and write the records."""
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, replication_factor=1)
-    log.create_topics(topics_of(run, partitions=PARTITIONS), replication_factor=1)
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    log.create_topics(topics_of(run, partitions=PARTITIONS))
     producer = log.producer()
     for record in records:
         producer.send(record)

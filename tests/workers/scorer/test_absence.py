@@ -54,7 +54,7 @@ class Away:
 
 def quiet(scorer: Scorer, *, longest_turn_s: float = 1.0) -> Scorer:
     scorer.member = Impatient(scorer.member)  # type: ignore[assignment]
-    scorer.clock = WorkingClock(longest_turn_s=longest_turn_s)
+    scorer.reports.clock = WorkingClock(longest_turn_s=longest_turn_s)
     return scorer
 
 

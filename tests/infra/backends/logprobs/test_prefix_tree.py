@@ -6,9 +6,9 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.infra.backends.logprobs import tree_attention
 from penstock.infra.backends.logprobs.forward import Forward, choose_forward
@@ -39,7 +39,9 @@ SMALL = {
 def model_of(kind, **more):
     """A small random model whose attention and head matter to what it says."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | more)), attn_implementation="sdpa").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **(SMALL | more)), attn_implementation="sdpa"
+    ).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)

@@ -1,0 +1,147 @@
+"""Everything that can fail later, tried before a run exists: `penstock check`, and before `create` and `run`.
+
+The rule: the first problem is raised as one line that says what to do; what was found before it has been told.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.paths import state_path
+from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.envs.rewards import Score
+from penstock.pipeline.launch.check import trial
+from penstock.pipeline.launch.check.arithmetic import arithmetic
+from penstock.pipeline.launch.check.disk import needed_bytes, parameters
+from penstock.pipeline.launch.create import check_inputs
+from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.observe.report.text import duration
+from penstock.pipeline.runtime.factories import check_engine
+
+SHOWN = 400
+"""Characters of a prompt or a completion."""
+
+Tell = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found: lines for a person by name, the run's info for `create`, and the samples that were drawn."""
+
+    lines: dict[str, str]
+    info: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+
+def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], None] = lambda _: None) -> Checked:
+    """Try everything; `tell` gets each finding as (name, text) when it is there; with `samples` the engine draws two.
+
+    Raises:
+        ConfigError: a setting that this machine, the model or the data cannot do.
+        PenstockError: data, model, reward, engine or disk cannot be used.
+    """
+    lines: dict[str, str] = {}
+
+    def note(name: str, text: str) -> None:
+        lines[name] = text
+        tell(name, text)
+
+    check_devices(config)
+    if Path(config.model.path).is_dir():
+        check_engine(config)
+    try:
+        info = check_inputs(config, say=say)
+    except (PenstockError, ConfigError):
+        # The numbers help to see what is asked for, also where a file is missing.
+        rows = config.data.limit or config.data.size or (config.run.steps or 0) * config.schedule.prompts_per_step
+        for name, text in arithmetic(config, rows=rows) if rows else ():
+            note(name, text)
+        raise
+    for name, text in arithmetic(config, rows=info["rows"]):
+        note(name, text)
+    count = parameters(Path(config.model.path))
+    note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
+    check_disk(config, info, note)
+    scores = trial.judge_answers(config)
+    note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
+    drawn = _samples(config, info, note) if samples else []
+    return Checked(lines, info, drawn)
+
+
+def check_devices(config: Config) -> None:
+    """Refuse GPUs that this machine does not have. Raises `ConfigError`."""
+    gpus = visible_gpus()
+    place(config, gpus)
+    for section, device in (("trainer", config.trainer.device), ("rollout", config.rollout.device)):
+        if device.startswith("cuda") and not gpus:
+            raise ConfigError(f'{section}.device: {device!r}, but no GPU is visible here; set "auto" or "cpu"')
+
+
+def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
+    """Compare what the run will write with what is free, where the log is on this machine. Raises `PenstockError`."""
+    count = parameters(Path(config.model.path))
+    if count is None:
+        return
+    published, checkpoints = needed_bytes(config, count=count, steps=info["steps"], versions=info["versions"])
+    home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
+    free = shutil.disk_usage(home).free
+    here = published if config.kafka.bootstrap == "embedded" else 0
+    written = f"at most {size(published)} of weights in {info['versions'] + 1} versions, {size(checkpoints)} of checkpoints"
+    note("disk", f"{written}; {size(free)} are free")
+    if here + checkpoints > free:
+        raise PenstockError(
+            f"the run writes up to {size(here + checkpoints)} and {size(free)} are free: lower run.steps, raise schedule."
+            'steps_per_version, set trainer.dtype = "bfloat16", or set PENSTOCK_HOME to a larger disk'
+        )
+
+
+def size(count: float) -> str:
+    """Bytes for a person.
+
+    Example:
+        size(2_500_000_000)  # -> "2.5 GB"
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count / 1e3:,.0f} kB"
+
+
+def _samples(config: Config, info: Mapping[str, Any], note: Tell) -> list[dict[str, Any]]:
+    environment = place(config, visible_gpus()).environment("rollout-0")
+    drawn = trial.draw(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
+    samples: list[dict[str, Any]] = drawn["samples"]
+    scores = trial.judge(config, [sample["completion"] for sample in samples], [sample["token_ids"] for sample in samples])
+    for number, (sample, score, row) in enumerate(zip(samples, scores, trial.rows_of(config), strict=True), 1):
+        sample["reward"], sample["answer"] = score.rewards[0], row.columns.get("answer")
+        answer = "" if sample["answer"] is None else f"\n  answer      {cut(str(sample['answer']))}"
+        cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
+        note(
+            f"sample {number}",
+            f"reward {_score(score)}, {len(sample['token_ids'])} tokens{cut_off}\n  prompt      {cut(sample['prompt'])}{answer}\n"
+            f"  completion  {cut(sample['completion'])}",
+        )
+    tokens = sum(len(sample["token_ids"]) for sample in samples)
+    trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
+    drawing_s = trained * drawn["draw_s"] / len(samples) / config.rollout.workers
+    note("drawing", f"the model loaded in {drawn['load_s']:.1f} s; {tokens} tokens in {drawn['draw_s']:.1f} s, two samples side by side")
+    note("time", f"at most {duration(drawing_s)} of drawing for {trained:,} samples at that rate; training comes on top or runs beside it")
+    return samples
+
+
+def _score(score: Score) -> str:
+    return f"{score.rewards[0]:g}"
+
+
+def cut(text: str, limit: int = SHOWN) -> str:
+    """A text on one line; of a long one both ends, as a question stands at the end of its prompt.
+
+    Example:
+        cut("abcdefghij", 6)  # -> "ab … ij"
+    """
+    line = " ".join(text.split())
+    half = (limit - 1) // 2
+    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"

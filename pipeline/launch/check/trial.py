@@ -1,0 +1,125 @@
+"""Draws samples and judges them before a run exists, in child processes that may load a model, hang or crash.
+
+The rule: a fault of the model, the engine or a reward ends in one line; nothing that the libraries print reaches the screen.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.sandbox.pool import ChildError, ChildPool, Failed
+from penstock.pipeline.config.load import Config, from_json, to_json
+from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs.datasets import Row
+from penstock.pipeline.envs.datasets.configured import open_data
+from penstock.pipeline.envs.tokenization import Decoder, Renderer
+
+CHILD = "penstock.pipeline.launch.check.trial:child"
+ROWS = 2
+"""Rows of the data that are tried."""
+DRAW_LIMIT_S = 600.0
+
+
+def rows_of(config: Config) -> list[Row]:
+    """The first rows of the data."""
+    data = open_data(config)
+    return [data[index] for index in range(min(ROWS, len(data)))]
+
+
+def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
+    """One sample of each of the first rows by the run's engine, drawn side by side in a process with these variables.
+
+    Returns `samples`: prompt, completion, token_ids and finish of each; `load_s` and `draw_s`. Raises `PenstockError`.
+    """
+    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S) as pool:
+        return dict(_result(pool, {}, what="drawing"))
+
+
+def judge(config: Config, completions: Sequence[str], token_ids: Sequence[Sequence[int]]) -> list[rewards.Score]:
+    """The score of one completion for each of the first rows, by the run's reward functions. Raises `PenstockError`."""
+    reward, renderer = config.reward, Renderer.of(config)
+    init = rewards.spec(reward.functions, reward.weights, max_steps=1, max_completion_length=config.sampling.max_new_tokens)
+    with _children(rewards.CHILD, init, timeout_s=reward.timeout_s) as pool:
+        return [
+            rewards.Score.of(
+                _result(
+                    pool,
+                    rewards.payload(
+                        [text], prompt=renderer.render(row)[0], messages=row.messages, columns=row.columns, completion_ids=[ids]
+                    ),
+                    what=f"the reward of {row.origin}",
+                )
+            )
+            for row, text, ids in zip(rows_of(config), completions, token_ids, strict=True)
+        ]
+
+
+def judge_answers(config: Config) -> list[rewards.Score]:
+    """As `judge`, of the rows' own answers, or of their prompts where there is none: nothing is drawn. Raises `PenstockError`."""
+    decoder = Decoder(config.model.path)
+    texts = [str(row.columns.get("answer") or row.prompt or row.origin) for row in rows_of(config)]
+    return judge(config, texts, [decoder.encode(text) for text in texts])
+
+
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The handler of a child process, with the engine loaded: it draws what `draw` returns."""
+    os.environ.update(init["environment"])
+    if not os.environ.get("PENSTOCK_DEBUG"):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+    from penstock.pipeline.runtime.factories import make_engine
+
+    config, began = from_json(init["config"]), time.monotonic()
+    engine = make_engine(config)
+    load_s = time.monotonic() - began
+    return lambda _: {"load_s": load_s, **_draw(config, engine)}
+
+
+def _draw(config: Config, engine: Any) -> dict[str, Any]:
+    from penstock.infra.engines.base import GroupRequest, Sampling
+    from penstock.pipeline.envs.tokenization import digests
+
+    renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
+    stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
+    how = Sampling(
+        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids
+    )
+    prompts, began = [renderer.render(row) for row in rows_of(config)], time.monotonic()
+    for group, (_, ids) in enumerate(prompts):
+        engine.submit(GroupRequest(group=group, prompt_ids=ids, samples=(0,), rows=1, seed=config.run.seed, sampling=how))
+    ended = {}
+    while not engine.idle:
+        ended.update({completion.group: completion for completion in engine.step()})
+    samples = [
+        {
+            "prompt": prompts[group][0],
+            "completion": decoder.decode(completion.token_ids),
+            "token_ids": completion.token_ids.tolist(),
+            "finish": completion.finish,
+        }
+        for group, completion in sorted(ended.items())
+    ]
+    engine.close()
+    return {"samples": samples, "draw_s": time.monotonic() - began}
+
+
+@contextmanager
+def _children(target: str, init: Mapping[str, Any], *, timeout_s: float) -> Iterator[ChildPool[int]]:
+    with ChildPool[int](target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=DRAW_LIMIT_S) as pool:
+        yield pool
+
+
+def _result(pool: ChildPool[int], payload: Mapping[str, Any], *, what: str) -> Any:
+    pool.submit(0, dict(payload))
+    try:
+        while True:
+            for ended in pool.poll(1.0):
+                if isinstance(ended, Failed):
+                    raise PenstockError(f"{what}: {ended.reason}")
+                return ended.result
+    except ChildError as error:
+        raise PenstockError(str(error).partition(": ")[2] or str(error)) from error

@@ -1,0 +1,134 @@
+"""The log on three brokers: what was acknowledged survives nodes that go, and where an election loses it all the same, that is said."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+
+from penstock.infra.errors import LogError, Unrecoverable
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import FOLLOWING, Copies
+from penstock.topics.catalogue import TopicSpec
+from tests.support.log_helpers import WAIT_S, outgoing
+from tests.support.three_brokers import NODES, ThreeBrokers
+
+LOSSY = Copies(replicas=2, in_sync=1, loss_allowed=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(new_home: Callable[[], Path]) -> Iterator[ThreeBrokers]:
+    opened = ThreeBrokers(new_home())
+    try:
+        opened.start()
+        yield opened
+    finally:
+        opened.close()
+
+
+@pytest.fixture
+def log(cluster: ThreeBrokers) -> Iterator[KafkaLog]:
+    cluster.start()
+    opened = KafkaLog(cluster.bootstrap)
+    yield opened
+    opened.close()
+
+
+def made(log: KafkaLog, name: str, copies: Copies = FOLLOWING) -> str:
+    log.create_topics({name: TopicSpec(name=name, partitions=1, configs={})}, copies=copies)
+    return name
+
+
+def values(log: KafkaLog, topic: str) -> list[bytes]:
+    tail = log.tail({(topic, 0): "earliest"})
+    try:
+        return [record.value for record in tail.read_to_end(WAIT_S, undecided=True)]
+    finally:
+        tail.close()
+
+
+def test_an_election_that_loses_acknowledged_records_stops_their_writer_and_is_refused_unless_asked_for(
+    cluster: ThreeBrokers, log: KafkaLog
+) -> None:
+    with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 copies.* one lost broker of 3 .*kafka.allow_loss = true"):
+        made(log, "refused", Copies(replicas=1))
+    topic, writer = made(log, "lossy", LOSSY), log.transactions("lossy.writer")
+    assert writer.commit([outgoing(topic, b"kept")]) == [0]
+    leader = cluster.leader(topic, 0)
+    late = next(node for node in cluster.partition(topic, 0)["replica_nodes"] if node != leader)
+    cluster.await_in_sync(topic, 0, {leader, late})
+    cluster.kill(late)
+    lost = [writer.commit([outgoing(topic, b"lost")])[0] for _ in range(4)][-1]
+    cluster.kill(leader)
+    cluster.launch(late)
+    cluster.elect_unclean(topic, 0, late)
+    with pytest.raises(Unrecoverable, match=rf"lossy/0 has lost records: offset {lost} was acknowledged, the next record was written at "):
+        writer.commit([outgoing(topic, b"later")])
+    writer.close()
+
+
+@pytest.mark.slow
+def test_one_node_away_a_new_leader_and_a_rolling_restart_lose_nothing(cluster: ThreeBrokers, log: KafkaLog) -> None:
+    topic, writer, sent = made(log, "kept"), log.transactions("kept.writer"), list[bytes]()
+
+    def write() -> None:
+        sent.append(b"%d" % len(sent))
+        writer.commit([outgoing(topic, sent[-1])])
+
+    write()
+    for end in (cluster.kill, cluster.stop, cluster.freeze):
+        leader = cluster.leader(topic, 0)
+        end(leader)
+        write()
+        assert cluster.leader(topic, 0) != leader
+        if end == cluster.freeze:
+            cluster.thaw(leader)
+        cluster.start()
+        cluster.await_in_sync(topic, 0, set(NODES))
+        write()
+    for node in NODES:
+        cluster.stop(node)
+        write()
+        cluster.launch(node)
+        cluster.await_serving(node)
+        cluster.await_in_sync(topic, 0, set(NODES))
+    assert values(log, topic) == sent
+    writer.close()
+
+
+@pytest.mark.slow
+def test_with_two_nodes_out_of_sync_a_writer_waits_and_nothing_is_acknowledged(cluster: ThreeBrokers, log: KafkaLog) -> None:
+    topic, writer = made(log, "shrunken"), log.producer()
+    writer.send(outgoing(topic, b"before")).offset(WAIT_S)
+    leader = cluster.leader(topic, 0)
+    for node in set(NODES) - {leader}:
+        cluster.freeze(node)
+    waiting = writer.send(outgoing(topic, b"after"))
+    with pytest.raises(LogError, match="no answer from shrunken/0 within 4 s"):
+        waiting.offset(4.0)
+    for node in set(NODES) - {leader}:
+        cluster.thaw(node)
+    assert waiting.offset(WAIT_S) == 1
+    cluster.await_in_sync(topic, 0, set(NODES))
+    assert values(log, topic) == [b"before", b"after"]
+    writer.close()
+
+
+@pytest.mark.slow
+def test_a_transaction_whose_writer_and_coordinator_die_is_ended_by_the_next_coordinator(cluster: ThreeBrokers, log: KafkaLog) -> None:
+    topic = made(log, "hanging")
+    producer = log.producer()
+    producer.send(outgoing(topic, b"first")).offset(WAIT_S)
+    left = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": "hanging.writer", "transaction.timeout.ms": 4000})
+    left.init_transactions()
+    left.begin_transaction()
+    left.produce(topic, value=b"never", partition=0)
+    left.flush()
+    producer.send(outgoing(topic, b"second")).offset(WAIT_S)
+    for node in NODES:  # one of them coordinates it
+        cluster.kill(node)
+    cluster.start()
+    assert values(log, topic) == [b"first", b"second"]
+    with pytest.raises(KafkaException, match=r"(?i)fenced|epoch|invalid"):
+        left.commit_transaction()
+    producer.close()

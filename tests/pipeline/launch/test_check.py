@@ -1,0 +1,205 @@
+"""What is tried before a run starts: each fault is one line and a status, and what was found before it has been told."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.errors import PenstockError
+from penstock.pipeline import cli
+from penstock.pipeline.cli.app import FAILED, OK, USAGE
+from penstock.pipeline.config.load import Config, from_table, load
+from penstock.pipeline.launch.check import disk, preflight, trial
+from penstock.pipeline.launch.check.propose import propose
+from tests.support.light_model import light_model
+
+ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": n} for n in range(50)]
+
+
+def project(folder: Path, *, reward: str = "return [float(a == b) for a, b in zip(completions, answer)]") -> Path:
+    """A folder with a model without weights, fifty rows and a reward function."""
+    light_model(folder / "model", context=512)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (folder / "rew.py").write_text(f"def right(completions, answer, **columns):\n    {reward}\n", encoding="utf-8")
+    return folder
+
+
+def configured(folder: Path, **sections: dict[str, object]) -> Config:
+    """A configuration of the project."""
+    table = {
+        "run": {"steps": 4},
+        "model": {"path": str(folder / "model")},
+        "data": {"source": str(folder / "rows.jsonl"), "prompt_field": "question", "answer_field": "solution", "max_prompt_tokens": 64},
+        "reward": {"functions": [f"{folder}/rew.py:right"]},
+    }
+    return from_table({name: {**table.get(name, {}), **sections.get(name, {})} for name in {**table, **sections}})
+
+
+def found(config: Config) -> tuple[dict[str, str], str | None]:
+    """What was told, and the problem that ended it."""
+    told: dict[str, str] = {}
+    try:
+        preflight.check(config, tell=told.__setitem__, samples=False)
+    except (PenstockError, ValueError) as error:
+        return told, str(error)
+    return told, None
+
+
+def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tmp_path: Path) -> None:
+    told, problem = found(configured(project(tmp_path)))
+    assert problem is None
+    assert told["data"].startswith("50 rows")
+    assert told["reward"] == "of the first 2 rows' own answers: 1, 1"
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("return [1 / 0]", "ZeroDivisionError: division by zero (rew.py line 2)"),
+        ("return [1.0, 2.0, 3.0]", "returned 3 values for 1 completions"),
+        ("return ['right']", "expected a number or None"),
+        ("import time; time.sleep(60)", "took longer than 1 s"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+    ],
+    ids=["it raises", "too many values", "no number", "it hangs", "it wants a package"],
+)
+def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, reward: str, said: str) -> None:
+    told, problem = found(configured(project(tmp_path, reward=reward), reward={"timeout_s": 1.0}))
+    assert "one step" in told
+    assert problem is not None
+    assert said in problem
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"data": {"prompt_field": "prompt"}}, "no field 'prompt'"),
+        ({"reward": {"functions": ["rew.py:wrong"]}}, "there is no file"),
+        ({"trainer": {"device": "cuda"}}, "no GPU is visible here"),
+        ({"trainer": {"gpus": 1}}, "1 GPUs are wanted"),
+        ({"sampling": {"max_new_tokens": 4000}}, "the model's context is 512 tokens"),
+        ({"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}}, "hf download HuggingFaceTB/SmolLM2-135M-Instruct"),
+    ],
+    ids=["column", "reward file", "device", "GPUs", "context", "hub name"],
+)
+def test_what_would_fail_later_fails_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, dict[str, object]], said: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    _, problem = found(configured(project(tmp_path), **sections))
+    assert problem is not None
+    assert said in problem
+
+
+def with_weights(folder: Path, shape: tuple[int, ...]) -> None:
+    """The header of a weights file; nothing reads what would follow."""
+    header = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = project(tmp_path)
+    with_weights(folder / "model", (1000, 1_000_000))
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    assert disk.parameters(folder / "model") == 10**9
+    told, problem = found(configured(folder, run={"steps": 100_000}))
+    assert "at most 400.0 TB of weights" in told["disk"]
+    assert problem is not None
+    assert "are free: lower run.steps" in problem
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    folder = project(tmp_path)
+    (folder / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    assert "cut off" in (found(configured(folder))[1] or "")
+
+
+def test_what_init_writes_passes_the_check_and_names_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    folder = project(tmp_path)
+    text = propose("model", "rows.jsonl", ["rew.py:right"], base=folder)
+    (folder / "my.toml").write_text(text, encoding="utf-8")
+    config = load(folder / "my.toml")
+    assert (config.data.prompt_field, config.data.answer_field) == ("question", "solution")
+    assert (config.data.limit, config.eval.start, config.eval.limit) == (45, 45, 5)
+    assert 24 <= config.data.max_prompt_tokens <= 32
+    assert found(config)[1] is None
+
+
+@pytest.mark.parametrize(("gpus", "engine_fits"), [("", "transformers"), ("0", "transformers"), ("0,1", "transformers")])
+def test_init_plans_for_the_gpus_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, engine_fits: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr("penstock.infra.engines.vllm.arguments.find_spec", lambda _name: None)
+    folder = project(tmp_path)
+    (folder / "my.toml").write_text(propose("model", "rows.jsonl", ["rew.py:right"], base=folder), encoding="utf-8")
+    config = load(folder / "my.toml")
+    assert config.rollout.engine == engine_fits
+    assert config.trainer.gpus == (1 if gpus == "0,1" else 0)
+    preflight.check_devices(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "nowhere", "--data", "rows.jsonl", "--reward", "rew.py:right"], "there is no directory"),
+        (["--model", "model", "--data", "nowhere.jsonl", "--reward", "rew.py:right"], "nowhere.jsonl"),
+        (["--model", "model", "--data", "rows.jsonl", "--reward", "rew.py:rigth"], "did you mean 'right'?"),
+        (["--model", "model", "--data", "odd.jsonl", "--reward", "exact_match"], "name one with --prompt-field"),
+        (["--model", "model", "--data", "rows.jsonl", "--reward", "exact_match", "--prompt-field", "qestion"], "did you mean 'question'?"),
+        (["--model", "model", "--data", "rows.jsonl", "--reward", "exact_match", "-o", "rew.py"], "there is such a file already"),
+    ],
+)
+def test_init_refuses_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    (project(tmp_path) / "odd.jsonl").write_text('{"a": "x", "b": "y"}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", *words]) in (FAILED, USAGE)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert said in captured.err
+
+
+def test_init_prints_a_configuration_and_nothing_else_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project(tmp_path))
+    assert cli.main(["init", "--model", "model", "--data", "rows.jsonl", "--reward", "rew.py:right"]) == OK
+    (tmp_path / "my.toml").write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load(tmp_path / "my.toml").data.source == str(tmp_path / "rows.jsonl")
+
+
+def test_a_long_text_shows_both_ends() -> None:
+    assert preflight.cut("abcdefghij", 6) == "ab … ij"
+    assert preflight.cut("a\n b") == "a b"
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("engine", ["toy", pytest.param("transformers", marks=pytest.mark.slow)])
+def test_check_draws_two_samples_by_the_engine_and_judges_them(tmp_path: Path, engine: str) -> None:
+    project(tmp_path, reward="return [float(len(text)) for text in completions]")
+    model = tmp_path / "model"
+    if engine == "transformers":
+        from penstock.pipeline.envs.tiny.model import make_tiny_model
+
+        model = make_tiny_model(tmp_path / "tiny", steps=1)
+    config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})
+    told: dict[str, str] = {}
+    checked = preflight.check(config, tell=told.__setitem__, samples=True)
+    assert [sample["answer"] for sample in checked.samples] == ["0", "2"]
+    assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)
+    assert "What is 1 plus 1?" in told["sample 2"]
+    assert {"drawing", "time"} <= told.keys()
+
+
+@pytest.mark.costly
+def test_an_engine_that_cannot_load_is_one_line(tmp_path: Path) -> None:
+    config = configured(project(tmp_path), rollout={"engine": "transformers"})
+    with pytest.raises(PenstockError) as caught:
+        trial.draw(config, {})
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
