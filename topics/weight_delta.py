@@ -117,7 +117,9 @@ class _Positions:
         block = self._block
         positions = positions_of(self._coded, block.width)
         if len(positions) != block.changes or (len(positions) and positions[-1] >= block.nbytes // block.item):
-            raise ValueError(f"block of a delta from byte {block.start} on: {len(positions)} positions, expected {block.changes} in the piece")
+            raise ValueError(
+                f"block of a delta from byte {block.start} on: {len(positions)} positions, expected {block.changes} in the piece"
+            )
         return positions
 
 

@@ -173,4 +173,6 @@ def _require_none(manifest: Manifest, lost: list[tuple[int, int]], topic: str, w
     if lost:
         partition, offset = min(lost)
         more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise RecordMissing(f"weights of version {manifest.version}: no chunk at {topic}/{partition} offset {offset}{more}, {why(partition)}")
+        raise RecordMissing(
+            f"weights of version {manifest.version}: no chunk at {topic}/{partition} offset {offset}{more}, {why(partition)}"
+        )

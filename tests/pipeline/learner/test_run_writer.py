@@ -42,6 +42,7 @@ def step(policy: PolicyTrainer, writer: RunWriter) -> None:
     writer.write("step", step=policy.steps_done, digest=writer.step_digest(policy), metrics={"dropped": 0.0})
     policy.steps_done += 1
     writer.after_step(policy)
+    writer.finish_publishing()
 
 
 def kinds(log: MemoryLog) -> list[str]:
@@ -91,12 +92,13 @@ def test_what_others_wrote_among_the_chunks_is_set_aside_once_or_counted_as_a_du
     writer.begin(policy)
     chunk = log.read(f"{RUN}.weights", 1, [0])[0]
     producer = log.producer()
+    step(policy, writer)
     for value, headers in ((b"noise", ()), (chunk.value, chunk.headers)):
-        producer.send(Outgoing(topic=f"{RUN}.weights", partition=1, key=b"", headers=tuple(headers), value=value))
+        producer.send(Outgoing(topic=f"{RUN}.weights", partition=2, key=b"", headers=tuple(headers), value=value))
     step(policy, writer)
     step(policy, writer)
     letters = [dead_letters.read(record, run=RUN)[1] for record in log.tail({(f"{RUN}.dead-letters", 0): "earliest"}).read_to_end()]
-    assert [(letter.topic, letter.partition, letter.value) for letter in letters] == [(f"{RUN}.weights", 1, b"noise")]
+    assert [(letter.topic, letter.partition, letter.value) for letter in letters] == [(f"{RUN}.weights", 2, b"noise")]
     assert writer.session.reporter.values["duplicates"] == 1
 
 
