@@ -167,6 +167,11 @@ class RunWriter:
         self._publication = self._publisher.begin(content, version=version, step=step, manifests=self.state.manifests)
         self._stalled_s = time.monotonic() - started
 
+    @property
+    def publishing(self) -> bool:
+        """True while a version is on its way."""
+        return self._publication is not None
+
     def finish_publishing(self, *, wait: bool = True) -> None:
         """Commit the version whose chunks were sent: its manifest with the ledger's entry; without `wait`, only if all of them are."""
         publication = self._publication

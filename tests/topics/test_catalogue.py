@@ -11,7 +11,7 @@ def test_a_run_owns_nine_topics_in_a_fixed_order_under_its_own_prefix():
     assert list(specs) == [f"demo-1.{topic}" for topic in (*TOPICS, OWNERS)]
     assert all(name == spec.name for name, spec in specs.items())
     assert [spec.partitions for spec in specs.values()] == [1, 8, 8, 8, 3, 1, 1, 1, 1]
-    assert sum(spec.partitions for spec in specs.values()) == 31
+    assert sum(spec.partitions for spec in specs.values()) == 32
     assert topic_name("demo-1", "groups") in specs
 
 

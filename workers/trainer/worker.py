@@ -30,6 +30,8 @@ from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
 
 POLL_S = 0.5
+PUBLISHING_POLL_S = 0.02
+"""The same while a version is on its way, which others wait for."""
 LOOK_S = 60.0
 """A trainer that has waited this long for groups looks whether the workers can read the newest weights at all."""
 
@@ -180,7 +182,7 @@ class Trainer:
         reporter.doing(why)
         started = time.monotonic()
         self.writer.finish_publishing(wait=False)
-        for record in self.tail.poll(POLL_S):
+        for record in self.tail.poll(PUBLISHING_POLL_S if self.writer.publishing else POLL_S):
             self._receive(record)
         waited = time.monotonic() - started
         self._wait_s += waited
