@@ -157,6 +157,8 @@ def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
             raise ValueError(f"version {version} cannot be put together: the manifest of version {number} is not there")
         links.append(manifests[number])
         number = links[-1].base_version if links[-1].encoding == "delta" else None
+        if number is not None and number >= links[-1].version:
+            raise ValueError(f"version {links[-1].version} is a delta on version {number}, which does not come before it")
     return links[::-1]
 
 
@@ -176,9 +178,8 @@ def _flaw(manifest: Manifest) -> str | None:
         return f"lists of tensors have lengths {sorted(tensors)}, lists of chunks {sorted(chunks)}; each must be of one length"
     if manifest.encoding not in ENCODINGS:
         return f"encoding is {manifest.encoding[:60]!r}, expected one of {', '.join(ENCODINGS)}"
-    base = manifest.base_version
-    if manifest.encoding == "delta" and (manifest.names or base is None or not 0 <= base < manifest.version):
-        return f"a delta on version {base} with {len(manifest.names)} tensors of its own"
+    if manifest.encoding == "delta" and (manifest.names or manifest.base_version is None):
+        return f"a delta on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
         return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
     return None
