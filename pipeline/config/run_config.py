@@ -116,6 +116,18 @@ class Config(Section):
         return self.algorithm.defaults > 1
 
     @property
+    def data_sources(self) -> list[str]:
+        """The sources of the training prompts."""
+        source = self.data.source
+        return [source] if isinstance(source, str) else source
+
+    def sampling_for(self, source: str | None) -> SamplingSection:
+        """How prompts of a source are sampled; None is the only one."""
+        own = self.data.sampling.get(source or "")
+        given = {} if own is None else {name: value for name, value in own.model_dump().items() if value is not None}
+        return self.sampling.model_copy(update=given)
+
+    @property
     def eval_sources(self) -> list[str]:
         """The held-out sources; none without an evaluator."""
         source = self.eval.source
@@ -150,6 +162,12 @@ class Config(Section):
         return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
 
     @property
+    def groups_per_process(self) -> int | None:
+        """The most groups in a micro-batch where several processes train: each has one at least, if the step has; None with one process."""
+        processes = self.trainer.processes
+        return -(-self.schedule.prompts_per_step // processes) if processes > 1 else None
+
+    @property
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
@@ -181,3 +199,7 @@ class Config(Section):
             return self.run.steps
         assert self.run.epochs is not None
         return max(1, int(self.run.epochs * rows) // self.schedule.prompts_per_step)
+
+    def prompts(self, rows: int) -> int | None:
+        """Prompts that are asked of a data set of `rows` rows, without those asked once more; None where the steps decide."""
+        return None if self.run.epochs is None else max(int(self.run.epochs * rows), self.schedule.prompts_per_step)

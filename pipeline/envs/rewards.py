@@ -10,16 +10,17 @@ import hashlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.plugins import PluginError, load, nearest, source_digest, split_options
+from penstock.pipeline.config.plugins import PluginError, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS, WARM_UPS
+from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
 
 CHILD = "penstock.pipeline.envs.rewards:child"
 """Target of `infra.sandbox.pool.ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
@@ -61,6 +62,8 @@ class Rewards:
     functions: tuple[Callable[..., Any], ...]
     max_steps: int = 0
     max_completion_length: int = 0
+    by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of a mixture: source -> the functions that judge its rows, by their names or whole; a source that is missing has all."""
 
     def score(
         self,
@@ -90,8 +93,14 @@ class Rewards:
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Check that a row has the columns that every function takes. Raises `RewardError` that names the column and the nearest one."""
-        for name, function in zip(self.names, self.functions, strict=True):
+        for name, function in self._judges(columns.get(SOURCE_COLUMN)):
             _arguments(name, function, {**self._offered(columns, (), 0), "prompts": [], "completions": []})
+
+    def _judges(self, source: Any) -> list[tuple[str, Callable[..., Any]]]:
+        """The functions that apply to the rows of a source, with their names."""
+        chosen = self.by_source.get(source)
+        every = zip(self.names, self.functions, strict=True)
+        return [(name, function) for name, function in every if chosen is None or not {name, short_name(name)}.isdisjoint(chosen)]
 
     def _offered(self, columns: Mapping[str, Any], completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
         """The columns, and what functions can ask for beside them unless a column has its name."""
@@ -105,7 +114,11 @@ class Rewards:
 
     def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
         returned: list[Any] = []
-        for name, function in zip(self.names, self.functions, strict=True):
+        judges = dict(self._judges(next(iter(offered.get(SOURCE_COLUMN, ())), None)))
+        for name in self.names:
+            if (function := judges.get(name)) is None:
+                returned.append([None] * count)
+                continue
             arguments = _arguments(name, function, offered)
             try:
                 returned.append(function(**arguments))
@@ -137,6 +150,7 @@ def resolve(
     base_dir: str | Path | None = None,
     max_steps: int = 0,
     max_completion_length: int = 0,
+    by_source: Mapping[str, Sequence[str]] | None = None,
 ) -> Rewards:
     """Resolve reward functions by name or plug-in spec, with options after a question mark; weights default to 1.
 
@@ -157,6 +171,7 @@ def resolve(
         functions=functions,
         max_steps=max_steps,
         max_completion_length=max_completion_length,
+        by_source=by_source or {},
     )
 
 
@@ -174,6 +189,7 @@ def spec(
     base_dir: str | Path | None = None,
     max_steps: int = 0,
     max_completion_length: int = 0,
+    by_source: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """The arguments of `resolve` as JSON, for a child process."""
     return {
@@ -182,6 +198,7 @@ def spec(
         "base_dir": None if base_dir is None else str(base_dir),
         "max_steps": max_steps,
         "max_completion_length": max_completion_length,
+        "by_source": {source: list(functions) for source, functions in (by_source or {}).items()},
     }
 
 

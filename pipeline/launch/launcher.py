@@ -48,8 +48,8 @@ HURRY_S = 5.0
 Say = Callable[[str], None]
 
 
-def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
-    """Connect to the configured broker; starts the embedded one if it does not run.
+def connect(kafka: KafkaSection, *, say: Say, start: bool = True) -> KafkaLog:
+    """Connect to the configured broker; without `start` one of this machine that does not run is left alone.
 
     Raises:
         ConfigError: the address or a security setting is malformed.
@@ -57,9 +57,12 @@ def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
     """
     bootstrap, security = kafka.bootstrap, credentials(kafka.security)
     if bootstrap == "embedded":
-        from penstock.infra.broker.embedded import start
+        from penstock.infra.broker import embedded
 
-        bootstrap, security = start(progress=say).bootstrap, {}
+        found = embedded.start(progress=say) if start or embedded.status().running else None
+        if found is None:
+            raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
+        bootstrap, security = found.bootstrap, {}
     try:
         return KafkaLog(bootstrap, security=security, client_id="penstock")
     except ValueError as error:
@@ -146,6 +149,12 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
             _note(log, record, say=say)
             return 130
     status = _ended(log, record, view)
+    failed = sum(facts.outcome == "failed" for facts in view.view.groups.values())
+    if failed:
+        say(
+            f"warning: {failed:,} of {len(view.view.groups):,} groups failed, as their reward could not be computed; "
+            f"`penstock topics tail {run} dead-letters` has the errors"
+        )
     for name in watching.supervisor.missing:
         say(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
     return status

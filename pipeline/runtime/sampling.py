@@ -3,6 +3,7 @@
 The rule: a token is trained unless it was drawn under a version that is too old to be trained.
 """
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,13 +11,14 @@ import numpy as np
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.schema import SamplingSection
+from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
 
 
 def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_ids: Sequence[int]) -> GroupRequest:
     """These samples of a prompt's group, under the run's sampling settings and seed."""
-    chosen = config.sampling
+    chosen = config.sampling_for(source_of(prompt.columns))
     sampling = Sampling(
         temperature=chosen.temperature,
         top_p=chosen.top_p,
@@ -33,6 +35,14 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
         sampling=sampling,
         stream=config.data.first_group + prompt.group,
     )
+
+
+def source_of(columns: str) -> str | None:
+    """The source of a prompt of a mixture, from its columns as JSON; None where there is one source."""
+    if f'"{SOURCE_COLUMN}"' not in columns:
+        return None
+    source: str | None = json.loads(columns).get(SOURCE_COLUMN)
+    return source
 
 
 def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str, oldest_trained: int = 0) -> Rollout:

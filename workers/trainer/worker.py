@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
@@ -28,6 +29,12 @@ from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.other_ranks import follow, other_ranks
+
+if TYPE_CHECKING:
+    from penstock.infra.backends.ranks.process_set import ProcessSet
+
+__all__ = ["follow", "main"]
 
 POLL_S = 0.5
 PUBLISHING_POLL_S = 0.02
@@ -46,14 +53,15 @@ def main(session: Session) -> None:
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     session.reporter.doing("loading the model", now=True)
-    trainer = Trainer.open(session, transactions, past)
-    session.reporter.ready()
-    mark(session.log, session.record, status="running")
-    trainer.begin(past)
-    while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
-        if not trainer.train_step():
-            break
-    trainer.end()
+    with other_ranks(session) as processes:
+        trainer = Trainer.open(session, transactions, past, processes)
+        session.reporter.ready()
+        mark(session.log, session.record, status="running")
+        trainer.begin(past)
+        while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
+            if not trainer.train_step():
+                break
+        trainer.end()
 
 
 @dataclass(slots=True)
@@ -68,6 +76,8 @@ class Trainer:
     followed: Sequence[Partition]
     asked_to_end: str | None = None
     """The reason why an evaluator wants the run to end."""
+    _admitted: int | None = None
+    """Groups of the whole run, once the feeder has said that no prompt will follow; None before."""
     committed: int = 0
     """Steps in the ledger; more than the policy has done only while they are repeated."""
     _tolerated: int = 0
@@ -81,11 +91,14 @@ class Trainer:
     """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, past: Past) -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, past: Past, processes: "ProcessSet | None" = None) -> "Trainer":
         """Load the model and begin to follow the groups."""
         manifests = past.story.manifests
         policy = PolicyTrainer.open(
-            session.config, steps=session.steps, weights_of=lambda version: fetch(session.log, manifests, version, run=session.run)
+            session.config,
+            steps=session.steps,
+            weights_of=lambda version: fetch(session.log, manifests, version, run=session.run),
+            processes=processes,
         )
         writer = RunWriter(session, transactions, past.story)
         inbox = GroupInbox(
@@ -97,7 +110,7 @@ class Trainer:
         )
         follow: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         follow[session.topic("weights"), 0] = "earliest"
-        if session.config.eval.target is not None or session.config.eval.patience is not None:
+        if session.config.eval.target is not None or session.config.eval.patience is not None or session.config.run.epochs is not None:
             follow[session.topic("metrics"), 0] = "earliest"
         trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow))
         session.finishing = trainer.finishing
@@ -126,6 +139,9 @@ class Trainer:
             selected = self.inbox.take(learner_version=version)
             self._record_stale()
             if selected is None:
+                if self._no_more():
+                    self.asked_to_end = "every prompt of the run's epochs was asked"
+                    return False
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
                 continue
@@ -133,7 +149,7 @@ class Trainer:
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
             self.session.reporter.doing(f"training step {number}")
-            step.add(group)
+            step.add(group, plan[-1])
         self.writer.finish_publishing(wait=False)
         outcome = step.finish(learner_version=version)
         self._commit(outcome, plan, version=version, started=started)
@@ -172,9 +188,15 @@ class Trainer:
             return True
         left = (self.session.steps - done) * schedule.prompts_per_step
         while not self.inbox.selector.ready(min(schedule.round_groups, left)):
+            if self._no_more():
+                break
             if not self._wait(f"step {done}: the round is not scored yet"):
                 return False
         return True
+
+    def _no_more(self) -> bool:
+        """Whether no group will come any more: under `run.epochs` the prompts may end before the steps."""
+        return self._admitted is not None and self.inbox.selector.known >= self._admitted
 
     def _wait(self, why: str) -> bool:
         """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
@@ -217,6 +239,8 @@ class Trainer:
                     measurement = metrics.read(record, run=self.session.run)[1]
             except Unusable:
                 return  # the tracker owns reading `metrics`
+            if measurement.role == "feeder" and measurement.values.get("all_out"):
+                self._admitted = int(measurement.values["admitted"])
             if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
 
@@ -234,11 +258,13 @@ class Trainer:
         dropped = self.inbox.selector.drops - max(self._drops, self._tolerated)
         if dropped <= limit:
             return
-        causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6))
+        causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6) if count)
         done = self.policy.steps_done
         when = "since the trainer was started" if self._tolerated > self._drops else f"since step {done - 1}" if done else "before step 0"
+        reason = self.inbox.last_reason()
+        last = f"; the last one: {reason}" if reason else ""
         mark(self.session.log, self.session.record, status="stopped")
-        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}")
+        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}")
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]

@@ -19,14 +19,14 @@ from penstock.pipeline.envs.tokenization import Decoder, Renderer
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
 ROWS = 2
-"""Rows of the data that are tried."""
+"""Rows of each source that are tried."""
 DRAW_LIMIT_S = 600.0
 
 
 def rows_of(config: Config) -> list[Row]:
-    """The first rows of the data."""
+    """The first rows of each source of the data."""
     data = open_data(config)
-    return [data[index] for index in range(min(ROWS, len(data)))]
+    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(ROWS, len(source)))]
 
 
 def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -52,7 +52,13 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
     Raises `ChildError` (one line) where a reward function cannot be loaded at all.
     """
     reward = config.reward
-    init = spec(reward.functions, reward.weights, max_steps=steps, max_completion_length=config.sampling.max_new_tokens)
+    init = spec(
+        reward.functions,
+        reward.weights,
+        max_steps=steps,
+        max_completion_length=config.sampling.max_new_tokens,
+        by_source=config.data.rewards,
+    )
     with ChildPool[int](CHILD, init=init, size=processes, timeout_s=reward.timeout_s) as pool:
         waiting: dict[int, Case | Left] = {}
         ended: dict[int, Rescored | Left] = {}
