@@ -152,6 +152,7 @@ class Trainer:
             step.add(group, plan[-1])
         self.writer.finish_publishing(wait=False)
         outcome = step.finish(learner_version=version)
+        self.writer.finish_publishing()  # a step is never committed before the version that the last one completed
         self._commit(outcome, plan, version=version, started=started)
         self.policy.steps_done += 1
         self.writer.after_step(self.policy)

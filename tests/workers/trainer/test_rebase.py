@@ -132,7 +132,7 @@ def test_a_replay_crosses_a_rebase_by_the_checkpoint_that_was_made_there(
             policy_trainer, "make_backend", lambda *given, **named: NoisyBackend(make_backend(*given, **named), next(ulps), before=3)
         )
         patch.setattr(recovery, "rebases", lambda *_: True)
-        trained(log, run_id, "ledger.step.after:3")
+        trained(log, run_id, "ledger.version.before:4")
     if not kept:
         shutil.rmtree(tmp_path / "kept")
     said: list[str] = []
