@@ -9,6 +9,7 @@ from penstock.pipeline.config import algorithm_defaults
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
     DataSection,
+    EnvironmentSection,
     EvalSection,
     KafkaSection,
     MlflowSection,
@@ -47,6 +48,7 @@ class Config(Section):
     model: ModelSection
     data: DataSection
     reward: RewardSection = RewardSection()
+    environment: EnvironmentSection = EnvironmentSection()
     schedule: ScheduleSection = ScheduleSection()
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -158,8 +160,15 @@ class Config(Section):
 
         Where the engine draws samples side by side, twice what fills its rows, as stragglers hold some of them.
         """
+        if self.environment.source is not None:
+            return self.rollout.slots or -(-self.environment.in_flight // self.rules.samples_begun) + 2
         filling = -(-self.rollout.concurrency // self.rules.samples_begun)
         return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
+
+    @property
+    def max_drawn_tokens(self) -> int:
+        """The most tokens that the policy draws for one sample."""
+        return self.sampling.max_new_tokens * (self.environment.max_turns if self.environment.source is not None else 1)
 
     @property
     def groups_per_process(self) -> int | None:

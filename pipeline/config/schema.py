@@ -133,6 +133,27 @@ class RewardSection(Section):
     )
 
 
+class EnvironmentSection(Section):
+    source: Annotated[str | None, SOURCE] = Field(
+        None,
+        description="file.py:Class, package:Class, gymnasium:ID or tiny:lake, and samples are trajectories of several turns",
+    )
+    processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
+    in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
+    max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
+    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
+    history: Literal["exact", "template"] = Field(
+        "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
+    )
+    resume: Literal["replay", "restart"] = Field(
+        "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
+    )
+    reset_timeout_s: PositiveFloat = 60.0
+    step_timeout_s: PositiveFloat = 30.0
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="of an environment's time in one trajectory")
+    retries: NonNegative = Field(2, description="attempts after the first, of an environment that fails, before its sample is aborted")
+
+
 class ScheduleSection(Section):
     mode: Annotated[str, one_of(MODES)] = "pipelined"
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")

@@ -12,6 +12,9 @@ from penstock.pipeline.config.plugins import nearest, short_name
 from penstock.pipeline.config.run_config import Config, source_name
 from penstock.pipeline.scheduling.schedule import MODES
 
+MAX_SAMPLES = MAX_TURNS = 1 << 12
+"""Group, sample and turn are one number of 63 bits, from which a turn's random numbers follow."""
+
 Check = Callable[[Config], str | None]
 
 
@@ -207,6 +210,28 @@ def _early_stopping(config: Config) -> str | None:
     return None
 
 
+def _environment(config: Config) -> str | None:
+    source = config.environment.source
+    if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
+        return "reward.functions: 'environment' is the reward that an environment gives; name one in environment.source"
+    if source is not None and config.rules.stale_in_hand == "continue":
+        return "schedule.stale_in_hand: 'continue' cuts loss masks by version, which trajectories do not know; use 'finish' or 'abort'"
+    if source is not None and config.schedule.samples_per_prompt + config.schedule.oversample > MAX_SAMPLES:
+        return f"schedule.samples_per_prompt: with oversample more than the {MAX_SAMPLES} trajectories that a group can have"
+    if source is not None and config.environment.max_turns > MAX_TURNS:
+        return f"environment.max_turns: {config.environment.max_turns} is more than the {MAX_TURNS} turns that a trajectory can have"
+    return None
+
+
+def _environment_segments(config: Config) -> str | None:
+    if config.environment.source is None or config.environment.history == "exact" or config.aggregate == "token_mean":
+        return None
+    return (
+        f"environment.history: 'template' trains a trajectory in several sequences, which {config.aggregate!r} would count as samples; "
+        "set algorithm.aggregate = 'token_mean', or history = 'exact'"
+    )
+
+
 CHECKS: tuple[Check, ...] = (
     _length,
     _max_lag,
@@ -230,4 +255,6 @@ CHECKS: tuple[Check, ...] = (
     _partitions,
     _backend,
     _early_stopping,
+    _environment,
+    _environment_segments,
 )

@@ -8,6 +8,7 @@ Runs in a child process (`child`), because a user's function may hang; importing
 import asyncio
 import hashlib
 import inspect
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from penstock.pipeline.config.plugins import PluginError, load, nearest, short_n
 from penstock.pipeline.envs import builtin_rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS, WARM_UPS
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
+from penstock.topics.samples import Turn, reward_of
 
 CHILD = "penstock.pipeline.envs.rewards:child"
 """Target of `infra.sandbox.pool.ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
@@ -74,19 +76,27 @@ class Rewards:
         columns: Mapping[str, Any],
         completion_ids: Sequence[Sequence[int]] = (),
         step: int = 0,
+        episodes: Sequence[Mapping[str, Any]] | None = None,
     ) -> Score:
         """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
 
-        `step` is the number of optimizer steps behind the weights that drew them.
+        `step` is the number of optimizer steps behind the weights that drew them. `episodes`, of trajectories, has what `episode` returns
+        for each: a function can ask for `environment_reward`, and its completions are all that was said after the prompt.
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
         """
         count = len(completions)
-        arguments = self._offered({name: [value] * count for name, value in columns.items()}, completion_ids, step)
+        given = {name: [value] * count for name, value in columns.items()}
+        if episodes is not None:
+            given.setdefault("environment_reward", [one["reward"] for one in episodes])
+        arguments = self._offered(given, completion_ids, step)
         if messages is None:
             arguments |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
-            arguments |= {"prompts": [messages] * count, "completions": [[{"role": "assistant", "content": text}] for text in completions]}
+            said = [[{"role": "assistant", "content": text}] for text in completions]
+            if episodes is not None:
+                said = [json.loads(one["messages"])[len(messages) :] for one in episodes]
+            arguments |= {"prompts": [messages] * count, "completions": said}
         by_function = self._values(arguments, count)
         components = tuple(zip(*by_function, strict=True)) if count else ()
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
@@ -108,6 +118,7 @@ class Rewards:
             "completion_ids": [list(ids) for ids in completion_ids],
             "completion_lengths": [len(ids) for ids in completion_ids],
             "max_completion_length": self.max_completion_length,
+            "environment_reward": [None for _ in completion_ids],
             "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
         }
         return {**columns, **{name: value for name, value in facts.items() if name not in columns}}
@@ -210,6 +221,7 @@ def payload(
     columns: Mapping[str, Any],
     completion_ids: Sequence[Sequence[int]] = (),
     step: int = 0,
+    episodes: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One group as JSON, the keywords of `Rewards.score`; the row's prompt and columns are sent once, not once per completion."""
     return {
@@ -219,7 +231,20 @@ def payload(
         "columns": dict(columns),
         "completion_ids": [list(map(int, ids)) for ids in completion_ids],
         "step": step,
+        "episodes": episodes,
     }
+
+
+def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
+    """What a trajectory's turns and messages are to reward functions."""
+    return {"reward": reward_of(turns), "messages": messages}
+
+
+def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
+    """The episodes of samples that are trajectories, `Rollout`s or an engine's; None for single completions."""
+    if any(getattr(sample, "turns", None) is None for sample in samples):
+        return None
+    return [episode(sample.turns, sample.messages) for sample in samples]
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

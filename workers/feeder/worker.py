@@ -146,6 +146,8 @@ def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, *,
     source, epoch, index = choice.turn
     row = data.row(source, index)
     text, token_ids = renderer.render(row)
+    # A trajectory goes on from its prompt, and every turn renders the conversation: its driver needs the messages themselves.
+    messages = row.messages if session.config.environment.source is None else renderer.messages(row)
     return Prompt(
         group=number,
         slot=slot,
@@ -154,7 +156,7 @@ def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, *,
         epoch=epoch,
         row=data.rows_before[source] + row.index,
         prompt=text,
-        messages=None if row.messages is None else json.dumps(row.messages),
+        messages=None if messages is None else json.dumps(messages),
         token_ids=token_ids,
         columns=json.dumps(row.columns),
         created_ns=time.time_ns(),

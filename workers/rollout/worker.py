@@ -39,7 +39,7 @@ def main(session: Session) -> None:
     """Draw samples until the run is closed."""
     session.check_model()
     session.reporter.doing("loading the model", now=True)
-    engine = make_engine(session.config)
+    engine = make_engine(session.config, say=session.reporter.say)
     weights = WeightPrefetch(session.log, session.run, say=session.reporter.say)
     worker = RolloutWorker.open(session, engine, weights)
     session.finishing = worker.finishing
