@@ -142,7 +142,7 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
     from penstock.infra.backends.rebuilt import write_model
 
     directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
-    write_model(config.model.path, weights_of(recording, 0), directory)
+    write_model(config.model_directory, weights_of(recording, 0), directory)
     course = open_at(with_model(config, directory))
     if same_dtype and course.weights().digest != manifest.digest:
         course.backend.close()

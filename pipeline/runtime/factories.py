@@ -72,7 +72,7 @@ def _settings_of(config: Config) -> EngineSettings:
     rollout = config.rollout
     completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(
-        directory=Path(config.model.path),
+        directory=config.model_directory,
         dtype=rollout.dtype,
         device=rollout.device,
         threads=rollout.threads,
@@ -93,7 +93,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
     with _LOADING, _mistakes():
         return open_backend(
             chosen.backend,
-            model_path=config.model.path,
+            model_path=str(config.model_directory),
             lr=chosen.lr,
             dtype=chosen.dtype,
             device=chosen.device,
