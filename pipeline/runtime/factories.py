@@ -62,9 +62,9 @@ def limits_of(config: Config) -> Limits:
 
 def template_for(config: Config) -> Template:
     """What renders the run's conversations."""
-    data, path = config.data, config.model.path
+    data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
-    return template_of(Path(path), chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
+    return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
 
 
 def _settings_of(config: Config) -> EngineSettings:
