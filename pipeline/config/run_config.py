@@ -13,8 +13,6 @@ from penstock.pipeline.config.schema import (
     DataSection,
     EnvironmentSection,
     EvalSection,
-    KafkaSection,
-    MlflowSection,
     ModelSection,
     RewardSection,
     RolloutSection,
@@ -26,7 +24,9 @@ from penstock.pipeline.config.schema import (
     TrainerSection,
     WeightsSection,
 )
+from penstock.pipeline.config.services import KafkaSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.topics.weights import FIRST
 
 
 class ConfigError(ValueError):
@@ -60,6 +60,8 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     kafka: KafkaSection = KafkaSection()
     mlflow: MlflowSection = MlflowSection()
+    tensorboard: TensorboardSection = TensorboardSection()
+    wandb: WandbSection = WandbSection()
 
     @property
     def model_directory(self) -> Path:
@@ -186,6 +188,11 @@ class Config(Section):
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
+
+    @property
+    def weight_partitions(self) -> int:
+        """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
+        return FIRST + self.weights.partitions
 
     @property
     def rules(self) -> Schedule:

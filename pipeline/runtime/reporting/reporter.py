@@ -13,6 +13,7 @@ import psutil
 
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
+from penstock.pipeline.runtime.reporting.log_lines import say
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 
@@ -22,11 +23,6 @@ SAID_AT_FIRST = 5
 """Lines of one sort that are printed one by one."""
 SUM_EVERY_S = 10.0
 """How often the lines that were only counted are summed up."""
-
-
-def say(worker: str, text: str) -> None:
-    """Print one line with the time and a worker's name."""
-    print(f"{time.strftime('%H:%M:%S')} {worker}: {text}", flush=True)
 
 
 class CodecTimer:
@@ -88,6 +84,8 @@ class Reporter:
     values: dict[str, float] = field(default_factory=dict)
     """Cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
+    turned_s: float = field(default_factory=time.monotonic)
+    """When the worker's loop last turned, on the monotonic clock."""
     throttled: ThrottledLog = field(init=False)
     """For lines that may be needed once or ten thousand times."""
     _sequence: int = 0
@@ -99,9 +97,9 @@ class Reporter:
     def __post_init__(self) -> None:
         self.throttled = ThrottledLog(self.say)
 
-    def say(self, text: str) -> None:
-        """Print one line with the time and the worker's name."""
-        say(self.worker, text)
+    def say(self, text: str, *, level: str = "info") -> None:
+        """Print one line of the worker's log."""
+        say(self.run, self.worker, text, level=level)
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Raise one of the cumulative numbers."""
@@ -124,15 +122,20 @@ class Reporter:
         self.add("duplicates")
         self.throttled.say("ignored duplicates", f"ignored a duplicate: {what}")
 
+    def numbers(self) -> dict[str, float]:
+        """The worker's numbers, its process's included."""
+        return {**self.values, **self._process_values()}
+
     def status(self, *, force: bool = False) -> None:
         """Report the worker's state once in each second of the clock: reports that are sent together are read together."""
+        self.turned_s = time.monotonic()
         second = time.time() // STATUS_EVERY_S
         if not force and second == self._last_status:
             return
         self._last_status = second
         self.throttled.sum_up()
         self.producer.check()
-        self.send(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
+        self.send(kind="status", values=self.numbers(), labels=self.labels)
 
     def send(
         self,
@@ -166,7 +169,7 @@ class Reporter:
         """Send the last measurement."""
         self.throttled.sum_up(now=True)
         self.labels["status"] = status
-        self.send(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
+        self.send(kind="final", values=self.numbers(), labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
         spent, process = self.log.costs(), psutil.Process()
