@@ -6,7 +6,6 @@ The rule: one model is loaded at a time in a process, because transformers chang
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
