@@ -1,4 +1,4 @@
-"""What vLLM finds in its environment: its processes are spawned, as one that is forked from a worker inherits the locks of Kafka's threads."""
+"""What vLLM finds in its environment: its processes are spawned, as a forked one would inherit the locks of Kafka's threads."""
 
 import os
 from typing import Any
