@@ -3,6 +3,7 @@
 The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config import synonyms
+from penstock.pipeline.config.hub import is_hub_name
 from penstock.pipeline.config.plugins import nearest, split_options
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -64,12 +66,28 @@ def absolute_source(text: str, base: Path) -> str:
     return absolute(text, base) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
 
 
+def absolute_model(text: str, base: Path) -> str:
+    """The path of a model; a name of the hub stays."""
+    return text if is_hub_name(text) else absolute(text, base)
+
+
 def absolute_template(text: str, base: Path) -> str:
     """The path of a chat template; the words that choose none stay."""
     return text if text in ("auto", "on", "off") else absolute(text, base)
 
 
-PATH, SOURCE = Resolve(absolute), Resolve(absolute_source)
+def absolute_environment(text: str, base: Path) -> str:
+    """The files in the command of `agent:COMMAND`, the path in file.py:Class; other names stay."""
+    if not text.startswith("agent:"):
+        return absolute_source(text, base)
+    try:
+        words = shlex.split(text.removeprefix("agent:"))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no command: {error}") from error
+    return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
+
+
+PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve(absolute_environment)
 
 
 class Section(BaseModel):
@@ -92,7 +110,9 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: Annotated[str, PATH] = Field(description="a local Hugging Face causal language model directory")
+    path: Annotated[str, Resolve(absolute_model)] = Field(
+        description="a Hugging Face causal language model: a directory, or hf:ORG/NAME@REVISION of the hub, which a run records by commit"
+    )
 
 
 class SourceSampling(Section):
@@ -136,9 +156,9 @@ class RewardSection(Section):
 
 
 class EnvironmentSection(Section):
-    source: Annotated[str | None, SOURCE] = Field(
+    source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="file.py:Class, package:Class, gymnasium:ID or tiny:lake, and samples are trajectories of several turns",
+        description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
     )
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
@@ -313,6 +333,10 @@ class EvalSection(Section):
 
 class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
+    partitions: Annotated[int, Field(ge=1, le=64)] = Field(
+        8, description="of the topic `weights` that take the chunks of versions from 1 on"
+    )
+    anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
 
 
 PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {
