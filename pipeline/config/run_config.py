@@ -26,6 +26,7 @@ from penstock.pipeline.config.schema import (
 )
 from penstock.pipeline.config.services import KafkaSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.topics.weights import FIRST
 
 
 class ConfigError(ValueError):
@@ -187,6 +188,11 @@ class Config(Section):
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
+
+    @property
+    def weight_partitions(self) -> int:
+        """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
+        return FIRST + self.weights.partitions
 
     @property
     def rules(self) -> Schedule:

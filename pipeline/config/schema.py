@@ -331,6 +331,10 @@ class EvalSection(Section):
 
 class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
+    partitions: Annotated[int, Field(ge=1, le=64)] = Field(
+        8, description="of the topic `weights` that take the chunks of versions from 1 on"
+    )
+    anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
 
 
 PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {
