@@ -197,6 +197,7 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0
     max_new_tokens: Positive = 256
+    seeded: bool = Field(True, description="whether each sample has random numbers of its own; vLLM draws faster without")
 
 
 class AlgorithmSection(Section):
@@ -281,6 +282,7 @@ class TrainerSection(Section):
     deterministic: Literal["warn", "strict"] = Field(
         "warn", description="strict refuses operations without a deterministic form; GPU attention is deterministic only under it"
     )
+    tf32: bool = Field(False, description="whether a GPU computes float32 products in TF32; on GPUs if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
         None, description="what a restarted trainer does where a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
     )
