@@ -38,6 +38,7 @@ def main(session: Session) -> None:
     state = _nothing_admitted(session, data)
     session.finishing = lambda: "nothing is left to finish (about 1 s)"
     tail = _catch_up(session, state)
+    session.reporter.outage = lambda: tail.outage_s
     session.reporter.ready()
     committed, clock = time.monotonic(), WorkingClock()
     while state.ledger.closed is None and not session.stop.is_set():

@@ -43,6 +43,7 @@ def main(session: Session) -> None:
     weights = WeightPrefetch(session.log, session.run, say=session.reporter.say)
     worker = RolloutWorker.open(session, engine, weights)
     session.finishing = worker.finishing
+    session.reporter.outage = lambda: worker.member.outage_s
     session.reporter.ready()
     try:
         while weights.state.closed is None and not session.stop.is_set():

@@ -55,6 +55,7 @@ def main(session: Session) -> None:
     session.reporter.doing("loading the model", now=True)
     with other_ranks(session) as processes:
         trainer = Trainer.open(session, transactions, past, processes)
+        session.reporter.outage = lambda: trainer.tail.outage_s
         session.reporter.ready()
         mark(session.log, session.record, status="running")
         trainer.begin(past)

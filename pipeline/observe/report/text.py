@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.observe.report.rebases import rebased_line
+from penstock.pipeline.observe.report.time_spent import as_line
 from penstock.pipeline.observe.report.verdict import verdict
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -152,6 +153,10 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if time["trainer_waiting_ratio"] is not None:
         split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
         lines.append(("trainer", Text(split)))
+    for place, (role, seconds) in enumerate(report["time_spent"].items()):
+        lines.append(("time of" if place == 0 else "", Text(f"{role}: {as_line(seconds)}")))
+    if (slowest := report["bottleneck"]) is not None:
+        lines.append(("bottleneck", Text(f"{slowest['who']}: {slowest['why']}; {slowest['advice']}")))
     tokens = report["trainer_tokens"]
     if tokens["computed"]:
         saved = f"{tokens['real']:,} real tokens, {tokens['padded']:,} with padding, {tokens['computed']:,} computed"

@@ -14,6 +14,7 @@ import psutil
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
 from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.time_uses import use_of
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 
@@ -88,13 +89,19 @@ class Reporter:
     """When the worker's loop last turned, on the monotonic clock."""
     throttled: ThrottledLog = field(init=False)
     """For lines that may be needed once or ten thousand times."""
+    outage: Callable[[], float] = lambda: 0.0
+    """For how many seconds the broker has not answered the worker; set by workers that follow topics."""
     _sequence: int = 0
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
     _last_status: float = 0.0
     _started: float = field(default_factory=time.monotonic)
+    _counted: float = field(init=False)
+    """Up to when the time is counted."""
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self._counted = self._started
         self.throttled = ThrottledLog(self.say)
 
     def say(self, text: str, *, level: str = "info") -> None:
@@ -108,9 +115,19 @@ class Reporter:
     def doing(self, text: str, *, now: bool = False) -> None:
         """Set what the worker does; sent with the next status, or with `now` at once."""
         changed = self.labels.get("doing") != text
+        if changed:
+            self._count_time()
         self.labels["doing"] = text
         if now and changed:
             self.status(force=True)
+
+    def _count_time(self) -> None:
+        """Add the time since the last call to what the worker has been doing meanwhile."""
+        with self._counting:
+            now = time.monotonic()
+            use = "broker" if self.outage() > 0 else use_of(self.labels.get("doing", ""))
+            self.add(f"time_{use}_s", now - self._counted)
+            self._counted = now
 
     def ready(self) -> None:
         """Report that everything is loaded: `startup_s` counts from the process's creation."""
@@ -135,6 +152,7 @@ class Reporter:
         self._last_status = second
         self.throttled.sum_up()
         self.producer.check()
+        self._count_time()
         self.send(kind="status", values=self.numbers(), labels=self.labels)
 
     def send(
@@ -169,6 +187,7 @@ class Reporter:
         """Send the last measurement."""
         self.throttled.sum_up(now=True)
         self.labels["status"] = status
+        self._count_time()
         self.send(kind="final", values=self.numbers(), labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
@@ -180,7 +199,7 @@ class Reporter:
             "cost_send_s": spent["send_s"],
             "cost_poll_s": spent["poll_s"],
             "cost_io_s": spent["io_s"],
-            "uptime_s": time.monotonic() - self._started,
+            "uptime_s": self._counted - self._started,
             "cpu_s": times.user + times.system,
             "rss_mib": process.memory_info().rss / 2**20,
         }
