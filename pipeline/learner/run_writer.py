@@ -21,10 +21,10 @@ from penstock.pipeline.learner.fingerprint import arithmetic_of
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights, open_store
 from penstock.pipeline.learner.repeat_step import Difference
 from penstock.pipeline.learner.weight_publisher import Publication, WeightPublisher
-from penstock.pipeline.learner.weight_retention import deletable
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.publish import manifest_record
+from penstock.pipeline.runtime.weights.retention import deletable
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
