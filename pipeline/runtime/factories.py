@@ -6,7 +6,6 @@ The rule: one model is loaded at a time in a process, because transformers chang
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
@@ -63,9 +62,9 @@ def limits_of(config: Config) -> Limits:
 
 def template_for(config: Config) -> Template:
     """What renders the run's conversations."""
-    data, path = config.data, config.model.path
+    data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
-    return template_of(Path(path), chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
+    return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
 
 
 def _settings_of(config: Config) -> EngineSettings:
@@ -105,6 +104,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             max_grad_norm=chosen.max_grad_norm,
             threads=chosen.threads,
             deterministic=chosen.deterministic,
+            tf32=chosen.tf32,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             share_prompts=chosen.share_prompts,
