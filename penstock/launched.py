@@ -15,6 +15,7 @@ from penstock.pipeline.config.load import Config, ConfigError, from_table, load,
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
+from penstock.pipeline.launch.gpu_placement import visible_gpus
 from penstock.pipeline.observe.report.summary import collect
 
 
@@ -32,7 +33,7 @@ def configured(
         return override(from_table(with_paths(config, Path.cwd())), [*overrides, *named])
     if isinstance(config, Config):
         return override(config, [*overrides, *named])
-    return load(str(config), [*overrides, *named])
+    return load(str(config), [*overrides, *named], gpus=len(visible_gpus()))
 
 
 def spec_of(function: Callable[..., Any]) -> str:
