@@ -254,6 +254,18 @@ def checked_norm(norm: float, *, step: int) -> float:
 
 
 @contextlib.contextmanager
+def strict_or_error() -> Iterator[None]:
+    """Raise `BackendError` for torch's refusal of an operation under `trainer.deterministic = "strict"`; also a decorator."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        text = str(error).split(", but")[0].splitlines()[0]
+        raise BackendError(f"trainer.deterministic = 'strict': {text}; take another one, or trainer.deterministic = 'warn'") from error
+
+
+@contextlib.contextmanager
 def saving(directory: Path) -> Iterator[None]:
     """Raise the disk's `OSError`, which torch's writer hides behind a RuntimeError, or else `BackendError`."""
     try:

@@ -13,7 +13,7 @@ import torch
 
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving, strict_or_error
 from penstock.infra.backends.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
@@ -47,6 +47,7 @@ class DeepSpeedBackend(LocalModel):
         self.norm = 0.0
         self.has_gradient = False
 
+    @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum, times the number of processes, because DeepSpeed averages over them."""
         logprobs, said = self.run_forward(batch)

@@ -11,7 +11,7 @@ import torch
 
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, update_norm
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into, to_bytes
@@ -38,6 +38,7 @@ class TorchBackend(LocalModel):
         self.optimizer = self.adamw(groups)
         self.has_gradient = False
 
+    @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         logprobs, said = self.run_forward(batch)

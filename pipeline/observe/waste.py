@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from penstock.pipeline.observe.run_status import config_of
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts
 
@@ -18,7 +19,10 @@ RECENT_GROUPS = 1_000
 
 
 class Waste(NamedTuple):
-    """One cause: the fate, its share of the groups with an outcome, the cause and what to change, both in words."""
+    """One cause: the fate, its share of the groups with an outcome, the cause and what to change, both in words.
+
+    The fate of groups that are filtered because they are truncated is `truncated`.
+    """
 
     fate: str
     share: float
@@ -32,9 +36,11 @@ class Waste(NamedTuple):
 def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
     """The causes that cost much, the most expensive first; empty for a run without. `last` looks at that many of the newest outcomes."""
     by_fate: dict[str, list[GroupFacts]] = {}
+    longest = _longest_masked(view)
     for group in itertools.islice(reversed(view.groups), last):
         facts = view.groups[group]
-        by_fate.setdefault("stale" if group in view.stale else facts.outcome, []).append(facts)
+        cut = facts.outcome == "filtered" and longest is not None and facts.tokens >= facts.samples * longest
+        by_fate.setdefault("stale" if group in view.stale else "truncated" if cut else facts.outcome, []).append(facts)
     ended = sum(map(len, by_fate.values()))
     if ended < LEAST_GROUPS:
         return []
@@ -46,6 +52,19 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
 def as_json(found: list[Waste]) -> list[dict[str, Any]]:
     """The same as plain data."""
     return [waste._asdict() for waste in found]
+
+
+def _longest_masked(view: RunView) -> int | None:
+    """The tokens of a completion that is truncated, where such are not trained."""
+    config = config_of(view)
+    masked = config.get("algorithm", {}).get("truncated") == "mask"
+    longest: int | None = config.get("sampling", {}).get("max_new_tokens") if masked else None
+    return longest
+
+
+def _truncated(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+    why = "as every sample ran out of tokens, which algorithm.truncated = 'mask' does not train"
+    return f"{share:.0%} of the groups are filtered, {why}", "raise sampling.max_new_tokens, or train them"
 
 
 def _filtered(share: float, groups: list[GroupFacts]) -> tuple[str, str]:
@@ -74,10 +93,11 @@ def _abandoned(share: float, _: list[GroupFacts]) -> tuple[str, str]:
     )
 
 
-LIMITS: Mapping[str, float] = {"filtered": 0.5, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
+LIMITS: Mapping[str, float] = {"filtered": 0.5, "truncated": 0.2, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
 """Fate -> the share of the groups from which on it is said."""
 EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts]], tuple[str, str]]] = {
     "filtered": _filtered,
+    "truncated": _truncated,
     "failed": _failed,
     "stale": _stale,
     "abandoned": _abandoned,

@@ -30,6 +30,8 @@ class GroupInbox:
     selector: Selector = field(init=False)
     drop_causes: Counter[str] = field(default_factory=Counter)
     """Since the last step: how many groups were dropped for which cause, for the error that stops a run which drops too many."""
+    _dropped: list[Record] = field(default_factory=list)
+    """The newest outcome without a group to train."""
     _groups: dict[int, Group] = field(default_factory=dict)
     _assembler: GroupAssembler = field(default_factory=GroupAssembler)
 
@@ -57,6 +59,7 @@ class GroupInbox:
         if headers.outcome != "scored":
             mean = "" if headers.reward_mean is None else f" at reward {headers.reward_mean:.3g}"
             self.drop_causes[f"{headers.outcome}{mean}"] += 1
+            self._dropped = records
         elif group is not None and group.group not in self.selector.settled:
             self._groups[group.group] = group
 
@@ -66,6 +69,16 @@ class GroupInbox:
         for stale in self.selector.newly_stale:
             self._groups.pop(stale.group, None)
         return None if candidate is None else (candidate, self._groups.pop(candidate.group))
+
+    def last_reason(self) -> str | None:
+        """Why the newest dropped group was dropped, from its payload; None if a scorer has dropped none."""
+        if not self._dropped:
+            return None
+        try:
+            with self.decoding(self._dropped[-1]):
+                return groups.read(self._dropped, run=self.run)[1].reason
+        except Unusable:
+            return None
 
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:
         if headers.outcome != "scored" or headers.group in self.selector.settled:

@@ -220,11 +220,13 @@ class Trainer:
         dropped = self.inbox.selector.drops - max(self._drops, self._tolerated)
         if dropped <= limit:
             return
-        causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6))
+        causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6) if count)
         done = self.policy.steps_done
         when = "since the trainer was started" if self._tolerated > self._drops else f"since step {done - 1}" if done else "before step 0"
+        reason = self.inbox.last_reason()
+        last = f"; the last one: {reason}" if reason else ""
         mark(self.session.log, self.session.record, status="stopped")
-        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}")
+        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}")
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]

@@ -308,3 +308,20 @@ def test_the_norm_of_an_update_is_that_of_the_change_of_the_weights(opened):
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+@pytest.mark.parametrize(("name", "settings"), [("torch", {}), ("deepspeed", {"zero_stage": 2})])
+def test_strict_determinism_refuses_an_operation_without_a_deterministic_form_in_one_line(opened, name, settings):
+    def loss(logprobs):
+        picked = torch.zeros(1).put_(torch.tensor([0]), logprobs.detach().sum())  # has none, on a CPU either
+        return logprobs.sum() * 0.0 + picked.sum(), {}
+
+    strict = opened(name, deterministic="strict", **settings)
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    strict.backward(batch_of(0, 4), loss_of(batch_of(0, 4)), denominator=1.0)  # what a step needs has one
+    with pytest.raises(BackendError, match=r"^trainer.deterministic = 'strict': put_ does not have .*; take another one, or [^\n]*$"):
+        strict.backward(batch_of(0, 4), loss, denominator=1.0)
+    warning = opened(name, **settings)
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
+        warning.backward(batch_of(0, 4), loss, denominator=1.0)

@@ -1,10 +1,14 @@
 """What a run loses by drawing groups that are not trained, in words."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts
 from penstock.pipeline.observe.waste import as_json, wastes
+from penstock.topics.runs import RunRecord
 
 
 def view_of(*outcomes: tuple[str, float | None], stale: int = 0) -> RunView:
@@ -49,3 +53,14 @@ def test_a_run_that_has_hardly_begun_or_wastes_little_is_told_nothing(view: RunV
 def test_only_the_newest_outcomes_count_where_that_is_asked() -> None:
     view = view_of(*[("filtered", 0.0)] * 50, *[("scored", 0.5)] * 10)
     assert wastes(view) and wastes(view, last=10) == []
+
+
+def test_groups_of_truncated_samples_alone_call_for_longer_completions_where_those_are_not_trained() -> None:
+    config = json.dumps({"algorithm": {"truncated": "mask"}, "sampling": {"max_new_tokens": 10}})
+    view = view_of(*[("filtered", 0.0)] * 8)
+    view.record = RunRecord(run="r", status="running", config=config, info="{}", created_ns=0, updated_ns=0)
+    (waste,) = wastes(view)
+    assert waste.fate == "truncated"
+    assert str(waste).startswith("100% of the groups are filtered, as every sample ran out of tokens") and "max_new_tokens" in waste.advice
+    view.record = replace(view.record, config=config.replace("10", "11"))
+    assert [waste.fate for waste in wastes(view)] == ["filtered"]
