@@ -33,7 +33,9 @@ from tests.support.three_brokers import NODES, ThreeBrokers
 
 SOON_S = 2.0
 PROGRESS_LIMIT_S = 180.0
-LOST = re.compile(r"\S+ has lost records: offset \d+ was acknowledged|\S+: offset \d+ is wanted, \d+ to \d+ are there: .*lost with a broker")
+LOST = re.compile(
+    r"\S+ has lost records: offset \d+ was acknowledged|\S+: offset \d+ is wanted, \d+ to \d+ are there: .*lost with a broker"
+)
 """What the writer says, or a reader, whoever notices first."""
 
 
@@ -168,7 +170,9 @@ def sound(config: str, settings: Sequence[str], cluster: ThreeBrokers, home: Pat
         return False
     audit = subprocess.run([*PENSTOCK, "audit", run, "--bootstrap", cluster.bootstrap], capture_output=True, text=True, check=False)
     recoveries = sorted(seconds for _, seconds in chaos.done if seconds is not None)
-    print(f"{len(chaos.done)} disturbances; next step after {recoveries[len(recoveries) // 2]:.1f} s (median), {recoveries[-1]:.1f} s at most")
+    print(
+        f"{len(chaos.done)} disturbances; next step after {recoveries[len(recoveries) // 2]:.1f} s (median), {recoveries[-1]:.1f} s at most"
+    )
     print(f"audit: exit {audit.returncode}; {(audit.stdout or audit.stderr).strip().splitlines()[-1]}")
     return audit.returncode == 0 and len(chaos.done) == count
 

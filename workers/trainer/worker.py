@@ -4,6 +4,7 @@ The rule: one ledger record commits a step; what it trains is decided by headers
 committed plans since the newest checkpoint are trained again from the log and must give the same bits.
 """
 
+import contextlib
 import math
 import resource
 import time
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
-from penstock.pipeline.learner.ledger_history import Past, read_past
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.recovery import recover
+from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, open_store
+from penstock.pipeline.learner.recovery import OlderNeeded, recover
+from penstock.pipeline.learner.resume_mark import Places, Resumed, ResumeMark, read_resumed
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.runtime.run_registry import mark
@@ -22,7 +24,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weight_sync import fetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
-from penstock.topics import metrics
+from penstock.topics import metrics, weights
 from penstock.topics.ledger import Planned
 from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
@@ -36,16 +38,24 @@ def main(session: Session) -> None:
     """Train until the run's steps are done, an evaluator asks for the end, or too many groups are dropped."""
     # Fence first, read afterwards: nothing an earlier trainer still had in hand can follow what is read now.
     transactions = session.transactions()
-    past = read_past(session.log, session.run)
+    resumed = read_resumed(session.log, session.run, saved=saved_steps(session))
+    past = resumed.past
     if past.story.closed is not None:
         session.reporter.say("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     session.reporter.doing("loading the model", now=True)
-    trainer = Trainer.open(session, transactions, past)
+    trainer = Trainer.open(session, transactions, resumed)
     session.reporter.ready()
     mark(session.log, session.record, status="running")
-    trainer.begin(past)
+    try:
+        trainer.begin(resumed)
+    except OlderNeeded as error:
+        session.reporter.say(f"{error}: the whole ledger is read")
+        trainer.close()
+        resumed = Resumed(past=read_past(session.log, session.run))
+        trainer = Trainer.open(session, transactions, resumed)
+        trainer.begin(resumed)
     while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
         if not trainer.train_step():
             break
@@ -62,6 +72,7 @@ class Trainer:
     inbox: GroupInbox
     tail: Tail
     followed: Sequence[Partition]
+    places: Places
     asked_to_end: str | None = None
     """The reason why an evaluator wants the run to end."""
     committed: int = 0
@@ -75,9 +86,9 @@ class Trainer:
     """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, past: Past) -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, resumed: Resumed) -> "Trainer":
         """Load the model and begin to follow the groups."""
-        manifests = past.story.manifests
+        past, manifests = resumed.past, resumed.past.story.manifests
         policy = PolicyTrainer.open(
             session.config, steps=session.steps, weights_of=lambda version: fetch(session.log, manifests[version], run=session.run)
         )
@@ -93,16 +104,23 @@ class Trainer:
         follow[session.topic("weights"), 0] = "earliest"
         if session.config.eval.target is not None or session.config.eval.patience is not None:
             follow[session.topic("metrics"), 0] = "earliest"
-        trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow))
+        if resumed.mark is not None:
+            inbox.ended_before = resumed.mark.below
+            follow.update({at: resumed.mark.positions.get(_place(session, at), 0) for at in follow})
+        trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow), resumed.places)
         session.finishing = trainer.finishing
         return trainer
 
-    def begin(self, past: Past) -> None:
-        """Open the run with version 0, or go back to where the ledger ends."""
-        selector = self.inbox.selector
-        selector.settle([*past.stale, *past.trained])
-        selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
-        self._drops, self.committed = past.drops, len(past.steps)
+    def begin(self, resumed: Resumed) -> None:
+        """Open the run with version 0, or go back to where the ledger ends. Raises `OlderNeeded`."""
+        selector, past, resume = self.inbox.selector, resumed.past, resumed.mark
+        if resume is None:
+            selector.settle([*past.stale, *past.trained])
+            selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
+        else:
+            later = resumed.later_stale
+            selector.resume(below=resume.below, settled=[*resume.settled, *later], drops=resume.drops + len(later))
+        self._drops, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
         self.writer.begin(self.policy)
         recover(self.policy, self.writer, past)
         if past.entries:
@@ -197,6 +215,7 @@ class Trainer:
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):
             self.writer.check_manifest(record)
+            self._note_anchor(record)
         else:
             try:
                 with self.session.dead_letters.decoding(record):
@@ -205,6 +224,37 @@ class Trainer:
                 return  # the tracker owns reading `metrics`
             if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
+
+    def _note_anchor(self, record: Record) -> None:
+        """Note where a whole version's manifest stands."""
+        with contextlib.suppress(Unusable):
+            manifest = self.writer.state.manifests.get(weights.check(record, run=self.session.run).policy_version_min or 0)
+            if manifest is not None and manifest.encoding == "full":
+                self.places.anchors.setdefault(manifest.version, record.offset)
+
+    def _mark(self) -> ResumeMark:
+        """Where this step, which is about to be committed, leaves the run."""
+        selector, store = self.inbox.selector, self.writer.store
+        checkpoints = self.places.checkpoints([] if store is None else store.steps())
+        oldest = checkpoints[-1][0] if checkpoints else 0
+        version, manifests = self.places.anchor(rules.version_after(oldest, steps_per_version=self.session.schedule.steps_per_version))
+        groups = {(self.session.topic("groups"), partition): offset for partition, offset in self.inbox.begins().items()}
+        return ResumeMark(
+            below=selector.below,
+            settled=tuple(sorted(selector.settled)),
+            drops=selector.drops_to_resume,
+            dropped=selector.drops,
+            positions={_place(self.session, at): groups.get(at, self.tail.position(at)) for at in self.followed},
+            checkpoints=checkpoints,
+            manifests=manifests,
+            version=version,
+            rebased=self.places.rebased,
+        )
+
+    def close(self) -> None:
+        """Close the policy and the reader; what it writes with stays open."""
+        self.tail.close()
+        self.policy.backend.close()
 
     def _record_stale(self) -> None:
         stale = self.inbox.selector.newly_stale
@@ -246,12 +296,29 @@ class Trainer:
             grad_norm_bits=outcome.grad_norm_bits,
             digest=digest,
             metrics=measured,
+            details=self._mark().to_json(),
         )
         self.committed += 1
+        self.places.steps[self.committed] = self.writer.newest_offset
         self._drops = drops
         self.inbox.drop_causes.clear()
         self._compute_s = outcome.metrics["compute_s"]
         self.session.reporter.add("compute_s", self._compute_s)
+
+
+def saved_steps(session: Session) -> list[int]:
+    """Steps of the checkpoints that exist, newest first."""
+    store = open_store(session.config, session.run)
+    return [] if store is None else store.steps()
+
+
+def _place(session: Session, at: Partition) -> str:
+    """A partition's name in a mark.
+
+    Example:
+        _place(session, ("demo.groups", 3))  # -> "groups/3"
+    """
+    return f"{at[0].removeprefix(f'{session.run}.')}/{at[1]}"
 
 
 def _about(seconds: float | None) -> str:

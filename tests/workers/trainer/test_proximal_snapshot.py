@@ -12,6 +12,7 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.learner.resume_mark import Resumed
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.session import Session
@@ -56,8 +57,8 @@ def opened(log: MemoryLog) -> Trainer:
         stop=threading.Event(),
     )  # fmt: skip
     past = read_past(session.log, session.run)
-    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), past)
-    trainer.begin(past)
+    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
+    trainer.begin(Resumed(past=past))
     return trainer
 
 
