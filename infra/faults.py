@@ -29,6 +29,7 @@ POINTS = {
     "ledger.checkpoint.after": "the ledger knows a checkpoint that still has its temporary name",
     "checkpoint.renamed": "a checkpoint has its name, those it replaces are still there",
     "checkpoint.removing": "a checkpoint that is not kept has lost its name, its files are still there",
+    "rank.trained": "a process of the trainer beside the first has run a micro-batch backward",
     "recovery.loaded": "a checkpoint is loaded, no step is repeated",
     "recovery.repeated": "a step is repeated from the log",
     "ledger.rebased.before": "repeated steps gave other bits, nothing says so",

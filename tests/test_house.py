@@ -9,7 +9,7 @@ import pytest
 from benchmarks.house import WIDTH_LIMIT, folder_widths, import_cycles, import_graph, loose_modules
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("scheduling", "algorithms", "config", "envs", "runtime", "learner", "observe", "launch", "replay", "archive", "cli")
+PACKAGES = ("scheduling", "algorithms", "config", "envs", "runtime", "learner", "observe", "planning", "launch", "replay", "archive", "cli")
 """The packages of `pipeline/` from the foundation up: each may import itself and those before it."""
 APART = "audit"
 """Beside them: it imports none of them, and only the command line imports it."""

@@ -28,20 +28,21 @@ def test_a_users_own_modules_named_like_our_folders_do_not_break_an_import(folde
 
 
 @pytest.mark.slow
-def test_the_wheel_installs_one_name_and_runs_with_a_users_own_reward(folder: Path) -> None:
+def test_the_wheel_installs_one_name_and_runs_the_demo_and_a_users_own_reward(folder: Path) -> None:
     wheel = build_wheel(folder / "dist")
     with zipfile.ZipFile(wheel) as contents:
         tops = {name.partition("/")[0] for name in contents.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"penstock"}
     python = installed(wheel, folder / "venv")
     penstock = str(python.with_name("penstock"))
-    for file in ("own.toml", "own_reward.py", "own_dataset.py", "own_loss.py"):
+    for file in ("demo.toml", "own.toml", "own_reward.py", "own_dataset.py", "own_loss.py"):
         shutil.copy(EXAMPLES / file, folder)
     subprocess.run([penstock, "model", "tiny", str(folder / "model")], cwd=folder, check=True, timeout=300)
-    command = [penstock, "run", "own.toml", "--set", f"model.path={folder / 'model'}", "--set", "run.steps=3", "--json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "was imported" not in done.stderr
+    for file in ("own.toml", "demo.toml"):
+        command = [penstock, "run", file, "--set", f"model.path={folder / 'model'}", "--set", "run.steps=3", "--json"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "was imported" not in done.stderr
 
 
 def build_wheel(directory: Path) -> Path:

@@ -34,6 +34,8 @@ class Backend(Protocol):
 
     divides_late: bool
     """False: every `backward` must be given the step's `denominator`, so a step starts only when its plan is whole."""
+    sharded: bool
+    """True: each process holds a part of the weights only, and copying them out is a collective."""
     steps: int
     """Optimizer steps taken so far; sets the learning rate."""
 

@@ -20,6 +20,7 @@ import transformers
 
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.logprobs.forward import choose_forward
+from penstock.infra.backends.lora import FOLDER, Adapters
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
@@ -111,6 +112,8 @@ class LocalModel:
         self.device = choose_device(self.settings.device)
         self.model = open_model(self.settings, device=self.device)
         self.model.eval()
+        s = self.settings
+        self.adapters = Adapters(self.model, rank=s.lora_rank, alpha=s.alpha, seed=s.seed) if s.lora_rank else None
         share = self.settings.share_prompts
         self.forward = choose_forward(self.model, share=share, device=self.device, in_pieces=self.head_is_whole)
         if self.settings.gradient_checkpointing:
@@ -118,7 +121,8 @@ class LocalModel:
             self.model.train()  # checkpointing is skipped in eval mode; there is no dropout left to switch on
         self.module: Any = self.model
         reference = self.settings.reference_path
-        self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if self.settings.reference else None
+        kept = self.settings.reference and (self.adapters is None or reference is not None)
+        self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if kept else None
         self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
         self.steps = 0
 
@@ -149,7 +153,10 @@ class LocalModel:
         return _host(self.forward(self.module, batch, device=self.device)[0])
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] log-probabilities under version 0."""
+        """[B, L-1] log-probabilities under version 0, or the reference's; with adapters version 0 is the model without them."""
+        if self.reference is None and self.adapters is not None and self.settings.reference:
+            with self.adapters.off():
+                return self.logprobs(batch)
         if self.reference is None:
             raise BackendError("no reference model is kept: open the backend with reference=True")
         return self.reference.logprobs(batch)
@@ -171,8 +178,19 @@ class LocalModel:
         """A copy of the full weights, tied ones once."""
         raise NotImplementedError
 
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The weights under their names in the plain model, adapters merged into them."""
+        return self.model.named_parameters() if self.adapters is None else self.adapters.weights()
+
+    def replace_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace all weights, or none."""
+        if self.adapters is None:
+            copy_into(self.model, tensors)
+        else:
+            self.adapters.load(tensors)
+
     def export(self, directory: str | Path) -> None:
-        """Write the current weights and the tokenizer in Hugging Face format."""
+        """Write the current weights and the tokenizer in Hugging Face format; adapters are merged, and beside it by themselves."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         state = {tensor.name: from_bytes(tensor) for tensor in self.weights()}
@@ -180,6 +198,8 @@ class LocalModel:
         for pattern in TOKENIZER_FILES:
             for file in sorted(Path(self.settings.model_path).glob(pattern)):
                 shutil.copyfile(file, target / file.name)
+        if self.adapters is not None:
+            self.adapters.save(target / FOLDER, base=self.settings.model_path)
 
     def fingerprint(self) -> dict[str, str | int]:
         """Versions, device, threads and settings on which the last bits of this backend's numbers depend."""
@@ -195,6 +215,7 @@ class LocalModel:
             "forward": str(self.forward),
             "threads": self.settings.threads,
             "deterministic": self.settings.deterministic,
+            **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}"} if self.adapters else {}),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }
 

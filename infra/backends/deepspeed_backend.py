@@ -14,10 +14,10 @@ import torch
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving, strict_or_error
-from penstock.infra.backends.process_group import import_deepspeed, join_process_group
+from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
+from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes, to_bytes
 
 TAG = "deepspeed"
 
@@ -33,7 +33,8 @@ class DeepSpeedBackend(LocalModel):
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
         self.zero_stage = zero_stage
-        self.head_is_whole = zero_stage < 3
+        self.sharded = zero_stage == 3
+        self.head_is_whole = not self.sharded
         self.deepspeed = import_deepspeed(choose_device(settings.get("device", "auto")))
         super().__init__(**settings)
         self.world_size = join_process_group(self.deepspeed, self.device)
@@ -79,6 +80,8 @@ class DeepSpeedBackend(LocalModel):
 
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
+        if self.adapters is not None:
+            return to_bytes(self.named_weights())
         tensors = []
         for name, parameter in self.model.named_parameters():
             with self._whole(parameter):
@@ -88,6 +91,11 @@ class DeepSpeedBackend(LocalModel):
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all parameters, or none, and the float32 masters with them."""
+        if self.adapters is not None:
+            self.replace_weights(tensors)
+            if self.zero_stage:
+                self.optimizer.refresh_fp32_params()
+            return
         parameters = dict(self.model.named_parameters())
         shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters.items()}
         new_weights = fitting(tensors, shapes=shapes)
@@ -137,6 +145,7 @@ class DeepSpeedBackend(LocalModel):
             "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False},
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
             "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",  # else bfloat16 gradients are added up over the processes as such
             "steps_per_print": 10**9,
         }
 

@@ -19,10 +19,12 @@ def _deepspeed(**settings: Any) -> Backend:
     return DeepSpeedBackend(**settings)
 
 
-def _sums_in_float32(trainer: Mapping[str, Any]) -> str | None:
+def _fits(trainer: Mapping[str, Any]) -> str | None:
     stage = trainer.get("zero_stage", 2)
     if trainer.get("dtype") == "bfloat16" and stage < 2:
         return f"trainer.zero_stage: {stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2 or 3"
+    if trainer.get("lora_rank") and stage == 3:
+        return "trainer.lora_rank: adapters are not sharded; take zero_stage 2 or less, or backend 'torch'"
     return None
 
 
@@ -31,7 +33,7 @@ BACKENDS: Mapping[str, BackendKind] = {
     "deepspeed": BackendKind(
         open=_deepspeed,
         own=("zero_stage",),
-        check=_sums_in_float32,
+        check=_fits,
         packages=(Package(module="deepspeed", name="deepspeed", purpose="the deepspeed backend", extra="trainer"),),
     ),
 }

@@ -37,6 +37,10 @@ class BackendSettings:
     gradient_checkpointing: bool = False
     share_prompts: str = "auto"
     """Whether rows compute their common beginnings once: where that holds (`auto`), or not without it (`on`), or not."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank instead of the weights; 0 trains the weights."""
+    lora_alpha: float | None = None
+    """Adapters count alpha / rank; twice the rank if absent."""
     reference: bool = False
     """Keep a frozen copy of version 0, for the KL term."""
     reference_path: str | None = None
@@ -62,6 +66,11 @@ class BackendSettings:
             if path is not None and not (Path(path) / "config.json").is_file():
                 raise ValueError(f"no model in {path!r}: it needs a directory with config.json, tokenizer and weights")
         self.learning_rate(0)
+
+    @property
+    def alpha(self) -> float:
+        """LoRA's alpha."""
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`."""

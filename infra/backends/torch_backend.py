@@ -1,4 +1,4 @@
-"""The trainer's model on plain torch: one process, CPU or one GPU.
+"""The trainer's model on plain torch: one process on the CPU or a GPU, or several that have a whole copy each.
 
 The rule: gradients are summed in float32, whatever the weights' dtype, and divided once, in `step`.
 """
@@ -14,7 +14,7 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import copy_into, to_bytes
+from penstock.infra.tensors.torch_copy import to_bytes
 
 STATE_FILE = "trainer.pt"
 
@@ -24,6 +24,7 @@ class TorchBackend(LocalModel):
 
     name = "torch"
     divides_late = True
+    sharded = False
 
     def __init__(self, **settings: Any) -> None:
         """Open the model; `settings` are the fields of `BackendSettings`."""
@@ -37,6 +38,9 @@ class TorchBackend(LocalModel):
             self.masters = [master for group in groups for master in group["params"]]
         self.optimizer = self.adamw(groups)
         self.has_gradient = False
+        self.rank, self.ranks = 0, 1
+        if torch.distributed.is_initialized():
+            self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
@@ -53,6 +57,7 @@ class TorchBackend(LocalModel):
         """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
+        self._add_up_ranks()
         masters = [master for master in self.masters if master.grad is not None]
         gradients = [master.grad for master in masters]
         torch._foreach_div_(gradients, checked_denominator(denominator))
@@ -73,17 +78,19 @@ class TorchBackend(LocalModel):
 
     def weights(self) -> list[TensorBytes]:
         """A copy of all parameters, tied ones once."""
-        return to_bytes(self.model.named_parameters())
+        return to_bytes(self.named_weights())
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all parameters, or none."""
-        copy_into(self.model, tensors)
+        self.replace_weights(tensors)
         if self.masters is not self.parameters:
             torch._foreach_copy_(self.masters, self.parameters)
 
     def save(self, directory: str | Path) -> None:
-        """Write `trainer.pt`: masters, AdamW's moments, step count, random state."""
+        """Write `trainer.pt`: masters, AdamW's moments, step count, random state; of several processes the first does."""
+        if self.rank:
+            return
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         state = {
@@ -128,6 +135,15 @@ class TorchBackend(LocalModel):
             else:
                 master.grad.add_(parameter.grad)
             parameter.grad = None
+
+    def _add_up_ranks(self) -> None:
+        """Add the gradients of all processes: once a step, in float32, and in every process to the same bits."""
+        if self.ranks == 1:
+            return
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            torch.distributed.all_reduce(master.grad)
 
     def _publish_masters(self) -> None:
         if self.masters is not self.parameters:

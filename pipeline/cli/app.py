@@ -21,6 +21,7 @@ from penstock.pipeline.cli.look.status import graph, runs, status
 from penstock.pipeline.cli.machine.broker import app as broker_app
 from penstock.pipeline.cli.machine.doctor import doctor
 from penstock.pipeline.cli.machine.model import app as model_app
+from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.run import create, run, worker
 from penstock.pipeline.cli.topics import app as topics_app
@@ -56,6 +57,7 @@ app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw
 app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
 app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)
+app.command(rich_help_panel=TRAIN, short_help="Split machines between rollout and training, simulated.")(plan)
 app.command(rich_help_panel=LOOK, short_help="List the runs: id, status, steps, age.")(runs)
 app.command(rich_help_panel=LOOK, short_help="Where a run stands, and what each worker does.")(status)
 app.command(rich_help_panel=LOOK, short_help="What a run did: reward, fates, times, lag; as a page.")(report)

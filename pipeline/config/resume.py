@@ -12,6 +12,7 @@ CHANGEABLE = (
     "run.max_restarts",
     "run.restart",
     "run.stall_s",
+    "reward.on_error",
     "reward.timeout_s",
     "rollout.concurrency",
     "rollout.device",

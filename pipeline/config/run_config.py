@@ -149,6 +149,12 @@ class Config(Section):
         return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
 
     @property
+    def groups_per_process(self) -> int | None:
+        """The most groups in a micro-batch where several processes train: each has one at least, if the step has; None with one process."""
+        processes = self.trainer.processes
+        return -(-self.schedule.prompts_per_step // processes) if processes > 1 else None
+
+    @property
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))

@@ -117,6 +117,9 @@ class RewardSection(Section):
     functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
     weights: list[float] | None = None
     timeout_s: PositiveFloat = 30.0
+    on_error: Literal["stop", "drop"] = Field(
+        "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
+    )
 
 
 class ScheduleSection(Section):
@@ -216,6 +219,7 @@ class ScorerSection(Section):
 class TrainerSection(Section):
     backend: Annotated[str, one_of(BACKENDS)] = "torch"
     zero_stage: Literal[0, 1, 2, 3] = 1
+    processes: Positive = Field(1, description="that train together, each on threads or a GPU of its own; they are one worker")
     device: str = "auto"
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -232,6 +236,8 @@ class TrainerSection(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
     max_grad_norm: PositiveFloat = 1.0
+    lora_rank: NonNegative = Field(0, description="rank of the adapters that are trained instead of the weights; 0 trains the weights")
+    lora_alpha: FinitePositive | None = Field(None, description="adapters count alpha / rank; 2 x lora_rank if absent")
     micro_batch_tokens: Positive = Field(8192, description="padded tokens in one micro-batch")
     gradient_checkpointing: bool = False
     share_prompts: Literal["auto", "on", "off"] = Field(

@@ -41,8 +41,9 @@ KEYS: Mapping[str, str | None] = {
     "use_vllm": "rollout.engine",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "num_workers": "rollout.workers",
-    "use_peft": None,
-    "use_lora": None,
+    "use_peft": "trainer.lora_rank",
+    "use_lora": "trainer.lora_rank",
+    "lora_r": "trainer.lora_rank",
     "report_to": None,
     "wandb": None,
 }

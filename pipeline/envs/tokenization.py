@@ -57,7 +57,7 @@ class Renderer:
         settings = _json(folder / "tokenizer_config.json")
         # transformers takes 8 CPU-seconds to import: avoid it for plain text to which its settings add no tokens.
         if self._template is None and not settings.get("add_bos_token") and not settings.get("add_eos_token"):
-            self._light = _light_tokenizer(folder)
+            self._light = light_tokenizer(folder)
         else:
             self._full = _full_tokenizer(folder)
 
@@ -112,7 +112,7 @@ class Decoder:
     """Decodes token ids to text, without special tokens, with the light `tokenizers` library."""
 
     def __init__(self, model_directory: str | Path) -> None:
-        self._tokenizer = _light_tokenizer(model_folder(model_directory))
+        self._tokenizer = light_tokenizer(model_folder(model_directory))
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
         """The text of one completion."""
@@ -176,7 +176,8 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
     return None
 
 
-def _light_tokenizer(folder: Path) -> Any:
+def light_tokenizer(folder: Path) -> Any:
+    """The tokenizer of the `tokenizers` library in a model's directory. Raises `ConfigError`."""
     from tokenizers import Tokenizer
 
     try:

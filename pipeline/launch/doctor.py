@@ -65,6 +65,8 @@ NEEDS = (
     Package(module="math_verify", name="math-verify", purpose="the math-verify reward", extra="rewards"),
     Package(module="mlflow", name="mlflow", purpose="tracking", extra="tracking"),
     Package(module="duckdb", name="duckdb", purpose="penstock sql", extra="sql"),
+    Package(module="simpy", name="simpy", purpose="penstock plan", extra="plan"),
+    Package(module="matplotlib", name="matplotlib", purpose="pictures of penstock plan", extra="plan"),
     *(package for backend in BACKENDS.values() for package in backend.packages),
     *(package for engine in ENGINES.values() for package in engine.packages),
 )

@@ -53,8 +53,10 @@ def place(config: Config, available: Sequence[str]) -> Placement:
     trainer, rollout = config.trainer, config.rollout
     if not trainer.gpus and not rollout.gpus_per_worker:
         return NOT_PLACED
-    if trainer.gpus > 1:
-        raise ConfigError(f"trainer.gpus: {trainer.gpus}, but the trainer is one process and computes on one GPU; set 1")
+    if trainer.gpus not in (0, trainer.processes):
+        raise ConfigError(
+            f"trainer.gpus: {trainer.gpus}, but trainer.processes = {trainer.processes} have one GPU each; set both to the same number"
+        )
     for section, gpus, device in (("trainer", trainer.gpus, trainer.device), ("rollout", rollout.gpus_per_worker, rollout.device)):
         key = "trainer.gpus" if section == "trainer" else "rollout.gpus_per_worker"
         if gpus and device == "cpu":

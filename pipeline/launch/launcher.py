@@ -146,6 +146,12 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
             _note(log, record, say=say)
             return 130
     status = _ended(log, record, view)
+    failed = sum(facts.outcome == "failed" for facts in view.view.groups.values())
+    if failed:
+        say(
+            f"warning: {failed:,} of {len(view.view.groups):,} groups failed, as their reward could not be computed; "
+            f"`penstock topics tail {run} dead-letters` has the errors"
+        )
     for name in watching.supervisor.missing:
         say(f"warning: the run has finished without {name}, which was given up; its log is {directory / 'logs' / f'{name}.log'}")
     return status

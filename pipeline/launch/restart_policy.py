@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.pipeline.runtime.exit_status import HOPELESS
+from penstock.pipeline.runtime.exit_status import BROKEN, HOPELESS
 
 HEALTHY_S = 10.0
 """A process that served for this long, while its run advanced, has made progress: its earlier deaths no longer count."""
@@ -67,7 +67,7 @@ def pause_s(failures: int) -> float:
 def decide(deaths: Sequence[Death], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
     """Decide about a process whose newest death is the last of `deaths`; `reachable` is False while its broker is away."""
     last, failures = deaths[-1], failures_in_a_row(deaths)
-    if last.status == HOPELESS or rules.restart == "never" or failures > rules.max_restarts:
+    if last.status in (HOPELESS, BROKEN) or rules.restart == "never" or failures > rules.max_restarts:
         return "give-up"
     return "start" if reachable and now_s - last.at_s >= pause_s(failures) else "wait"
 
@@ -96,7 +96,7 @@ def how(status: int) -> str:
 
 def why_given_up(deaths: Sequence[Death], *, rules: Rules) -> str:
     """The reason for which `decide` gave up, as the end of a sentence."""
-    if deaths[-1].status == HOPELESS:
+    if deaths[-1].status in (HOPELESS, BROKEN):
         return "starting it again cannot help"
     if rules.restart == "never":
         return 'run.restart = "never"'

@@ -24,7 +24,7 @@ from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.exit_status import ENDED
+from penstock.pipeline.runtime.exit_status import BROKEN, ENDED
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
 
 LEFT_LIMIT_S = 10.0
@@ -89,7 +89,7 @@ class Supervisor:
                 failure = None if over else self._left(worker, now_s=now_s)
             else:
                 failure = self._died(worker, status, now_s=now_s, moved=moved, reachable=reachable)
-            if failure is not None and worker.role not in HELPERS:
+            if failure is not None and (worker.role not in HELPERS or status == BROKEN):
                 return failure
             if failure is not None:
                 worker.given_up, worker.dead = True, False
@@ -166,6 +166,8 @@ class Supervisor:
             worker.died(status, now_s=now_s, moved=moved, excused=not reachable)
         decision = restart_policy.decide(worker.deaths, now_s=now_s, rules=self._rules, reachable=reachable)
         how = restart_policy.how(status)
+        if status == BROKEN:
+            return Failure(worker.cause())
         if decision == "give-up":
             why = restart_policy.why_given_up(worker.deaths, rules=self._rules)
             return Failure(f"{worker.name} {how} ({why}); its log is {worker.log_file}", worker.last_words())

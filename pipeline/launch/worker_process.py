@@ -128,7 +128,15 @@ class Worker:
 
     def last_words(self) -> str:
         """The last lines its newest process wrote."""
+        return "\n".join(f"  | {line}" for line in self._lines()[-LAST_WORDS:])
+
+    def cause(self) -> str:
+        """The line in which it said why it failed, or its last one."""
+        lines, said = self._lines(), f"penstock: {self.role}: "
+        causes = [line.removeprefix(said) for line in lines if line.startswith(said)]
+        return (causes or lines or [""])[-1]
+
+    def _lines(self) -> list[str]:
         with self.log_file.open("rb") as log:
             log.seek(self._began)
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-LAST_WORDS:])
+            return log.read().decode("utf-8", errors="replace").splitlines()

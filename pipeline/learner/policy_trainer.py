@@ -6,16 +6,22 @@ The rule: it needs no worker and writes nothing; what a step gives is a function
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.infra.backends.base import Backend
+from penstock.infra.backends.ranks.lead_backend import LeadBackend
 from penstock.infra.checkpoints import CheckpointStore, Recorded, State
 from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.paths import run_directory
 from penstock.infra.tensors.stream import TensorBytes, digest
 from penstock.pipeline.config.load import Config
+from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.learner.train_step import Objective, Step
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.pipeline.scheduling import rules
+
+if TYPE_CHECKING:
+    from penstock.infra.backends.ranks.process_set import ProcessSet
 
 Say = Callable[[str], None]
 WeightsOf = Callable[[int], Iterable[TensorBytes]]
@@ -60,23 +66,28 @@ class PolicyTrainer:
     objective: Objective
     weights_of: WeightsOf | None = None
     """Gives the recorded weights of a version; without it a snapshot is always taken of the current weights."""
+    processes: "ProcessSet | None" = None
+    """The trainer's processes, led by this one, if it has several."""
     steps_done: int = 0
     _proximal: int | None = None
     """The version whose weights the backend keeps as its snapshot."""
     _weights: Weights | None = field(default=None, repr=False)
 
     @classmethod
-    def open(cls, config: Config, *, steps: int, weights_of: WeightsOf | None = None) -> "PolicyTrainer":
-        """Load the model that the run begins with. Raises `BackendError`."""
-        backend = _initial_backend(config, steps=steps)
-        return cls(config=config, steps=steps, backend=backend, objective=Objective.of(config), weights_of=weights_of)
+    def open(
+        cls, config: Config, *, steps: int, weights_of: WeightsOf | None = None, processes: "ProcessSet | None" = None
+    ) -> "PolicyTrainer":
+        """Load the model that the run begins with, in each of the processes. Raises `BackendError`."""
+        backend = _initial_backend(config, steps=steps, processes=processes)
+        return cls(config=config, steps=steps, backend=backend, objective=Objective.of(config), weights_of=weights_of, processes=processes)
 
     def step(self) -> Step:
         """Begin an optimizer step, to be fed with groups. Raises `LogError` when a snapshot has to come from the log and cannot."""
         if self.objective.proximal == "snapshot":
             self._take_snapshot()
         self.release_weights()
-        return Step(self.backend, self.objective, self.steps_done)
+        ranks = None if self.processes is None else Ranks(self.processes)
+        return Step(self.backend, self.objective, self.steps_done, ranks)
 
     def weights(self) -> Weights:
         """The current weights; all callers between two steps share one copy."""
@@ -133,7 +144,7 @@ class PolicyTrainer:
     def _reopen(self) -> None:
         """Load the initial model again, in the place of one that was half replaced."""
         self.backend.close()
-        self.backend = _initial_backend(self.config, steps=self.steps)
+        self.backend = _initial_backend(self.config, steps=self.steps, processes=self.processes)
         self.release_weights()
         self.steps_done, self._proximal = 0, None
 
@@ -148,9 +159,13 @@ class PolicyTrainer:
         self._proximal = version
 
 
-def _initial_backend(config: Config, *, steps: int) -> Backend:
+def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | None") -> Backend:
     """A backend with the run's initial model, and with the optimizer state of the run that this one goes on from, if any."""
-    backend = make_backend(config, steps=steps)
+    if processes is None:
+        backend = make_backend(config, steps=steps)
+    else:
+        processes.tell_all(do="open")
+        backend = LeadBackend(make_backend(config, steps=steps), processes)
     if config.trainer.initial_state is not None:
         backend.load(config.trainer.initial_state)
         if backend.steps != config.trainer.initial_steps:

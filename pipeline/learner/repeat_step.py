@@ -36,9 +36,9 @@ class Repetition:
 
 def repeat(policy: PolicyTrainer, entry: Entry, groups: Iterable[Group]) -> Repetition:
     """Train the groups of a recorded plan and compare every number that the ledger has of its step."""
-    step = policy.step()
+    step, planned = policy.step(), {one.group: one for one in entry.plan}
     for group in groups:
-        step.add(group)
+        step.add(group, planned.get(group.group))
     outcome = step.finish(learner_version=entry.version or 0)
     policy.steps_done += 1
     weights, differences = policy.weights(), compare(outcome, entry)

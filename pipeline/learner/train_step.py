@@ -20,11 +20,13 @@ from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
+from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.learner.step_measures import group_measures
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
+from penstock.topics.ledger import Planned
 
 BatchLoss = Callable[..., tuple[Any, dict[str, float]]]
 
@@ -39,6 +41,8 @@ class Objective:
     truncated: str
     kl_coef: float
     token_budget: int
+    most_groups: int | None
+    """The most groups of a micro-batch: a step's groups divided by the processes that train it."""
     aggregate: str
     steps_per_version: int
     counts_untrained: bool
@@ -80,6 +84,7 @@ class Objective:
             truncated=algorithm.truncated,
             kl_coef=algorithm.kl_coef,
             token_budget=config.trainer.micro_batch_tokens,
+            most_groups=config.groups_per_process,
             aggregate=config.aggregate,
             steps_per_version=config.schedule.steps_per_version,
             counts_untrained=config.counts_untrained,
@@ -88,6 +93,19 @@ class Objective:
     def sequences(self, group: Group) -> list[TokenSequence]:
         """The samples of a group that are trained, in order of their numbers; aborted ones are not."""
         return training_samples.sequences(group, advantages=self.advantages, truncated=self.truncated)
+
+    def backward(self, backend: Backend, batch: TokenBatch, *, denominator: float | None = None) -> dict[str, float]:
+        """Run one micro-batch backward; returns its statistics."""
+        given: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
+        if self.kl_coef:
+            given["reference"] = backend.reference_logprobs(batch)
+        return backend.backward(batch, lambda logprobs: self.batch_loss(logprobs, batch, **given), denominator=denominator)
+
+    def _proximal(self, backend: Backend, batch: TokenBatch) -> npt.NDArray[np.float32] | None:
+        """[B, L-1] proximal logprobs of a micro-batch; None stands for the current policy's own."""
+        if self.proximal == "snapshot":
+            return backend.snapshot_logprobs(batch)
+        return batch.behaviour_logprobs if self.proximal == "behaviour" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +139,8 @@ class Step:
     objective: Objective
     number: int
     """Optimizer steps of the run before this one."""
+    ranks: Ranks | None = None
+    """The other processes of the trainer, which train their share of the micro-batches."""
     first_backward_at: float | None = None
     compute_s: float = 0.0
     _batcher: MicroBatcher | None = None
@@ -129,8 +149,10 @@ class Step:
     _stats: list[dict[str, float]] = field(default_factory=list)
     _groups: list[Group] = field(default_factory=list)
 
-    def add(self, group: Group) -> None:
-        """Take the next group of the plan."""
+    def add(self, group: Group, planned: Planned | None = None) -> None:
+        """Take the next group of the plan; `planned` says to other processes where it is in the log."""
+        if self.ranks is not None and planned is not None:
+            self.ranks.planned[group.group] = planned
         self._batcher = self._batcher or MicroBatcher(self.objective.token_budget)
         self._groups.append(group)
         for sequence in self.objective.sequences(group):
@@ -147,6 +169,8 @@ class Step:
             return StepOutcome(
                 loss=0.0, grad_norm=0.0, boundaries=(), metrics={"loss": 0.0, "grad_norm": 0.0, **self._measures(learner_version)}
             )
+        if self.ranks is not None:
+            self._stats = self.ranks.finish(self.backend, self._stats, batches=len(self._closed))
         tokens, masks = sum(batch.tokens for batch in self._held), [batch.completion_mask for batch in self._held]
         denominator = denominator_of(
             masks, self._groups, aggregate=self.objective.aggregate, counts_untrained=self.objective.counts_untrained
@@ -174,26 +198,17 @@ class Step:
         batch = pack(sequences)
         self._closed.append(sequences)
         self._held.append(batch)
-        if self.backend.divides_late:
+        if self.ranks is not None and (rank := self.ranks.whose(len(self._closed) - 1)):
+            self.ranks.train(rank, sequences)
+        elif self.backend.divides_late:
             self._backward(batch, denominator=None)
 
     def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:
         started = time.monotonic()
         if self.first_backward_at is None:
             self.first_backward_at = time.time()
-        given: dict[str, Any] = {"proximal": self._proximal(batch)}
-        if self.objective.kl_coef:
-            given["reference"] = self.backend.reference_logprobs(batch)
-        self._stats.append(
-            self.backend.backward(batch, lambda logprobs: self.objective.batch_loss(logprobs, batch, **given), denominator=denominator)
-        )
+        self._stats.append(self.objective.backward(self.backend, batch, denominator=denominator))
         self.compute_s += time.monotonic() - started
-
-    def _proximal(self, batch: TokenBatch) -> npt.NDArray[np.float32] | None:
-        """[B, L-1] proximal logprobs of a micro-batch; None stands for the current policy's own."""
-        if self.objective.proximal == "snapshot":
-            return self.backend.snapshot_logprobs(batch)
-        return batch.behaviour_logprobs if self.objective.proximal == "behaviour" else None
 
     def _measures(self, learner_version: int) -> dict[str, float]:
         rollouts = [sample.rollout for group in self._groups for sample in group.samples]

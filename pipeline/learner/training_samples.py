@@ -119,11 +119,11 @@ MicroBatch = tuple[TokenSequence, ...]
 class MicroBatcher:
     """Fills one micro-batch after the other: rows times longest row stays within `token_budget`; a longer sequence goes alone."""
 
-    def __init__(self, token_budget: int) -> None:
-        """`token_budget` counts padded tokens."""
+    def __init__(self, token_budget: int, *, most_groups: int | None = None) -> None:
+        """`token_budget` counts padded tokens; `most_groups` is the most groups of which a micro-batch has samples."""
         if token_budget < 1:
             raise ValueError(f"a micro-batch needs a token budget above 0, not {token_budget}")
-        self.token_budget = token_budget
+        self.token_budget, self.most_groups = token_budget, most_groups
         self._open: list[TokenSequence] = []
         self._longest = 0
 
@@ -131,7 +131,9 @@ class MicroBatcher:
         """Take the next sequence; hands out the micro-batch that it did not fit into."""
         closed = None
         longest = max(self._longest, sequence.length)
-        if self._open and (len(self._open) + 1) * longest > self.token_budget:
+        groups = {one.group for one in self._open} | {sequence.group}
+        too_many = self.most_groups is not None and len(groups) > self.most_groups
+        if self._open and (too_many or (len(self._open) + 1) * longest > self.token_budget):
             closed, longest = self.close(), sequence.length
         self._open.append(sequence)
         self._longest = longest

@@ -53,6 +53,12 @@ class RecordedRun:
         return int(self._info.get("steps") or 0)
 
     @property
+    def tokenizer_digest(self) -> str | None:
+        """SHA-256 (hex) of the tokenizer's files it was created with."""
+        digest: str | None = self._info.get("digests", {}).get("tokenizer")
+        return digest
+
+    @property
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = json.loads(self.record.info) if self.record is not None else {}
         return info

@@ -4,18 +4,21 @@ from penstock.infra.errors import Fenced, Unrecoverable
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.envs.datasets.rows import DataError
+from penstock.pipeline.envs.reward_faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
-ENDED, FAILED, HOPELESS = 0, 1, 2
-"""The run is over or a stop was asked for; failed, starting again may help; starting again cannot help."""
+ENDED, FAILED, HOPELESS, BROKEN = 0, 1, 2, 3
+"""The run is over or a stop was asked for; starting again may help; it cannot help; a reward is broken and the whole run is to stop."""
 MISTAKES = (ConfigError, PluginError, DataError, NewerSchema)
 """A person's mistake. Any other `ValueError` is a fault of this program, whose traceback is wanted."""
 
 
 def exit_status(error: BaseException) -> int:
-    """FAILED where starting again may help after this error, else HOPELESS.
+    """FAILED where starting again may help after this error, else HOPELESS, or BROKEN.
 
     Example:
         exit_status(ConfigError("sampling.top_p = 3"))  # -> 2
     """
+    if isinstance(error, BrokenReward):
+        return BROKEN
     return HOPELESS if isinstance(error, (Unrecoverable, Fenced, *MISTAKES)) else FAILED

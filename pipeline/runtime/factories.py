@@ -79,6 +79,8 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             share_prompts=chosen.share_prompts,
+            lora_rank=chosen.lora_rank,
+            lora_alpha=chosen.lora_alpha,
             reference=config.algorithm.kl_coef > 0,
             reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",

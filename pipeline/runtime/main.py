@@ -65,7 +65,11 @@ def work(
     worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
     session: Session | None = None
     try:
-        log = _log(bootstrap, security, client_id=f"{run}.{worker or role}")
+        rank = int(os.environ.get("RANK", "0")) if ROLES[role].in_ranks else 0
+        log = _log(bootstrap, security, client_id=f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else ""))
+        if rank:
+            importlib.import_module(ROLES[role].module).follow(log, run, model=model)
+            return ENDED
         session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S)
         if session is None:
             return ENDED

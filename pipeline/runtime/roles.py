@@ -43,6 +43,8 @@ class Role:
     """CPU threads of one worker."""
     gpus: Count = lambda _: 0
     """GPUs of one worker, where the configuration places GPUs."""
+    in_ranks: bool = False
+    """True if a worker may be several processes: one whose RANK is above 0 runs `follow` of the role's module instead of `main`."""
 
     @property
     def module(self) -> str:
@@ -130,6 +132,7 @@ _TABLE = (
         does="trains on scored groups, publishes policy versions and writes the ledger",
         colour="green",
         writes_alone=True,
+        in_ranks=True,
         extras=("trainer",),
         threads=lambda config: config.trainer.threads,
         gpus=lambda config: config.trainer.gpus,

@@ -39,7 +39,7 @@ def config_for(model: Path, directory: Path, **sections: Mapping[str, Any]) -> C
     return config_of(model, directory, **defaults)
 
 
-def group_of(number: int, *, version: int, outcome: str = "scored") -> Group:
+def group_of(number: int, *, version: int, outcome: str = "scored", tokens: int = TOKENS) -> Group:
     """A group whose tokens and rewards follow from its number."""
     drawn = np.random.default_rng(number)
     samples = []
@@ -47,9 +47,9 @@ def group_of(number: int, *, version: int, outcome: str = "scored") -> Group:
         rollout = Rollout(
             group=number,
             sample=sample,
-            token_ids=drawn.integers(4, 90, TOKENS).astype(np.int32),
-            behaviour_logprobs=np.full(TOKENS, -4.5, np.float32),
-            loss_mask=np.ones(TOKENS, np.bool_),
+            token_ids=drawn.integers(4, 90, tokens).astype(np.int32),
+            behaviour_logprobs=np.full(tokens, -4.5, np.float32),
+            loss_mask=np.ones(tokens, np.bool_),
             span_versions=np.array([version], np.int32),
             span_starts=np.array([0], np.int32),
             finish="length",

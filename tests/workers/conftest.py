@@ -44,7 +44,11 @@ def recorded(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
         tiny_model,
         directory,
         run={"steps": 8, "seed": 7},
-        reward={"functions": [f"{directory / 'judge.py'}:digits", f"{directory / 'judge.py'}:brevity"], "weights": [1.0, 0.5]},
+        reward={
+            "functions": [f"{directory / 'judge.py'}:digits", f"{directory / 'judge.py'}:brevity"],
+            "weights": [1.0, 0.5],
+            "on_error": "drop",
+        },
         schedule={"mode": "one_step_off"},
         trainer={"checkpoint_every": 4},
         mlflow={"enabled": True, "tracking_uri": uri},

@@ -198,6 +198,7 @@ def test_a_filtered_groups_rewards_are_in_the_mean_that_mlflow_holds_and_a_faile
         assert held["reward_samples", version] == len(rewards)
         assert held["reward", version] == pytest.approx(math.fsum(rewards) / len(rewards))
     assert failed["rewards"] is None
+    assert all(isinstance(sample["completion"], str) for sample in failed["samples"])  # what broke the reward can be seen
     assert filtered["outcome"]["reward_mean"] == filtered["rewards"]["mean"]
 
 

@@ -120,7 +120,9 @@ def test_a_broken_reward_makes_failed_groups_and_dead_letters_never_zeros(run_id
         "        raise RuntimeError('no threes')\n"
         "    return [float(len(text)) + i for i, text in enumerate(completions)]\n"
     )
-    config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 5}, reward={"functions": [f"{tmp_path / 'moody.py'}:moody"]})
+    config = config_of(
+        tiny_model, tmp_path, run={"steps": 4, "seed": 5}, reward={"functions": [f"{tmp_path / 'moody.py'}:moody"], "on_error": "drop"}
+    )
     report = complete(MemoryLog(), run_id, config)
     assert report["status"] == "finished"
     assert report["groups"]["failed"] >= 1

@@ -15,6 +15,7 @@ from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.envs.datasets.configured import open_eval_data
+from penstock.pipeline.envs.reward_faults import FaultCount
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.factories import make_engine
@@ -95,6 +96,7 @@ class Evaluator:
     """(data row, its text and token ids), one per held-out prompt."""
     sources: list[str]
     """The name of each row's source."""
+    faults: FaultCount
 
     @classmethod
     def open(cls, session: Session) -> "Evaluator":
@@ -106,7 +108,8 @@ class Evaluator:
         reward, longest = config.eval_reward, config.eval.max_new_tokens or config.sampling.max_new_tokens
         init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=longest)
         pool: ChildPool[int] = ChildPool(CHILD, init=init, size=1, timeout_s=reward.timeout_s)
-        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, [name for name, _ in held])
+        names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
+        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, names, faults)
 
     def evaluate(self, version: int, state: LedgerState) -> dict[str, float] | None:
         """What `measures` gives of one version; None when the worker was stopped meanwhile."""
@@ -185,13 +188,16 @@ class Evaluator:
             self.session.reporter.status()
 
     def _scored(self) -> dict[int, Score]:
-        """Prompt -> the rewards of its completions; a prompt whose reward broke is left out, and said."""
+        """Prompt -> the rewards of its completions; a prompt whose reward broke is left out, and said. Raises `BrokenReward`."""
         scores: dict[int, Score] = {}
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
                     self.session.reporter.say(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
+                    self.faults.failed(result.reason)
+                    self.faults.check()
                 else:
+                    self.faults.passed()
                     scores[result.key] = Score.of(result.result)
             self.session.reporter.status()
         return scores

@@ -15,6 +15,7 @@ from penstock.infra.errors import LostPartition, OutcomeUnknown
 from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
+from penstock.pipeline.envs.reward_faults import FaultCount
 from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
@@ -91,8 +92,10 @@ class Scorer:
     _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
     """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
+    _faults: FaultCount = field(init=False)
 
     def __post_init__(self) -> None:
+        self._faults = FaultCount(self.session.config.reward.on_error)
         self.reports = RolloutReports(self.session)
 
     def turn(self) -> None:
@@ -110,6 +113,7 @@ class Scorer:
         scored = [self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
         self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
+        self._faults.check()  # the groups that show the fault are written
         for state in self.owned.values():
             set_aside_orphans(self.session, state, now_s=self.reports.now_s)
         reporter = self.session.reporter
@@ -280,7 +284,9 @@ class Scorer:
             assert group.prompt_record is not None
             error = Unusable(f"reward of group {group.group}: {result.reason}", kind="reward-failed")
             self.session.dead_letters.write(group.prompt_record, error)
+            self._faults.failed(result.reason)
             return self._group(group, "failed", result.reason, ())
+        self._faults.passed()
         self.session.reporter.add("groups")
         score, algorithm = Score.of(result.result), self.session.config.algorithm
         outcome = verdict(group.ordered(), scoring.completions, score, algorithm=algorithm)

@@ -84,6 +84,12 @@ class GroupInbox:
         except Unusable:
             return None
 
+    def start_over(self) -> None:
+        """Forget everything: the groups are read from their beginning."""
+        self.selector, self._assembler, self.ended_before = Selector(self.schedule), GroupAssembler(), 0
+        self._groups.clear()
+        self.drop_causes.clear()
+
     def begins(self) -> dict[int, int]:
         """Partition -> offset of the first record that a trainer which starts where this one stands has to read; of those with any."""
         held = [*self.selector.places.values(), *((part.partition, part.offset) for part in self._assembler.held())]

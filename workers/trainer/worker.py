@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
@@ -30,6 +31,12 @@ from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.other_ranks import follow, other_ranks
+
+if TYPE_CHECKING:
+    from penstock.infra.backends.ranks.process_set import ProcessSet
+
+__all__ = ["follow", "main"]
 
 POLL_S = 0.5
 
@@ -45,21 +52,15 @@ def main(session: Session) -> None:
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     session.reporter.doing("loading the model", now=True)
-    trainer = Trainer.open(session, transactions, resumed)
-    session.reporter.ready()
-    mark(session.log, session.record, status="running")
-    try:
+    with other_ranks(session) as processes:
+        trainer = Trainer.open(session, transactions, resumed, processes)
+        session.reporter.ready()
+        mark(session.log, session.record, status="running")
         trainer.begin(resumed)
-    except OlderNeeded as error:
-        session.reporter.say(f"{error}: the whole ledger is read")
-        trainer.close()
-        resumed = Resumed(past=read_past(session.log, session.run))
-        trainer = Trainer.open(session, transactions, resumed)
-        trainer.begin(resumed)
-    while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
-        if not trainer.train_step():
-            break
-    trainer.end()
+        while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
+            if not trainer.train_step():
+                break
+        trainer.end()
 
 
 @dataclass(slots=True)
@@ -86,11 +87,14 @@ class Trainer:
     """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, resumed: Resumed) -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, resumed: Resumed, processes: "ProcessSet | None" = None) -> "Trainer":
         """Load the model and begin to follow the groups."""
         past, manifests = resumed.past, resumed.past.story.manifests
         policy = PolicyTrainer.open(
-            session.config, steps=session.steps, weights_of=lambda version: fetch(session.log, manifests[version], run=session.run)
+            session.config,
+            steps=session.steps,
+            weights_of=lambda version: fetch(session.log, manifests[version], run=session.run),
+            processes=processes,
         )
         writer = RunWriter(session, transactions, past.story)
         inbox = GroupInbox(
@@ -105,14 +109,30 @@ class Trainer:
         if session.config.eval.target is not None or session.config.eval.patience is not None:
             follow[session.topic("metrics"), 0] = "earliest"
         if resumed.mark is not None:
-            inbox.ended_before = resumed.mark.below
             follow.update({at: resumed.mark.positions.get(_place(session, at), 0) for at in follow})
         trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow), resumed.places)
         session.finishing = trainer.finishing
         return trainer
 
     def begin(self, resumed: Resumed) -> None:
-        """Open the run with version 0, or go back to where the ledger ends. Raises `OlderNeeded`."""
+        """Open the run with version 0, or go back to where the ledger ends."""
+        self._settle(resumed)
+        self.writer.begin(self.policy)
+        try:
+            recover(self.policy, self.writer, resumed.past)
+        except OlderNeeded as error:
+            self.session.reporter.say(f"{error}: the whole ledger is read")
+            resumed = Resumed(past=read_past(self.session.log, self.session.run))
+            self.writer.state.manifests.update(resumed.past.story.manifests)
+            self.inbox.start_over()
+            self.tail.add(dict.fromkeys(self.followed, "earliest"))
+            self._settle(resumed)
+            recover(self.policy, self.writer, resumed.past)
+        if resumed.past.entries:
+            self._catch_up()
+
+    def _settle(self, resumed: Resumed) -> None:
+        """Count the groups that the ledger says have ended."""
         selector, past, resume = self.inbox.selector, resumed.past, resumed.mark
         if resume is None:
             selector.settle([*past.stale, *past.trained])
@@ -120,11 +140,8 @@ class Trainer:
         else:
             later = resumed.later_stale
             selector.resume(below=resume.below, settled=[*resume.settled, *later], drops=resume.drops + len(later))
+            self.inbox.ended_before = resume.below
         self._drops, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
-        self.writer.begin(self.policy)
-        recover(self.policy, self.writer, past)
-        if past.entries:
-            self._catch_up()
 
     def train_step(self) -> bool:
         """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile."""
@@ -144,7 +161,7 @@ class Trainer:
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
             self.session.reporter.doing(f"training step {number}")
-            step.add(group)
+            step.add(group, plan[-1])
         outcome = step.finish(learner_version=version)
         self._commit(outcome, plan, version=version, started=started)
         self.policy.steps_done += 1
@@ -250,11 +267,6 @@ class Trainer:
             version=version,
             rebased=self.places.rebased,
         )
-
-    def close(self) -> None:
-        """Close the policy and the reader; what it writes with stays open."""
-        self.tail.close()
-        self.policy.backend.close()
 
     def _record_stale(self) -> None:
         stale = self.inbox.selector.newly_stale

@@ -42,8 +42,8 @@ class _Drawn(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         states, weight, bias, scale, row, target, normaliser, kept = ctx.saved_tensors
         grad_states = torch.empty_like(states)
-        grad_weight = None if weight is None else torch.zeros(weight.shape, dtype=scale.dtype, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros(bias.shape, dtype=scale.dtype, device=bias.device)
+        grad_weight = torch.zeros(weight.shape, dtype=scale.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros(bias.shape, dtype=scale.dtype, device=bias.device) if ctx.needs_input_grad[2] else None
         total = torch.zeros_like(scale).index_add_(0, row, grad) * scale
         share = grad * scale[row]
         for rows, tokens in _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0]):
@@ -56,10 +56,9 @@ class _Drawn(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += part.sum(0)
             part = part.to(states.dtype)
+            grad_states[rows] = part if weight is None else part @ weight
             if grad_weight is None:
-                grad_states[rows] = part
                 continue
-            grad_states[rows] = part @ weight
             if part.dtype == grad_weight.dtype:
                 grad_weight.addmm_(part.T, states[rows])
             else:

@@ -72,7 +72,10 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
         ]
         for sample in samples
     ]
-    return _table(head, rows)
+    texts = [
+        (sample["sample"], sample["completion"]) for sample in samples if sample["reward"] is None and sample["completion"] is not None
+    ]
+    return [*_table(head, rows), *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
 
 
 def _versions(spans: Sequence[Plain]) -> str:
@@ -197,4 +200,7 @@ def _number(value: float | None) -> str:
 
 
 def _short(text: str, shown: int = SHOWN_TEXT) -> str:
-    return text if len(text) <= shown else f"{text[:shown]}… ({len(text)} characters)"
+    """A text; of a long one both ends, as a question stands at the end of its chat template."""
+    if len(text) <= shown:
+        return text
+    return f"{text[: shown // 3]} … {text[-(shown - shown // 3) :]} ({len(text)} characters)"

@@ -80,7 +80,7 @@ def build(
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     wanted = choose(view, samples=limits.samples, tokens=limits.tokens, text_tokens=limits.text_tokens)
     advantages = Advantages(config_of(view), trust_code=trust_code)
-    groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts(view), advantages=advantages)
+    groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts.of(view), advantages=advantages)
     groups.read()
     report = summarise(view) | dict(mlflow or {})
     facts, columns = index.index(groups, history, report=report)

@@ -13,15 +13,23 @@ from penstock.pipeline.observe.run_view import RunView
 
 
 class TokenTexts:
-    """Decodes for a page; `why_not` says why there is no tokenizer, if so."""
+    """Decodes by the tokenizer in a model's directory; `why_not` says why there is none, if so.
 
-    def __init__(self, view: RunView) -> None:
+    `digest` is the SHA-256 (hex) of the one that the run was created with, None where it is unknown.
+    """
+
+    def __init__(self, model: str | None, digest: str | None) -> None:
         self._tokenizer: Any = None
         self.why_not: str | None = None
         try:
-            self._tokenizer = _open(view)
+            self._tokenizer = _open(model, digest)
         except ValueError as error:
             self.why_not = str(error)
+
+    @classmethod
+    def of(cls, view: RunView) -> "TokenTexts":
+        """By the model that a run's configuration names."""
+        return cls(config_of(view).get("model", {}).get("path"), info_of(view).get("digests", {}).get("tokenizer"))
 
     @property
     def there(self) -> bool:
@@ -47,15 +55,14 @@ class TokenTexts:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _open(view: RunView) -> Any:
+def _open(path: str | None, expected: str | None) -> Any:
     from tokenizers import Tokenizer
 
-    path = config_of(view).get("model", {}).get("path")
     if not path:
         raise ValueError("the run's configuration names no model")
     if not Path(path).expanduser().is_dir():
         raise ValueError(f"the model's directory {path} is not on this machine")
-    folder, expected = model_folder(path), info_of(view).get("digests", {}).get("tokenizer")
+    folder = model_folder(path)
     if expected is not None and digests(folder, chat_template="off")["tokenizer"] != expected:
         raise ValueError(f"the tokenizer in {folder} is not the one the run was created with")
     try:

@@ -30,7 +30,8 @@ def test_every_key_that_a_synonym_leads_to_exists(ours: str) -> None:
         ("run", "num_generations", "did you mean 'schedule.samples_per_prompt'?"),
         ("trainer", "gpu", "did you mean 'trainer.gpus'?"),
         ("rollout", "temperature", "did you mean 'sampling.temperature'?"),
-        ("trainer", "use_peft", "there is nothing of the kind, see docs/configuration.md"),
+        ("trainer", "use_peft", "did you mean 'trainer.lora_rank'?"),
+        ("trainer", "wandb", "there is nothing of the kind, see docs/configuration.md"),
         ("algorithm", "foo", "unknown key; see docs/configuration.md"),
     ],
 )

@@ -28,6 +28,7 @@ from penstock.topics.ledger import Entry
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
 FAILING = "import sys; print('the reason'); sys.exit(1)"
+BROKEN_REWARD = "import sys; print('penstock: evaluator: reward f broke: mend it'); print('1 more dead letter'); sys.exit(3)"
 MISTAKEN = "import sys; print('sampling.top_p = 3'); sys.exit(2)"
 
 
@@ -168,6 +169,11 @@ def test_a_run_goes_on_without_a_helper_that_is_given_up(tmp_path: Path):
         assert [line for line in said if line.startswith("warning: tracker ended with status 2 (starting it again cannot help)")] == said
         assert not crew.ended
     assert crew.ended
+
+
+def test_a_helper_whose_reward_is_broken_ends_the_run_with_its_line(tmp_path: Path):
+    with working(crew_of(tmp_path, said=[], programs={"tracker": BROKEN_REWARD.replace("evaluator", "tracker")})) as crew:
+        assert until(lambda: tend(crew)) == Failure("reward f broke: mend it")
 
 
 def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path: Path):

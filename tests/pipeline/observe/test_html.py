@@ -311,7 +311,7 @@ def test_each_token_has_the_text_it_has_behind_another_one(tmp_path: Path) -> No
         tokenizer.decoder = decoder
         (tmp_path / name).mkdir()
         tokenizer.save(str(tmp_path / name / "tokenizer.json"))
-        texts = TokenTexts(view_of(tmp_path / name))
+        texts = TokenTexts.of(view_of(tmp_path / name))
         assert texts.why_not is None
         assert texts.one_by_one(list(range(len(expected)))) == expected
         assert texts.completion([1, len(words)]) == tokenizer.decode([1])
@@ -320,8 +320,8 @@ def test_each_token_has_the_text_it_has_behind_another_one(tmp_path: Path) -> No
 def test_a_tokenizer_that_is_not_the_runs_own_gives_no_texts(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     own = digests(tmp_path, chat_template="off")
-    assert TokenTexts(view_of(tmp_path, digests=own)).there
-    other = TokenTexts(view_of(tmp_path, digests={**own, "tokenizer": "0" * 64}))
+    assert TokenTexts.of(view_of(tmp_path, digests=own)).there
+    other = TokenTexts.of(view_of(tmp_path, digests={**own, "tokenizer": "0" * 64}))
     assert not other.there and "is not the one the run was created with" in (other.why_not or "")
     assert other.completion([0]) is None and other.one_by_one([0]) == []
 

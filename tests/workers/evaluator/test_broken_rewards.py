@@ -1,9 +1,12 @@
-"""A reward that breaks on a held-out completion is counted, and the run goes on."""
+"""A reward that breaks on a held-out completion is counted, and the run goes on, unless it breaks often."""
 
 import json
 from pathlib import Path
 
+import pytest
+
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.run_view import load
 from tests.support.crew import complete, config_of
 
 ROLES = ("trainer", "rollout", "scorer", "feeder", "evaluator")
@@ -32,3 +35,24 @@ def test_a_run_whose_evaluation_reward_breaks_ends_with_the_failures_counted_and
         assert (found["n"], found["n_failed"], found["greedy_accuracy"]) == (7.0, 3.0, 1.0)
         assert (found["data/n"], found["data/n_failed"]) == (4.0, 3.0)
         assert (found["other/n"], found["other/n_failed"], found["other/sampled_reward/frail"]) == (3.0, 0.0, 0.5)
+
+
+def test_an_evaluation_reward_that_breaks_on_most_prompts_stops_the_evaluator(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    frail = tmp_path / "frail.py"
+    frail.write_text("def frail(completions, **columns):\n    return [1 / 0]\n")
+    held = {"source": str(tmp_path / "data.jsonl"), "limit": 8, "samples": 1, "functions": [f"{frail}:frail"], "threshold": 0.5}
+    config = config_of(tiny_model, tmp_path, run={"steps": 1, "seed": 7}, eval=held)
+    with pytest.raises(AssertionError, match=r"evaluator failed: .*ZeroDivisionError.* for 6 of 6 groups"):
+        complete(MemoryLog(), run_id, config, roles=ROLES)
+
+
+def test_a_reward_that_breaks_on_most_groups_stops_the_scorer_which_has_written_them(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "frail.py").write_text("def frail(completions, **columns):\n    return [1 / 0]\n")
+    config = config_of(tiny_model, tmp_path, run={"steps": 8, "seed": 7}, reward={"functions": [f"{tmp_path / 'frail.py'}:frail"]})
+    log = MemoryLog()
+    with pytest.raises(AssertionError, match=r"scorer-0 failed: .*ZeroDivisionError"):
+        complete(log, run_id, config)
+    view = load(log, run_id)
+    failed = [group for group in view.groups.values() if group.outcome == "failed"]
+    assert len(failed) >= 6
+    assert len(view.dead_letters) >= len(failed)

@@ -38,13 +38,18 @@ def join_process_group(deepspeed: Any, device: torch.device, *, timeout_s: float
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not torch.distributed.is_initialized():
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
             os.environ.setdefault(name, value)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not torch.distributed.is_initialized() or deepspeed.comm.comm.cdb is None:
-        atexit.register(_leave_process_group)  # not on close: DeepSpeed keeps subgroups for the life of the process
+        leave_process_group_at_exit()  # not on close: DeepSpeed keeps subgroups for the life of the process
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout_s))
     size: int = torch.distributed.get_world_size()
     return size
+
+
+def leave_process_group_at_exit() -> None:
+    """Take leave of the other processes when this one ends in an orderly way."""
+    atexit.register(_leave_process_group)
 
 
 def _leave_process_group() -> None:
@@ -52,6 +57,7 @@ def _leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _loopback() -> str:
+def loopback() -> str:
+    """Name of the network interface that stays on this machine."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), names[0])

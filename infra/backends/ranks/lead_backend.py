@@ -1,0 +1,146 @@
+"""Rank 0's backend among several: whatever all ranks have to enter is said to the others before it is done here.
+
+The rule: a rank does what rank 0 does, in the same order, so that no rank waits in a collective that another never enters.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.backends.base import Backend, LossFunction, StepResult
+from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.errors import BackendError, PenstockError
+from penstock.infra.tensors.stream import TensorBytes
+
+if TYPE_CHECKING:
+    from penstock.infra.backends.ranks.process_set import ProcessSet
+
+
+class LeadBackend:
+    """A backend whose other ranks are in other processes; `backward` alone is not passed on, as each rank has its own samples."""
+
+    divides_late = True
+
+    def __init__(self, own: Backend, processes: "ProcessSet") -> None:
+        """`own` is rank 0's."""
+        self.own, self.processes = own, processes
+        self.sharded = own.sharded
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken so far."""
+        return self.own.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.processes.tell_all(do="count", steps=steps)
+        self.own.steps = steps
+
+    def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
+        """Add the gradient of one of this rank's micro-batches."""
+        return self.own.backward(batch, loss_fn, denominator=denominator)
+
+    def step(self, *, denominator: float) -> StepResult:
+        """Add up the ranks' gradients, divide once, update."""
+        self.processes.tell_all(do="step", denominator=denominator)
+        return self.own.step(denominator=denominator)
+
+    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] under the current weights; not where they are sharded, as the other ranks would have to enter the same forward."""
+        return self.own.logprobs(batch)
+
+    def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] under version 0."""
+        return self.own.reference_logprobs(batch)
+
+    def take_snapshot(self, tensors: Iterable[TensorBytes] | None = None) -> None:
+        """Make the current weights, or these, every rank's proximal policy."""
+        self.processes.tell_all(do="snapshot", given=tensors is not None)
+        self.own.take_snapshot(None if tensors is None else self.processes.send_tensors(tensors))
+
+    def snapshot_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
+        """[B, L-1] under the weights of `take_snapshot`."""
+        return self.own.snapshot_logprobs(batch)
+
+    def weights(self) -> list[TensorBytes]:
+        """A copy of the full weights."""
+        self._gather()
+        return self.own.weights()
+
+    def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
+        """Replace every rank's weights, or none."""
+        self.processes.tell_all(do="load_weights")
+        self.own.load_weights(self.processes.send_tensors(tensors))
+
+    def save(self, directory: str | Path) -> None:
+        """Write every rank's state into a directory that all of them see."""
+        self._together("save", directory)
+
+    def load(self, directory: str | Path) -> None:
+        """Restore every rank's state; `BackendError` when any rank cannot."""
+        self._together("load", directory)
+
+    def export(self, directory: str | Path) -> None:
+        """Write the model and its tokenizer in Hugging Face format."""
+        self._gather()
+        self.own.export(directory)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Rank 0's, which names the number of processes."""
+        return self.own.fingerprint()
+
+    def close(self) -> None:
+        """Release every rank's model."""
+        self.processes.tell_all(do="close")
+        self.own.close()
+
+    def _together(self, do: Literal["save", "load"], directory: str | Path) -> None:
+        """Let every rank do it to the end, then raise what went wrong on any."""
+        self.processes.tell_all(do=do, directory=str(directory))
+        mistake: PenstockError | OSError | None = None
+        try:
+            getattr(self.own, do)(directory)
+        except (PenstockError, OSError) as error:
+            mistake = error
+        others = [text for text in self.processes.answers() if text is not None]
+        if mistake is not None:
+            raise mistake
+        if others:
+            raise BackendError(others[0])
+
+    def _gather(self) -> None:
+        if self.sharded:
+            self.processes.tell_all(do="weights")
+
+
+def obey(backend: Backend, message: dict[str, Any], processes: "ProcessSet") -> None:
+    """Do on another rank what rank 0's backend does."""
+    match message["do"]:
+        case "count":
+            backend.steps = message["steps"]
+        case "step":
+            backend.step(denominator=message["denominator"])
+        case "snapshot":
+            backend.take_snapshot(processes.receive_tensors() if message["given"] else None)
+        case "weights":
+            backend.weights()
+        case "load_weights":
+            backend.load_weights(processes.receive_tensors())
+        case "save" | "load":
+            processes.answer(_mistake(backend, message["do"], message["directory"]))
+        case "close":
+            backend.close()
+        case other:
+            raise AssertionError(f"rank 0 asks for {other!r}, which no rank knows")
+
+
+def _mistake(backend: Backend, do: str, directory: str) -> str | None:
+    """What went wrong with it, for rank 0 to raise."""
+    try:
+        getattr(backend, do)(directory)
+    except (PenstockError, OSError) as error:
+        return str(error)
+    return None

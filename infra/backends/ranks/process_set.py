@@ -1,0 +1,114 @@
+"""The processes of one trainer, and what they say to each other: messages through the process group's store, tensors through gloo.
+
+The rule: rank 0 says what is done, and every other rank hears its messages in the order in which they were sent. Nothing is pickled.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from penstock.infra.backends.ranks.process_group import leave_process_group_at_exit
+from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import from_bytes, tensor_bytes
+
+PATIENCE = timedelta(days=365)
+"""A rank waits for a message as long as rank 0 waits for samples; the end of rank 0 ends the wait."""
+COLLECTIVE_LIMIT = timedelta(minutes=30)
+"""Of one collective: the longest that one rank may compute while the others wait for it."""
+
+
+def store_on_free_port(size: int) -> Any:
+    """A store for `size` processes of this machine, kept by this process on a port that the system chooses (`store.port`)."""
+    return torch.distributed.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
+
+
+@dataclass(slots=True)
+class ProcessSet:
+    """One process's place among those of a trainer."""
+
+    rank: int
+    size: int
+    store: Any
+    _gloo: Any = None
+    """The group that moves tensors of the host; None is the default group."""
+    _numbers: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def join(cls, *, on_gpu: bool, store: Any = None) -> "ProcessSet":
+        """Join by torchrun's variables; `store` is the one that this process keeps, if it does. Raises `BackendError`."""
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        try:
+            if store is None:
+                store, rank, size = next(iter(torch.distributed.rendezvous("env://", rank, size, timeout=COLLECTIVE_LIMIT)))
+            group = torch.distributed.PrefixStore("group", store)
+            if on_gpu:
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.distributed.init_process_group(
+                "nccl" if on_gpu else "gloo", store=group, rank=rank, world_size=size, timeout=COLLECTIVE_LIMIT
+            )
+            leave_process_group_at_exit()
+            gloo = torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_LIMIT) if on_gpu else None
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise BackendError(f"rank {rank} cannot join the trainer's {size} processes: {str(error).splitlines()[0]}") from error
+        return cls(rank, size, torch.distributed.PrefixStore("messages", store), gloo)
+
+    def tell(self, rank: int, **message: Any) -> None:
+        """Send one rank a message; `do` says what it is about."""
+        self.store.set(self._next(f"to-{rank}"), json.dumps(message))
+
+    def tell_all(self, **message: Any) -> None:
+        """Send every other rank the same message."""
+        for rank in range(1, self.size):
+            self.tell(rank, **message)
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for rank 0's next message. Raises `BackendError` when rank 0 has ended."""
+        return dict(self._take(f"to-{self.rank}"))
+
+    def answer(self, value: Any) -> None:
+        """Answer rank 0."""
+        self.store.set(self._next(f"from-{self.rank}"), json.dumps(value))
+
+    def answers(self) -> list[Any]:
+        """Wait for one answer of every other rank, in the order of ranks."""
+        return [self._take(f"from-{rank}") for rank in range(1, self.size)]
+
+    def send_tensors(self, tensors: Iterable[TensorBytes]) -> Iterator[TensorBytes]:
+        """Hand tensors to every other rank, each once it is asked for here; to be iterated to the end."""
+        for tensor in tensors:
+            self.tell_all(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+            self._broadcast(from_bytes(tensor))
+            yield tensor
+        self.tell_all(name=None)
+
+    def receive_tensors(self) -> Iterator[TensorBytes]:
+        """The tensors that rank 0 sends."""
+        while (said := self.hear())["name"] is not None:
+            tensor = torch.empty(said["shape"], dtype=getattr(torch, said["dtype"]))
+            self._broadcast(tensor)
+            yield tensor_bytes(said["name"], tensor)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            torch.distributed.broadcast(tensor.reshape(-1).view(torch.uint8), src=0, group=self._gloo)
+
+    def _next(self, queue: str) -> str:
+        self._numbers[queue] += 1
+        return f"{queue}/{self._numbers[queue]}"
+
+    def _take(self, queue: str) -> Any:
+        key = self._next(queue)
+        try:
+            self.store.wait([key], PATIENCE)
+            text = self.store.get(key)
+            self.store.delete_key(key)
+        except RuntimeError as error:
+            raise BackendError(f"rank {self.rank}: the trainer's other processes have ended ({str(error).splitlines()[0]})") from error
+        return json.loads(text)

@@ -1,0 +1,159 @@
+"""`penstock plan`: how to split machines between rollout and training, before they are rented. The rule: it starts nothing."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.pipeline.cli.options import Json, emit, say
+
+PAPERS = ("rolloutpipe", "pipelinerl", "rollart")
+
+
+def plan(
+    *,
+    accelerators: Annotated[int | None, typer.Option(min=2, help="How many there are for rollouts and training together.")] = None,
+    speed: Annotated[
+        str | None,
+        typer.Option(metavar="N:TOKENS_PER_S,…", help="An engine's speed in all by samples side by side: 1:60,32:1400,128:3200."),
+    ] = None,
+    train_speed: Annotated[float | None, typer.Option(metavar="TOKENS_PER_S", help="Tokens that one accelerator trains a second.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTHS", help="uniform:LONGEST, lognormal:MEAN:SIGMA[:LONGEST], constant:N, or a file with a length a line."
+        ),
+    ] = None,
+    max_lag: Annotated[int, typer.Option(min=0, help="Versions that a trained sample may be behind.")] = 4,
+    samples_per_prompt: Annotated[int, typer.Option(min=1, help="K.")] = 8,
+    prompts_per_step: Annotated[int | None, typer.Option(min=1, help="U; the best of 8 to 128 if absent.")] = None,
+    steps_per_version: Annotated[int, typer.Option(min=1, help="S.")] = 1,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Samples side by side in an engine; the most in --speed if absent.")
+    ] = None,
+    engine_size: Annotated[int, typer.Option(min=1, help="Accelerators of one engine (tensor parallel).")] = 1,
+    load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
+    publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
+    paper: Annotated[str | None, typer.Option(metavar="|".join(PAPERS), help="Reproduce a paper's setting instead.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw speed by split into a .png or .svg file.")] = None,
+    json: Json = False,
+) -> None:
+    """The best split of accelerators between rollout and training with its schedule, from a simulation under the rules of live runs."""
+    from penstock.pipeline.config.load import ConfigError
+
+    try:
+        if paper is not None:
+            _paper(paper, json=json)
+            return
+        if plot is not None:
+            from penstock.pipeline.planning.picture import check_path
+
+            check_path(plot)
+        wanted = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
+        if missing := [name for name, value in wanted.items() if value is None]:
+            raise ValueError(f"give {', '.join(missing)} as well, or --paper {'|'.join(PAPERS)}")
+        assert accelerators is not None
+        assert speed is not None
+        assert train_speed is not None
+        assert lengths is not None
+        cluster = _cluster(
+            accelerators=accelerators,
+            speed=speed,
+            train_speed=train_speed,
+            lengths=lengths,
+            max_lag=max_lag,
+            prompts_per_step=prompts_per_step,
+            concurrency=concurrency,
+            engine_size=engine_size,
+            samples_per_prompt=samples_per_prompt,
+            steps_per_version=steps_per_version,
+            load_s=load_s,
+            publish_s=publish_s,
+        )
+        _show(cluster, plot=plot, json=json)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _paper(name: str, *, json: bool) -> None:
+    if name not in PAPERS:
+        raise ValueError(f"--paper {name!r}: one of {', '.join(PAPERS)}")
+    from importlib import import_module
+
+    from penstock.pipeline.planning.text import comparison_as_text
+
+    if name == "pipelinerl":
+        say("simulating 128 accelerators, about 20 s")
+    comparison = import_module(f"penstock.pipeline.planning.papers.{name}").reproduce()
+    if json:
+        emit(comparison.as_json())
+    else:
+        print(comparison_as_text(comparison), end="")
+
+
+def _cluster(
+    *,
+    accelerators: int,
+    speed: str,
+    train_speed: float,
+    lengths: str,
+    max_lag: int,
+    prompts_per_step: int | None,
+    concurrency: int | None,
+    engine_size: int,
+    samples_per_prompt: int,
+    steps_per_version: int,
+    load_s: float,
+    publish_s: float,
+) -> Any:
+    """The accelerators with the given speeds. Raises `ValueError`."""
+    from penstock.pipeline.planning.lengths import parse
+    from penstock.pipeline.planning.search import STEP_SIZES, Cluster
+    from penstock.pipeline.planning.workload import Workload, from_speeds
+    from penstock.pipeline.scheduling.schedule import preset
+
+    points = _speeds(speed)
+    if not train_speed > 0:
+        raise ValueError(f"--train-speed must be above 0, not {train_speed:g}")
+    schedule = preset(
+        "pipelined",
+        prompts_per_step=prompts_per_step or STEP_SIZES[0],
+        samples_per_prompt=samples_per_prompt,
+        steps_per_version=steps_per_version,
+    )
+    base = Workload(
+        schedule=schedule,
+        steps=1,
+        lengths=parse(lengths),
+        engines=1,
+        concurrency=concurrency or max(samples for samples, _ in points),
+        decode=from_speeds(points),
+        train_token_s=1.0 / train_speed,
+        load_s=load_s,
+        publish_s=publish_s,
+    )
+    step_sizes = STEP_SIZES if prompts_per_step is None else (prompts_per_step,)
+    return Cluster(accelerators=accelerators, base=base, max_lag=max_lag, engine_size=engine_size, step_sizes=step_sizes)
+
+
+def _speeds(text: str) -> list[tuple[int, float]]:
+    try:
+        return [(int(samples), float(speed)) for samples, speed in (word.split(":") for word in text.split(","))]
+    except ValueError:
+        raise ValueError(f"--speed {text!r}: expected SAMPLES:TOKENS_PER_S, separated by commas, as in 1:60,32:1400") from None
+
+
+def _show(cluster: Any, *, plot: Path | None, json: bool) -> None:
+    from penstock.pipeline.planning.search import search
+    from penstock.pipeline.planning.text import plan_as_json, plan_as_text
+
+    found = search(cluster)
+    if plot is not None:
+        from penstock.pipeline.planning.picture import draw
+
+        draw(found, plot)
+        say(f"drew {plot}")
+    if json:
+        emit(plan_as_json(found))
+    else:
+        print(plan_as_text(found), end="")

@@ -1,0 +1,70 @@
+"""Messages in the OpenAI shape: their text, their tool calls, and what makes two of them the same."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class TemplateRefused(ValueError):
+    """Messages that a template cannot render; one line."""
+
+
+def text_of(message: Message) -> str:
+    """Its text; parts of type "text" are joined. Raises `TemplateRefused` for anything else, such as an image."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and part.get("type") in {"text", "refusal"} for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise TemplateRefused(
+        f"a message of role {str(message.get('role'))[:40]!r} has content that is neither a string nor parts of type text"
+    )
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise TemplateRefused('a message has no "role": give "system", "user", "assistant" or "tool"')
+    # OpenAI's newer name of the system's role, which templates do not know.
+    made = {**message, "role": "system" if role == "developer" else role, "content": text_of(message)}
+    if not (calls := message.get("tool_calls")):
+        made.pop("tool_calls", None)
+        return made
+    made["tool_calls"] = [{**call, "type": "function", "function": _function(call)} for call in calls]
+    return made
+
+
+def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
+    """One digest for each beginning of a conversation: of the tools alone, then with one message more each.
+
+    Two messages are the same if role, text, and names and arguments of tool calls are: clients drop reasoning, reorder keys, and turn ""
+    into null. White space at the ends of the policy's own text does not count.
+    """
+    found = hashlib.sha256(json.dumps(tools or [], sort_keys=True, default=str).encode())
+    made = [found.digest()]
+    for message in messages:
+        role, text = message.get("role"), text_of(message)
+        calls = [_function(call) for call in message.get("tool_calls") or ()]
+        heard = [role, text.strip() if role == "assistant" else text, [[call["name"], call["arguments"]] for call in calls]]
+        found.update(json.dumps(heard, sort_keys=True, default=str).encode())
+        made.append(found.digest())
+    return made
+
+
+def _function(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise TemplateRefused('a tool call has no {"function": {"name": ..., "arguments": ...}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            decoded = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            decoded = arguments
+        arguments = decoded if isinstance(decoded, dict) else arguments
+    return {"name": function["name"], "arguments": {} if arguments is None else arguments}

@@ -1,0 +1,40 @@
+"""A conversation without a chat template: the texts of the messages, one after the other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.pipeline.envs.conversation.base import Said
+from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, text_of
+
+
+class PlainTemplate:
+    """For models without a chat template. Each answer ends with a stop id; what is said next follows it at once.
+
+    `tokenizer` is one of the `tokenizers` library; `stop_ids` end an answer, the first closes one that was cut off.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
+
+    def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+        """The ids of all texts, answers closed with the first stop id. Raises `TemplateRefused` if there are none, or tools."""
+        if tools:
+            raise TemplateRefused("tools need a chat template: name a Jinja file in data.chat_template")
+        ids: list[int] = []
+        for message in messages:
+            ids += self._tokenizer.encode(text_of(message), add_special_tokens=not ids).ids
+            ids += self._stop_ids[:1] if message.get("role") == "assistant" else ()
+        if not ids:
+            raise TemplateRefused("the messages have no text")
+        return ids
+
+    def bridge(self, messages: Sequence[Message], known: int, tools: Tools | None, last: int) -> list[int] | None:
+        """A stop id if the answer has none, and the ids of the new texts."""
+        ids = [] if last in self._stop_ids else list(self._stop_ids[:1])
+        for message in messages[known:]:
+            ids += self._tokenizer.encode(text_of(message), add_special_tokens=False).ids
+        return ids
+
+    def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> Said:
+        """The text without special tokens."""
+        return Said({"role": "assistant", "content": str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))})

@@ -1,0 +1,162 @@
+"""A run in simulated time: feeder, rollout workers, scorers and trainer as discrete events.
+
+The rule: admission, start, freshness, order and publication are decided by the module that the live workers call; only durations are
+given. Equal workloads give equal outcomes.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import simpy
+
+from penstock.pipeline.planning.engine import Asked, DrawnGroup, SimulatedWorker
+from penstock.pipeline.planning.outcome import Outcome, SimulatedStep
+from penstock.pipeline.planning.workload import Workload
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.step_selector import Candidate, Selector
+
+Process = Generator[Any, Any, None]
+
+
+def simulate(work: Workload) -> Outcome:
+    """Run the workload to the end of its last step. Raises `ValueError` where the run would stand still or drop without end."""
+    run = _Run(work)
+    done = run.world.process(run.train())
+    try:
+        run.world.run(until=done)
+    except RuntimeError as error:  # simpy's word for no event being left
+        raise ValueError(f"schedule {work.schedule.mode!r} stands still after {len(run.steps)} of {work.steps} steps") from error
+    return Outcome.of(work, steps=run.steps, workers=run.workers, dropped=dict(run.dropped))
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state that the simulated workers share: what the topics hold in a live run."""
+
+    work: Workload
+    world: simpy.Environment = field(default_factory=simpy.Environment)
+    newest: int = 0
+    admitted: int = 0
+    steps: list[SimulatedStep] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=lambda: {"filtered": 0, "stale": 0, "abandoned": 0})
+    selector: Selector = field(init=False)
+    workers: list[SimulatedWorker] = field(init=False)
+    groups: dict[int, DrawnGroup] = field(default_factory=dict)
+    """Groups whose outcome the trainer has and has not trained."""
+    scorers: simpy.Resource = field(init=False)
+    arrived: simpy.Event = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.selector = Selector(self.work.schedule)
+        self.scorers = simpy.Resource(self.world, capacity=self.work.scorers)
+        self.arrived = self.world.event()
+        self.workers = [
+            SimulatedWorker(self.world, self.work, newest=lambda: self.newest, finished=self.drawn) for _ in range(self.work.engines)
+        ]
+        self.feed()
+
+    def feed(self) -> None:
+        """Admit prompts as far as the rules and the workers' free slots allow."""
+        work, dropped = self.work, sum(self.dropped.values())
+        limit = rules.admission_limit(work.schedule, newest_version=self.newest, dropped=dropped, steps=work.steps)
+        slots, owners = [work.group_slots] * work.engines, [str(number) for number in range(work.engines)]
+        while self.admitted < limit:
+            place = rules.choose_partition(unfinished=[worker.unfinished for worker in self.workers], slots=slots, owners=owners)
+            if place is None:
+                return
+            slot = rules.slot_of(admitted=self.admitted, dropped=dropped)
+            prompt = Asked(self.admitted, rules.min_version(work.schedule, slot=slot))
+            self.workers[place].unfinished += 1
+            self.admitted += 1
+            if work.prompt_s:
+                self.world.process(self._send(self.workers[place], prompt))
+            else:
+                self.workers[place].ask(prompt)
+
+    def _send(self, worker: SimulatedWorker, prompt: Asked) -> Process:
+        yield self.world.timeout(self.work.prompt_s)
+        worker.ask(prompt)
+
+    def drawn(self, worker: SimulatedWorker, group: DrawnGroup) -> None:
+        """A worker has drawn a group, or aborted it."""
+        if self.work.reward_s or self.work.deliver_s:
+            self.world.process(self._score(worker, group))
+        else:
+            self._outcome(worker, group)
+
+    def _score(self, worker: SimulatedWorker, group: DrawnGroup) -> Process:
+        with self.scorers.request() as turn:
+            yield turn
+            yield self.world.timeout(self.work.reward_s)
+        yield self.world.timeout(self.work.deliver_s)
+        self._outcome(worker, group)
+
+    def _outcome(self, worker: SimulatedWorker, group: DrawnGroup) -> None:
+        worker.unfinished -= 1
+        chance = np.random.default_rng((self.work.seed, group.group, 1)).random() if self.work.filtered else 1.0
+        outcome = "abandoned" if group.aborted else "filtered" if chance < self.work.filtered else "scored"
+        oldest = min((sample.version_min for sample in group.samples), default=0)
+        self.selector.add(
+            Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, parts=1, sha256="")
+        )
+        if outcome == "scored":
+            self.groups[group.group] = group
+            if not self.arrived.triggered:
+                self.arrived.succeed()
+        else:
+            self.dropped[outcome] += 1
+        self.feed()
+
+    def train(self) -> Process:
+        """The trainer, to the end of the run's last step."""
+        schedule = self.work.schedule
+        for number in range(self.work.steps):
+            step = SimulatedStep(number=number, started_s=self.world.now)
+            if schedule.starts_on == "round" and number % schedule.steps_per_version == 0:
+                left = (self.work.steps - number) * schedule.prompts_per_step
+                while not self.selector.ready(min(schedule.round_groups, left)):
+                    yield from self._wait(step)
+            version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
+            while len(step.groups) < schedule.prompts_per_step:
+                yield from self._next_group(step, version=version)
+            yield self.world.timeout(self.work.step_s)
+            step.compute_s += self.work.step_s
+            step.ended_s = self.world.now
+            self.steps.append(step)
+            if rules.publishes(number, steps=self.work.steps, steps_per_version=schedule.steps_per_version):
+                self.world.timeout(self.work.publish_s, version + 1).callbacks.append(self._published)
+        for worker in self.workers:
+            worker.hold = True
+
+    def _next_group(self, step: SimulatedStep, *, version: int) -> Process:
+        candidate = self.selector.take(learner_version=version)
+        if self.selector.newly_stale:
+            for stale in self.selector.newly_stale:
+                del self.groups[stale.group]
+            self.dropped["stale"] += len(self.selector.newly_stale)
+            self.selector.newly_stale.clear()
+            self.feed()
+        if candidate is None:
+            yield from self._wait(step)
+            return
+        group = self.groups.pop(candidate.group)
+        if not step.groups:
+            step.first_group_s = self.world.now
+        step.take(group, learner_version=version)
+        took = self.work.train_s(group.tokens)
+        yield self.world.timeout(took)
+        step.compute_s += took
+
+    def _wait(self, step: SimulatedStep) -> Process:
+        began = self.world.now
+        self.arrived = self.world.event()
+        yield self.arrived
+        step.wait_s += self.world.now - began
+
+    def _published(self, event: Any) -> None:
+        self.newest = max(self.newest, event.value)
+        for worker in self.workers:
+            worker.wake()
+        self.feed()

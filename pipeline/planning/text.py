@@ -1,0 +1,184 @@
+"""A plan and a comparison with a paper as a person reads them, and a plan as plain data.
+
+The rule: every figure comes from the plan or the comparison; nothing is simulated here.
+"""
+
+import io
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.pipeline.planning.papers.comparison import Comparison, Figure
+from penstock.pipeline.planning.search import NEAR_BEST, Candidate, Plan
+
+WIDTH = 120
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Why the best split is the best, a sentence each."""
+    best, outcome = plan.best, plan.best.outcome
+    busy, waiting = rollout_busy(best), outcome.waiting_ratio
+    lines = []
+    if waiting < 0.1:
+        lines.append(f"Training is the limit: the trainer waits {waiting:.0%} of its time, so that more rollout accelerators gain nothing.")
+    elif busy > 0.9:
+        lines.append(
+            f"Rollout is the limit: engines draw {busy:.0%} of the time and the trainer waits {waiting:.0%}; one more accelerator for "
+            "rollouts would slow training down by more than it gains."
+        )
+    else:
+        lines.append(f"Rollout and training wait for each other: engines draw {busy:.0%} of the time, the trainer waits {waiting:.0%}.")
+    lines += [
+        f"{candidate.generating} for rollouts instead of {best.generating}: {candidate.tokens_per_s / best.tokens_per_s - 1:+.0%} tokens/s."
+        for candidate in beside(plan)
+    ]
+    if len(plan.by_step_size) > 1:
+        lines.append(
+            f"prompts_per_step = {best.prompts_per_step} is the smallest that reaches {NEAR_BEST:.0%} of the best speed: "
+            "larger steps learn less from each sample."
+        )
+    if best.max_lag:
+        lines.append(
+            f"Trained groups are {outcome.lag_mean:.1f} versions old on average, {outcome.lag_max} at most; "
+            f"a token {outcome.token_lag_mean:.1f} on average."
+        )
+    dropped = {cause: count for cause, count in outcome.dropped.items() if count}
+    drawn = outcome.samples // plan.cluster.base.schedule.samples_per_prompt + sum(dropped.values())
+    if sum(dropped.values()) > 0.05 * drawn:
+        causes = " and ".join(f"{count / drawn:.0%} {cause}" for cause, count in dropped.items())
+        lines.append(f"Of the groups drawn {causes}: a smaller rollout.concurrency or a larger lag bound would waste less.")
+    return lines
+
+
+def beside(plan: Plan) -> list[Candidate]:
+    """The candidates of the best mode with the next smaller and the next larger number of rollout accelerators."""
+    ordered = [one for one in plan.simulated if one.mode == plan.best.mode]
+    place = ordered.index(plan.best)
+    return [ordered[other] for other in (place - 1, place + 1) if 0 <= other < len(ordered)]
+
+
+def rollout_busy(candidate: Candidate) -> float:
+    """Share of the run in which an engine draws."""
+    return min(1.0, candidate.outcome.generate_s / candidate.outcome.wall_s)
+
+
+def plan_as_text(plan: Plan) -> str:
+    """The recommendation, its reasons, and the table of modes."""
+    best, base = plan.best, plan.cluster.base.schedule
+    steps = f"prompts_per_step = {best.prompts_per_step}, samples_per_prompt = {base.samples_per_prompt}, max_lag = {best.max_lag}"
+    head = [
+        f"best of {plan.cluster.accelerators}: {best.generating} for rollouts, {best.training} for training; mode = {best.mode}, {steps}",
+        f"{best.tokens_per_s:,.0f} trained tokens/s: {plan.speedup:.2f}x synchronous at its best split "
+        f"({plan.synchronous.generating} + {plan.synchronous.training}), {best.tokens_per_s / plan.in_turns.tokens_per_s:.2f}x "
+        "all accelerators in turns",
+        *reasons(plan),
+        "",
+    ]
+    table = Table(box=None, pad_edge=False)
+    for name in ("mode", "rollout", "training", "U", "tokens/s", "speed-up", "trainer waits", "engines draw", "lag", "at most", "dropped"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for candidate in plan.by_mode:
+        table.add_row(*_row(candidate, base=plan.synchronous))
+    table.add_row(*("in turns", *_row(plan.in_turns, base=plan.synchronous)[1:]))
+    if len(plan.by_step_size) > 1:
+        table.add_section()
+        for candidate in plan.by_step_size:
+            table.add_row(*_row(candidate, base=plan.synchronous))
+    return "\n".join(head) + "\n" + _printed(table)
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    return {
+        "accelerators": plan.cluster.accelerators,
+        "best": candidate_as_json(plan.best),
+        "speedup": plan.speedup,
+        "speedup_over_in_turns": plan.best.tokens_per_s / plan.in_turns.tokens_per_s,
+        "reasons": reasons(plan),
+        "by_mode": [candidate_as_json(candidate) for candidate in plan.by_mode],
+        "by_prompts_per_step": [candidate_as_json(candidate) for candidate in plan.by_step_size],
+        "in_turns": candidate_as_json(plan.in_turns),
+        "simulated": [candidate_as_json(candidate) for candidate in plan.simulated],
+    }
+
+
+def candidate_as_json(candidate: Candidate) -> dict[str, Any]:
+    """One candidate as plain data."""
+    return {
+        "mode": candidate.mode,
+        "generating": candidate.generating,
+        "training": candidate.training,
+        "prompts_per_step": candidate.prompts_per_step,
+        "max_lag": candidate.max_lag,
+        **candidate.outcome.as_json(),
+        "tokens_per_s": candidate.tokens_per_s,
+    }
+
+
+def comparison_as_text(comparison: Comparison) -> str:
+    """A paper's figures beside the simulated ones, what was put in, and what is to be known."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("figure", "simulated", "published", "deviation", "allowed", ""):
+        table.add_column(name, justify="left" if name in ("figure", "") else "right", no_wrap=True)
+    for figure in comparison.figures:
+        published = _shown(figure, figure.published) + (f" to {_shown(figure, figure.upper)}" if figure.upper is not None else "")
+        off = f"{100 * figure.deviation:+.1f} {'points' if figure.unit == '%' else '%'}"
+        table.add_row(
+            figure.name, _shown(figure, figure.simulated), published, off, f"{100 * figure.tolerance:g}", "" if figure.holds else "misses"
+        )
+    lists = [*_listed("put in", comparison.inputs), *_listed("assumed", comparison.assumed)]
+    return "\n".join([comparison.paper, "", *lists, "", _printed(table).rstrip("\n"), "", *comparison.notes]) + "\n"
+
+
+def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
+    outcome = candidate.outcome
+    return (
+        candidate.mode,
+        str(candidate.generating),
+        str(candidate.training),
+        str(candidate.prompts_per_step),
+        f"{candidate.tokens_per_s:,.0f}",
+        f"{candidate.tokens_per_s / base.tokens_per_s:.2f}",
+        f"{outcome.waiting_ratio:.0%}",
+        f"{rollout_busy(candidate):.0%}",
+        f"{outcome.lag_mean:.1f}",
+        str(outcome.lag_max),
+        str(sum(outcome.dropped.values())),
+    )
+
+
+def _shown(figure: Figure, value: float) -> str:
+    return {"%": f"{value:.1%}", "s": f"{value:.1f} s", "x": f"{value:.3f}x", "": f"{value:.4g}"}[figure.unit]
+
+
+def _listed(name: str, table: dict[str, Any]) -> list[str]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            pairs.append((key, ""))
+            pairs += [(f"  {inner}", _flat(values)) for inner, values in value.items()]
+        else:
+            pairs.append((key, value))
+    texts = [f"{key}: {value}".rstrip().removesuffix(":") for key, value in pairs]
+    return [f"{label:<9}{text}" for label, text in zip(itertools.chain([name], itertools.repeat("")), texts, strict=False)]
+
+
+def _flat(values: Any) -> str:
+    if not isinstance(values, dict):
+        return str(values)
+    return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
+
+
+def _printed(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
+
+
+def modes_of(candidates: Sequence[Candidate]) -> list[str]:
+    """The modes in the order in which they come."""
+    return list(dict.fromkeys(candidate.mode for candidate in candidates))

@@ -1,0 +1,91 @@
+"""Several processes train as one does: plain torch and DeepSpeed's ZeRO stages, on unequal shares and with an empty one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.infra.faults import VARIABLE
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.config.run_config import Config
+from tests.support.crew import Crew, audited
+from tests.support.processes import Processes
+from tests.support.ranks import measured, on_ranks
+from tests.support.trainer_alone import config_for, group_of, outcome_of, written
+
+CASES = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in range(4))]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("size", "groups", "cases"),
+    [
+        pytest.param(2, 2, CASES[:1], id="two"),
+        pytest.param(2, 2, CASES, id="two, all stages", marks=pytest.mark.slow),
+        pytest.param(2, 1, CASES, id="one of two has nothing", marks=pytest.mark.slow),
+        pytest.param(3, 3, CASES, id="three", marks=pytest.mark.slow),
+        pytest.param(3, 2, CASES, id="one of three has nothing", marks=pytest.mark.slow),
+    ],
+)
+def test_several_processes_give_the_losses_gradients_and_weights_of_one(
+    tiny_model: Path, tmp_path: Path, size: int, groups: int, cases: list[Any]
+) -> None:
+    settings: dict[str, Any] = {"model_path": str(tiny_model), "lr": 1e-3, "max_grad_norm": 1e9}
+    config = config_for(tiny_model, tmp_path, trainer={"processes": size}, schedule={"prompts_per_step": groups})
+    alone = measured(settings, "torch", config, groups=groups)
+    assert min(norm for _, norm in alone["trained_steps"]) > 0
+    for (name, own), found in zip(cases, on_ranks(size, cases, settings, config, groups=groups, directory=tmp_path), strict=True):
+        case = f"{name} {own}"
+        np.testing.assert_allclose(found["trained_steps"], alone["trained_steps"], rtol=1e-4, err_msg=case)
+        np.testing.assert_allclose(found["trained_steps"][0], alone["trained_steps"][0], rtol=1e-5, err_msg=case)
+        for tensor, gradient in alone["first"].items():
+            apart = np.abs(found["first"][tensor] - gradient).max()
+            assert apart <= 1e-5 * np.abs(gradient).max() + 1e-6, f"{case}: first gradient of {tensor}"
+            np.testing.assert_allclose(found["trained"][tensor], alone["trained"][tensor], rtol=1e-4, atol=1e-4, err_msg=case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{"backend": "torch"}, {"backend": "deepspeed", "zero_stage": 3}], ids=["torch", "ZeRO-3"])
+def test_a_rank_killed_in_a_step_ends_the_set_and_the_next_set_ends_in_the_same_run(
+    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    log, results = KafkaLog(broker, client_id="tests"), []
+    config = config_for(tiny_model, tmp_path, trainer={"processes": 2, **own})
+    groups = [group_of(number, version=max(0, number // 2 - 1), tokens=6 if number % 2 else 2) for number in range(12)]
+    for run, fault in ((f"{run_id}-a", None), (f"{run_id}-b", "rank.trained:4")):
+        written(log, run, config, groups)
+        with Processes(broker, run, tmp_path) as trainer:
+            if fault:
+                trainer.start("trainer", environment={VARIABLE: fault})
+                assert trainer.ended("trainer", limit_s=150.0) == 1
+                assert "rank 1 was killed by SIGKILL" in trainer.text("trainer")
+            trainer.start("trainer")
+            assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+        results.append(outcome_of(log, run))
+    log.close()
+    assert results[0]["status"] == "finished"
+    assert results[0] == results[1]
+    broken = [{result.check.name for result in audited(broker, f"{run_id}-{name}").results if result.violations} for name in "ab"]
+    assert broken[0] == broken[1] == {"group-samples", "prompt-arithmetic"}  # nobody drew what these groups hold
+
+
+def test_another_number_of_processes_than_were_started_is_refused(
+    tiny_model: Path, tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(AssertionError, match=r"trainer.processes: 1, but 2 processes were started"):
+        train(MemoryLog(), run_id, config_for(tiny_model, tmp_path))
+
+
+def test_several_processes_need_a_broker(tiny_model: Path, tmp_path: Path, run_id: str) -> None:
+    with pytest.raises(AssertionError, match=r"trainer.processes: several need a broker"):
+        train(MemoryLog(), run_id, config_for(tiny_model, tmp_path, trainer={"processes": 2}))
+
+
+def train(log: MemoryLog, run_id: str, config: Config) -> None:
+    written(log, run_id, config, [])
+    with Crew(log, run_id) as crew:
+        crew.start("trainer")
+        crew.wait()

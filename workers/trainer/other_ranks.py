@@ -1,0 +1,149 @@
+"""The other processes of a trainer: started here or by torchrun, they train their share of each step and end together with this one.
+
+The rule: the processes are one worker. When one dies, the first ends too, and whoever started it starts the whole set again.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.infra.log import Log
+from penstock.infra.paths import IMPORT_ROOT
+from penstock.pipeline.config.load import Config, from_json
+from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.config.security import VARIABLE
+from penstock.pipeline.launch.restart_policy import how
+from penstock.pipeline.learner.follower import Follower
+from penstock.pipeline.learner.ledger_history import read_planned
+from penstock.pipeline.learner.train_step import Objective
+from penstock.pipeline.runtime.exit_status import FAILED
+from penstock.pipeline.runtime.factories import make_backend
+from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.session import Session
+from penstock.topics.runs import RunRecord
+
+if TYPE_CHECKING:
+    from penstock.infra.backends.ranks.process_set import ProcessSet
+
+PR_SET_PDEATHSIG = 1
+END_LIMIT_S = 60.0
+"""Time for the others to end once they are told that it is over."""
+PARENT = "PENSTOCK_RANK_OF"
+"""The process that started this one as another rank."""
+
+
+@contextlib.contextmanager
+def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
+    """The trainer's processes, all joined; None where it is one. Raises `ConfigError`, `BackendError`."""
+    config = session.config
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched not in (1, config.trainer.processes):
+        raise ConfigError(f"trainer.processes: {config.trainer.processes}, but {launched} processes were started; start as many")
+    if config.trainer.processes == 1:
+        yield None
+        return
+    from penstock.infra.backends.ranks.process_set import ProcessSet, store_on_free_port
+
+    store, children, over = None, list["subprocess.Popen[bytes]"](), threading.Event()
+    if launched == 1:
+        size = config.trainer.processes
+        store = store_on_free_port(size)
+        children = [_start(session, rank, store.port) for rank in range(1, size)]
+        os.environ |= variables(rank=0, size=size, port=store.port)
+        session.reporter.say(f"{size} processes train: {os.getpid()} and {', '.join(str(child.pid) for child in children)}")
+    for rank, child in enumerate(children, start=1):
+        threading.Thread(target=_watch, args=(session, rank, child, over), daemon=True, name=f"rank-{rank}").start()
+    processes = ProcessSet.join(on_gpu=_on_gpu(config), store=store)
+    try:
+        yield processes
+        over.set()
+        processes.tell_all(do="end")
+        processes.answers()  # the store ends with this process: the others have to have heard it
+        for child in children:
+            child.wait(END_LIMIT_S)
+    finally:
+        over.set()
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def follow(log: Log, run: str, *, model: str | None) -> None:
+    """Be another rank of a run's trainer until rank 0 says that it is over. Raises `PenstockError`."""
+    from penstock.infra.backends.ranks.process_set import ProcessSet
+
+    if os.environ.get(PARENT) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # rank 0 may be killed while this one computes
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 gets them as well, and says when it is over
+    record = _registered(log, run)
+    config = from_json(record.config)
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    Follower(
+        processes=ProcessSet.join(on_gpu=_on_gpu(config)),
+        objective=Objective.of(config),
+        open=lambda: make_backend(config, steps=int(json.loads(record.info)["steps"])),
+        read=lambda plan: read_planned(log, run, plan),
+    ).follow()
+
+
+def _registered(log: Log, run: str) -> RunRecord:
+    while (record := find(log, run)) is None:
+        threading.Event().wait(1.0)
+    return record
+
+
+def _on_gpu(config: Config) -> bool:
+    from penstock.infra.backends.common import choose_device
+
+    return choose_device(config.trainer.device).type == "cuda"
+
+
+def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
+    """Start another rank on this machine; it prints where this process does."""
+    connection = getattr(session.log, "connection", None)
+    if connection is None:
+        raise ConfigError("trainer.processes: several need a broker, the in-memory log is of one process; set 1")
+    environment = {
+        **os.environ,
+        **variables(rank=rank, size=session.config.trainer.processes, port=port),
+        PARENT: str(os.getpid()),
+        VARIABLE: json.dumps(dict(connection.security)),
+        "PYTHONPATH": os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a stack trace where rank 0 has ended would hide the line that says why
+    }
+    command = [sys.executable, "-P", "-m", "penstock.workers", "trainer", "--run", session.run, "--bootstrap", connection.bootstrap]
+    return subprocess.Popen([*command, "--model", session.config.model.path], stdin=subprocess.DEVNULL, env=environment)
+
+
+def variables(*, rank: int, size: int, port: int) -> dict[str, str]:
+    """Torchrun's variables for one of `size` processes of this machine."""
+    from penstock.infra.backends.ranks.process_group import loopback
+
+    return {
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or loopback(),  # whatever the host's name resolves to
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _watch(session: Session, rank: int, child: "subprocess.Popen[bytes]", over: threading.Event) -> None:
+    """End this process when another rank ends too early: it would wait for that rank in the next collective."""
+    status = child.wait()
+    if over.is_set():
+        return
+    session.reporter.say(f"rank {rank} {how(status)}: all processes of the trainer end with it")
+    sys.stdout.flush()
+    os._exit(status if status > 0 else FAILED)
