@@ -179,7 +179,7 @@ def _entries(log: Log, run: str, begin: int, end: int) -> Iterator[tuple[Record,
 
 
 def _records(log: Log, at: tuple[str, int], begin: int, end: int) -> Iterable[Record]:
-    begin = max(begin, log.begin_offsets([at])[at])
+    begin, end = max(begin, log.begin_offsets([at])[at]), min(end, log.end_offsets([at])[at])
     if begin >= end:
         return
     tail = log.tail({at: begin})

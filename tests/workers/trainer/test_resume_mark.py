@@ -65,7 +65,7 @@ def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(
     plain = trained(log, "whole")
     assert plain["stale"], "the test wants stale groups, too"
     monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0)
-    for number, deaths in enumerate((["ledger.step.after:5"], ["ledger.stale.after:1", "ledger.step.before:6"], ["checkpoint.some:2"])):
+    for number, deaths in enumerate((["ledger.step.after:5"], ["ledger.stale.after:1", "ledger.step.before:2"], ["checkpoint.some:2"])):
         written(log, f"end-{number}", config, mixed)
         assert trained(log, f"end-{number}", *deaths) == plain
     resumed = read_resumed(log, "end-0", saved=[6, 4])
