@@ -26,7 +26,7 @@ class Run:
         """The run that an id, a unique prefix or `latest` names, or the one archived in a folder. Raises as `penstock.open`."""
         if (archived := open_archive(run)) is not None:
             return cls(cast(Log, archived), archived.run)
-        log = connect(KafkaSection(bootstrap=bootstrap, security=dict(security)), say=lambda _: None)
+        log = connect(KafkaSection(bootstrap=bootstrap, security=dict(security)), say=lambda _: None, start=False)
         try:
             return cls(log, resolve(log, run))
         except BaseException:

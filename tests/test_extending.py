@@ -25,6 +25,7 @@ from penstock.pipeline.envs import builtin_rewards, rewards
 from penstock.pipeline.envs.datasets import open as sources
 from penstock.pipeline.envs.datasets import open_dataset
 from penstock.pipeline.envs.datasets.generated import open_tiny
+from penstock.pipeline.envs.environments import sources as environments
 from penstock.pipeline.launch.supervisor import Supervisor
 from penstock.pipeline.runtime import roles
 from penstock.pipeline.runtime.factories import make_backend, make_engine
@@ -143,9 +144,14 @@ def test_a_new_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert score.rewards == (1.0, 3.0)
 
 
-def test_a_new_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_data_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sources.SCHEMES, "toy", lambda given: open_tiny(given.name, seed=given.seed, size=given.size, split=given.split))
     assert len(open_dataset("toy:successor", size=8)) == 8
+
+
+def test_a_new_environment_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(environments.SCHEMES, "toy", lambda name, _: environments.open_environment(f"tiny:{name}"))
+    assert environments.open_environment("toy:lake").episode().tools == ()
 
 
 def test_a_new_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

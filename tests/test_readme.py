@@ -90,7 +90,7 @@ def commands(text: str) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         r"^\s*(?:\.venv/bin/)?penstock ([^#\n]+)", text, re.MULTILINE
     ):
         words = line.split()
-        depth = 2 if words[0] in ("topics", "broker", "model", "replay") else 1
+        depth = 2 if words[0] in ("topics", "broker", "model", "replay", "runs") else 1
         options = tuple(word.partition("=")[0] for word in words if word.startswith("--"))
         for alternative in words[depth - 1].split("|") if len(words) >= depth else [""]:
             yield tuple(filter(None, [*words[: depth - 1], alternative])), options

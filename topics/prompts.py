@@ -28,6 +28,8 @@ CODEC = Codec(
         column("token_ids", list_of(pa.int32())),
         column("columns", pa.string()),
         column("created_ns", pa.int64()),
+        column("place", pa.int64(), nullable=True),
+        column("again", pa.int64(), nullable=True),
     ),
 )
 _REQUIRED = ("group", "policy-version-min")
@@ -55,6 +57,10 @@ class Prompt(ByValue):
     columns: str
     """JSON object: the row's other columns, which reward functions get."""
     created_ns: int
+    place: int | None = None
+    """Its place in the order of prompts; `None` in records from before it was kept: the group's number."""
+    again: int | None = None
+    """The abandoned group whose prompt this is once more."""
 
 
 def encode(prompt: Prompt) -> bytes:
@@ -69,8 +75,9 @@ def decode(value: Payload) -> Prompt:
 
 
 def headers(prompt: Prompt, *, run: str, worker: str | None = None) -> Headers:
-    """The headers of a prompt; `policy-version-min` is the oldest version it may be sampled from."""
-    return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker)
+    """The headers of a prompt; `policy-version-min` is the oldest version it may be sampled from, `attempt` is 1 if it is asked again."""
+    attempt = None if prompt.again is None else 1
+    return Headers(run=run, schema=SCHEMA, group=prompt.group, policy_version_min=prompt.min_version, worker=worker, attempt=attempt)
 
 
 def check(record: Record, *, run: str) -> Headers:
@@ -82,5 +89,5 @@ def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
     """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
     checked = check(record, run=run)
     prompt = decode(record.value)
-    match(checked, group=prompt.group, policy_version_min=prompt.min_version)
+    match(checked, group=prompt.group, policy_version_min=prompt.min_version, attempt=None if prompt.again is None else 1)
     return checked, prompt

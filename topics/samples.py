@@ -2,8 +2,9 @@
 
 Logprobs are of the distribution that was sampled from; they are null, NaN in memory, on tokens the model did not draw."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -55,9 +56,28 @@ SAMPLE_FIELDS = (
     *_TRAJECTORY,
 )
 _NAMES = tuple(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY)])
+_TURN_NAMES = tuple(field.name for field in _TURN)
+_EPISODE = ("messages", "environment", "environment_version", "environment_seed")
 _SAMPLE_BYTES = 256
 """Room for a sample's numbers and offsets; its tokens and texts are counted."""
 _TOKEN_BYTES = 10
+_TURN_BYTES = 64
+ENVIRONMENT = "environment"
+"""Source of the turn that says why an environment ended a trajectory early."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A part of a trajectory with one source; tokens [start, end) of its `token_ids`."""
+
+    start: int
+    end: int
+    source: str
+    """prompt, model, tool, user or environment."""
+    finish: str | None = None
+    """How the model ended it; of the last turn of an aborted trajectory, the cause."""
+    reward: float | None = None
+    """Of a model's turn: what the environment gave for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,6 +104,21 @@ class Rollout(ByValue):
     started_ns: int
     ended_ns: int
     worker: str
+    segments: tuple[tuple[int, int, int], ...] | None = None
+    """Of a trajectory the sequences to train, one after the other in `token_ids`: start, end, and how many tokens of it come before the
+    first drawn one. That number is 0 where the group's prompt stands before the segment. None: one segment behind the prompt."""
+    turns: tuple[Turn, ...] | None = None
+    """Of a trajectory its parts, in order; None for a single completion."""
+    messages: str | None = None
+    """JSON list of the trajectory's chat messages; None for a single completion."""
+    environment: str | None = None
+    environment_version: str | None = None
+    environment_seed: int | None = None
+
+    @property
+    def broken(self) -> str | None:
+        """Why its environment ended it, or None: then neither its reward nor its tokens count for anything."""
+        return cause_of(self.turns)
 
     @property
     def token_versions(self) -> Int32s:
@@ -103,6 +138,21 @@ class Rollout(ByValue):
         return max(map(int, self.span_versions))
 
 
+def reward_of(turns: Sequence[Turn] | None) -> float | None:
+    """The sum of the rewards of a trajectory's turns; None where there are none."""
+    given = [turn.reward for turn in turns or () if turn.reward is not None]
+    return sum(given) if given else None
+
+
+def cause_of(turns: Sequence[Turn] | None) -> str | None:
+    """Why a trajectory's environment ended it early, or None.
+
+    Example:
+        cause_of([Turn(start=9, end=9, source="environment", finish="environment-step: …")])  # -> "environment-step: …"
+    """
+    return (turns[-1].finish or "unknown") if turns and turns[-1].source == ENVIRONMENT else None
+
+
 def flaw(rollout: Rollout) -> str | None:
     """What is wrong with a sample's arrays, or `None`."""
     tokens = len(rollout.token_ids)
@@ -117,24 +167,57 @@ def flaw(rollout: Rollout) -> str | None:
         return "a token in the loss mask has no logprob"
     if rollout.finish not in FINISHES:
         return f"finish is {rollout.finish[:60]!r}, expected one of {', '.join(FINISHES)}"
+    return _trajectory_flaw(rollout, tokens)
+
+
+def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
+    if rollout.segments is not None:
+        ends = [0, *(end for _, end, _ in rollout.segments)]
+        if (
+            [start for start, _, _ in rollout.segments] != ends[:-1]
+            or ends[-1] != tokens
+            or any(low > high for low, high in pairwise(ends))
+        ):
+            return f"segments {rollout.segments[:4]} do not divide {tokens} tokens"
+        if not all(0 <= prompt <= end - start for start, end, prompt in rollout.segments):
+            return f"a segment of {rollout.segments[:4]} has a longer prompt than tokens"
+    if any(not 0 <= turn.start <= turn.end <= tokens for turn in rollout.turns or ()):
+        return f"a turn lies outside its {tokens} tokens"
     return None
 
 
 def max_bytes_of(rollout: Rollout) -> int:
     """An upper bound of what a sample adds to a payload; a character takes four bytes at most."""
-    return _SAMPLE_BYTES + 4 * len(rollout.worker) + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts)
+    texts = (rollout.worker, rollout.messages, rollout.environment, rollout.environment_version, *_texts(rollout.turns or ()))
+    trajectory = _TURN_BYTES * len(rollout.turns or ()) + 16 * len(rollout.segments or ())
+    plain = _SAMPLE_BYTES + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts)
+    return plain + trajectory + 4 * sum(len(text) for text in texts if text)
+
+
+def _texts(turns: Sequence[Turn]) -> list[str | None]:
+    return [text for turn in turns for text in (turn.source, turn.finish)]
 
 
 def sample_row(rollout: Rollout) -> dict[str, Any]:
     """Its values by column; raises `ValueError` where its arrays do not fit together."""
     if problem := flaw(rollout):
         raise ValueError(f"group {rollout.group} sample {rollout.sample}: {problem}")
-    return {"group": rollout.group, **{name: getattr(rollout, name) for name in _NAMES}}
+    row = {"group": rollout.group, **{name: getattr(rollout, name) for name in (*_NAMES, *_EPISODE, "segments")}}
+    row["turns"] = None if rollout.turns is None else [{name: getattr(turn, name) for name in _TURN_NAMES} for turn in rollout.turns]
+    return row
 
 
 def sample_of(row: Mapping[str, Any], *, group: int) -> Rollout:
     """The sample of a group in a decoded row; raises `Unusable`."""
-    rollout = Rollout(group=group, **{name: row[name] for name in _NAMES})
+    segments, turns = row["segments"], row["turns"]
+    if segments is not None and any(len(segment) != 3 for segment in segments):
+        raise Unusable(f"sample {row['sample']}: a segment is not three numbers", kind="undecodable")
+    rollout = Rollout(
+        group=group,
+        **{name: row[name] for name in (*_NAMES, *_EPISODE)},
+        segments=None if segments is None else tuple((int(start), int(end), int(prompt)) for start, end, prompt in segments),
+        turns=None if turns is None else tuple(Turn(**turn) for turn in turns),
+    )
     if problem := flaw(rollout):
         raise Unusable(f"sample {rollout.sample}: {problem}", kind="undecodable")
     return rollout

@@ -30,6 +30,8 @@ class TokenBatch:
     """[B] group number of each row."""
     samples: npt.NDArray[np.int64]
     """[B] sample number of each row within its group."""
+    sample_tokens: npt.NDArray[np.int64] | None = None
+    """[B] trained tokens of the whole sample that each row is of; None where every row is a whole sample."""
 
     @property
     def tokens(self) -> int:

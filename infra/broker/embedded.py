@@ -1,5 +1,6 @@
 """Starts, finds and stops the embedded broker of a state directory: there is never more than one, and its data outlive it."""
 
+import contextlib
 import errno
 import re
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 from penstock.infra.broker import fencing, jars, ports, probe, process, settings
 from penstock.infra.broker.java import find_java
 from penstock.infra.errors import BrokerError
-from penstock.infra.paths import state_directory, writable
+from penstock.infra.paths import state_directory, state_path, writable
 
 # A broker is ready within 5 s on an idle machine, within 8 s after kill -9; recovery of a large log after a power cut takes longer.
 READY_TIMEOUT_S = 120.0
@@ -130,6 +131,16 @@ def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool
 def status(home: Path | None = None) -> BrokerInfo:
     """Return the state of the broker of `home`; starts and stops nothing."""
     return _Files(state_directory() if home is None else home.absolute()).info()
+
+
+def topic_bytes(home: Path | None = None) -> dict[str, int]:
+    """Topic -> bytes of its partitions on this machine's disk; {} where no broker has run. Starts nothing."""
+    data, sizes = _Files(state_path() if home is None else home.absolute()).directory / "data", dict[str, int]()
+    for folder in data.glob("*-*"):
+        topic = folder.name.rpartition("-")[0]
+        with contextlib.suppress(OSError):  # a segment that is deleted meanwhile
+            sizes[topic] = sizes.get(topic, 0) + sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+    return sizes
 
 
 def _why_it_ended(files: _Files) -> str | None:

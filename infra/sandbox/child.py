@@ -1,10 +1,11 @@
-"""The child's side of `penstock.infra.sandbox.pool`: answers each JSON line with one JSON line until the parent ends.
+"""The child's side of `pool` and `sessions`: answers each JSON line with one JSON line until the parent ends.
 
 The rule: nothing that the code prints reaches the two pipes, and nothing it starts outlives the parent.
 """
 
 import fcntl
 import importlib
+import inspect
 import json
 import os
 import select
@@ -12,11 +13,14 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 F_SETSIG = 10
 """Linux: the signal that O_ASYNC sends. Not in Python 3.11's fcntl."""
+LINE_BYTES = 64 << 20
+"""Of the longest request to a handler that serves several at once."""
 
 
 def main() -> None:
@@ -34,7 +38,12 @@ def main() -> None:
     except (Exception, SystemExit) as error:
         _reply(replies, {"broken": reason(error)})
         return
-    _reply(replies, {"ready": True})
+    _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1)})
+    if inspect.iscoroutinefunction(handler):
+        import asyncio  # which most children have no use for
+
+        asyncio.run(_serve_at_once(handler, requests, replies))
+        return
     for line in requests:
         answer: dict[str, Any]
         try:
@@ -43,6 +52,29 @@ def main() -> None:
         except (Exception, SystemExit) as error:
             answer = {"error": reason(error)}
         _reply(replies, answer)
+
+
+async def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
+    """Answer lines `[number, payload]` by that number, as the handler gets done with them."""
+    import asyncio
+
+    lines = asyncio.StreamReader(limit=LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
+    calls = set[asyncio.Task[None]]()
+
+    async def answer(line: bytes) -> None:
+        number, payload = json.loads(line)
+        try:
+            result: dict[str, Any] = {"call": number, "result": await handler(payload)}
+        # The edge of this process: a user's function may raise anything, and exit().
+        except (Exception, SystemExit) as error:
+            result = {"call": number, "error": reason(error)}
+        _reply(replies, result)
+
+    while line := await lines.readline():
+        call = asyncio.create_task(answer(line))
+        calls.add(call)
+        call.add_done_callback(calls.discard)
 
 
 def reason(error: BaseException) -> str:
@@ -59,7 +91,7 @@ def _reply(replies: Any, answer: dict[str, Any]) -> None:
     try:
         line = json.dumps(answer).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        line = json.dumps({"error": f"the result is no JSON value: {error}"}).encode() + b"\n"
+        line = json.dumps({"call": answer.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
     sent = 0
     while sent < len(line):
         sent += replies.write(line[sent:])

@@ -8,9 +8,7 @@ import contextlib
 import json
 import os
 import selectors
-import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Container
@@ -18,18 +16,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from penstock.infra.errors import PenstockError
-from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, kill_group, last_words, spawn
 
 Key = TypeVar("Key")
-# -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
-BOOTSTRAP = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.child import main; main()"
-START_ATTEMPTS = 3
 READ_BYTES = 1 << 16
-
-
-class ChildError(PenstockError):
-    """No child can be started: its target does not load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,20 +141,7 @@ class ChildPool(Generic[Key]):
         self.close()
 
     def _start(self) -> None:
-        lifeline, ours = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOTSTRAP, self._target, str(lifeline)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=(lifeline,),
-                # Its own session: Ctrl-C goes to the parent only, and a kill reaches everything the child has started.
-                start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
-                bufsize=0,
-            )
-        finally:
-            os.close(lifeline)
+        process, ours = spawn(self._target)
         assert process.stdin is not None
         assert process.stdout is not None
         deadline = time.monotonic() + self._start_timeout_s
@@ -216,7 +193,7 @@ class ChildPool(Generic[Key]):
             del child.unread[: cut + 1]
             self._take(child, json.loads(line))
         if ended:
-            self._replace(child, self._last_words(child))
+            self._replace(child, last_words(child.process))
 
     def _take(self, child: _Child[Key], answer: dict[str, Any]) -> None:
         if "broken" in answer:
@@ -254,26 +231,15 @@ class ChildPool(Generic[Key]):
         else:
             self._ended.append(Failed(key=call.key, reason=reason))
 
-    def _last_words(self, child: _Child[Key]) -> str:
-        # End the group before waiting for its leader: until then its number cannot be reused.
-        _kill_group(child.process.pid)
-        status = child.process.wait()
-        return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
-
     def _end(self, child: _Child[Key]) -> None:
         self._children.remove(child)
         for descriptor in (child.stdin, child.stdout):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
         if child.process.returncode is None:
-            _kill_group(child.process.pid)
+            kill_group(child.process.pid)
             child.process.wait()
         for pipe in (child.process.stdin, child.process.stdout):
             if pipe is not None:
                 pipe.close()
         os.close(child.lifeline)
-
-
-def _kill_group(process: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)

@@ -6,7 +6,7 @@ function of that shape: rewards [K] -> advantages [K].
 
 from collections.abc import Callable
 from math import comb
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ import numpy.typing as npt
 Rewards = npt.ArrayLike
 Advantages = npt.NDArray[np.float32]
 AdvantageFunction = Callable[[Rewards], Advantages]
-Truncated = Literal["train", "mask", "penalise"]
 
 
 def group_advantages(rewards: Rewards, *, normalise_std: bool = True, eps: float = 1e-4) -> Advantages:
@@ -100,28 +99,6 @@ def zero_variance(rewards: Rewards) -> bool:
     """Whether all rewards of a group are equal: its advantages, and so its gradient, are zero (DAPO, arXiv 2503.14476, section 3.2)."""
     values = np.asarray(rewards, np.float64)
     return bool((values == values[0]).all())
-
-
-def handle_truncated(
-    rewards: Rewards,
-    *,
-    truncated: npt.ArrayLike,
-    rule: str,
-    penalty: npt.ArrayLike = -1.0,
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """(rewards [K], whether each sample is trained [K]) when some samples ended at the length limit.
-
-    `train` leaves everything, `mask` takes truncated samples out of the loss but leaves their rewards in the group's mean
-    (DAPO's overlong filtering, arXiv 2503.14476), `penalise` adds `penalty` (a number or [K]) to theirs.
-    """
-    values, cut = _checked(rewards), np.asarray(truncated, bool)
-    if cut.shape != values.shape:
-        raise ValueError(f"{len(values)} rewards but {cut.size} truncation marks")
-    if rule not in get_args(Truncated):
-        raise ValueError(f"unknown rule for truncated samples {rule!r}: choose one of {', '.join(get_args(Truncated))}")
-    if rule == "penalise":
-        values = values + np.where(cut, np.asarray(penalty, np.float64), 0.0)
-    return values, ~cut if rule == "mask" else np.ones_like(cut)
 
 
 def _checked(rewards: Rewards) -> npt.NDArray[np.float64]:

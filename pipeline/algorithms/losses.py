@@ -119,15 +119,15 @@ def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.
     return torch.expm1(difference) - difference
 
 
-def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int) -> torch.Tensor:
+def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int, sample_tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Weights [B, L-1]: sum(weights * loss) over a step, divided once by its denominator, is the step's loss.
 
     `token_mean`: every token counts alike over the step (DAPO, arXiv 2503.14476). `sequence_mean`: every sequence counts alike
     (GRPO, arXiv 2402.03300). `constant`: the sum over a sequence divided by `max_tokens`, so that length has no influence
-    (Dr. GRPO, arXiv 2503.20783).
+    (Dr. GRPO, arXiv 2503.20783). `sample_tokens` [B]: trained tokens of the sample that a row is a part of; the row's own if absent.
     """
     trained = mask.to(torch.float32)
-    per_sequence = trained.sum(dim=1, keepdim=True)
+    per_sequence = trained.sum(dim=1, keepdim=True) if sample_tokens is None else sample_tokens[:, None].to(torch.float32)
     if aggregate == "token_mean":
         return trained
     if aggregate == "sequence_mean":
@@ -186,7 +186,8 @@ def batch_loss(
         kept = kept_sequences(near, behaviour, mask, limit=reject_kl)
         loss = loss * kept
         sums["rejected_fraction_sum"] = (mask & ~kept).sum()
-    weights = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens)
+    parts = None if batch.sample_tokens is None else tensor(batch.sample_tokens)
+    weights = token_weights(mask, aggregate=aggregate, max_tokens=max_tokens, sample_tokens=parts)
     if kl_coef:
         if reference is None:
             raise ValueError(f"kl_coef = {kl_coef} needs reference logprobs")

@@ -6,16 +6,21 @@ The rule: never a run at work; its record goes last, so that a deletion that was
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from penstock.infra.broker import embedded
 from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
+from penstock.pipeline.observe.records.runs import folder_bytes, log_bytes
 from penstock.pipeline.observe.run_status import has_ended
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.run_registry import find
 from penstock.topics.catalogue import RUNS_TOPIC
 
+MODEL = "model"
+"""In a run's folder: the exported model."""
 SILENT_S = 30.0
 """A worker reports each second; one that has not for so long does not run."""
 
@@ -30,10 +35,16 @@ class Deletion:
     """By Kafka name, offsets in use."""
     directory: str | None
     """The run's logs, measurements, checkpoints and final model on this machine."""
+    bytes: int
+    """What is freed on this machine: of its own broker's folder, and of the run's."""
+    keep_model: bool = False
 
 
-def plan_deletion(log: Log, run: str) -> Deletion:
-    """What there is of a run. Raises `ValueError` for one at work, and where there is nothing."""
+def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
+    """What there is of a run; with `keep_model` the exported model stays.
+
+    Raises `ValueError` for one at work, and where there is nothing.
+    """
     topics, directory = log.topics(f"{run}."), run_directory(run)
     record = find(log, run)
     if record is None and not topics:
@@ -48,15 +59,37 @@ def plan_deletion(log: Log, run: str) -> Deletion:
         places = [(topic, partition) for partition in range(log.partitions(topic) or 0)]
         begins, ends = log.begin_offsets(places), log.end_offsets(places)
         offsets[topic] = sum(ends[place] - begins[place] for place in places)
-    return Deletion(run=run, registered=record is not None, offsets=offsets, directory=str(directory) if directory.is_dir() else None)
+    freed = log_bytes(embedded.topic_bytes(), run) + folder_bytes(directory, without=MODEL if keep_model else None)
+    return Deletion(
+        run=run,
+        registered=record is not None,
+        offsets=offsets,
+        directory=str(directory) if directory.is_dir() else None,
+        bytes=freed,
+        keep_model=keep_model,
+    )
 
 
 def delete(log: KafkaLog, deletion: Deletion) -> None:
     """Delete the topics and the run's folder, then its record. Raises `LogError`, `OSError`."""
     log.delete_topics(deletion.offsets)
     if deletion.directory is not None:
-        shutil.rmtree(deletion.directory)
+        _remove(Path(deletion.directory), keep=MODEL if deletion.keep_model else None)
     if deletion.registered:
         writer = BulkWriter(log.connection)
         writer.tombstone(RUNS_TOPIC, deletion.run.encode())
         writer.flush()
+
+
+def _remove(directory: Path, *, keep: str | None) -> None:
+    """Remove a folder, or all in it but the folder `keep`, where there is one."""
+    if keep is None or not (directory / keep).exists():
+        shutil.rmtree(directory)
+        return
+    for path in directory.iterdir():
+        if path.name == keep:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

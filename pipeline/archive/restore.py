@@ -22,6 +22,7 @@ _BESIDE = ("partition", "offset", "key", "worker", "headers", "raw", "problem")
 
 def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
     """The records of some rows, in their order, with the digests of single parts. Raises `ValueError` naming a row's place."""
+    table = _with_later_columns(kind, table)
     if missing := [name for name in kind.schema.names if name not in table.column_names]:
         raise ValueError(f"{kind.name}: column {missing[0]!r} is missing")
     beside = [name for name in _BESIDE if name in kind.schema.names and name not in kind.payload]
@@ -44,6 +45,15 @@ def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
             headers=headers,
             value=value,
         )
+
+
+def _with_later_columns(kind: Kind, table: pa.Table) -> pa.Table:
+    """The table with nulls where a payload may have them and an earlier release had no such column."""
+    for name, theirs in kind.payload.items():
+        field = kind.codec.schema.field(theirs)
+        if field.nullable and name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), field.type))
+    return table
 
 
 def whole_groups(records: Iterable[Record], *, run: str) -> Iterator[Record]:

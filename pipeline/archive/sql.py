@@ -109,7 +109,7 @@ def views() -> dict[str, list[tuple[str, str]]]:
     """View -> its columns with their types."""
     connection = _connect(None, set())
     try:
-        names = [*TABLES, *VIEWS, *ALIASES, *(f"raw.{name}" for name in RAW if name not in ALIASES)]
+        names = [*VIEWS, *(name for name in TABLES if name not in VIEWS), *ALIASES, *(f"raw.{name}" for name in RAW if name not in ALIASES)]
         return {name: [(row[0], row[1]) for row in connection.execute(f"describe from {name}").fetchall()] for name in names}
     finally:
         connection.close()
@@ -136,7 +136,8 @@ def _connect(tables: Tables | None, named: set[str]) -> duckdb.DuckDBPyConnectio
         if name in ALIASES:
             connection.execute(f"create view {name} as select * from _{name}")
     for name, (schema, make) in TABLES.items():
-        connection.register(name, make(tables.log, tables.run) if tables is not None and name in named else schema.empty_table())
+        own = f"_{name}_table" if name in VIEWS else name
+        connection.register(own, make(tables.log, tables.run) if tables is not None and name in named else schema.empty_table())
     for name, (query, _) in VIEWS.items():
         connection.execute(f"create view {name} as {query}")
     connection.execute("set enable_external_access = false; set lock_configuration = true")
@@ -149,4 +150,6 @@ def _translated() -> Iterator[None]:
         yield
     except duckdb.Error as error:
         text = re.split(r"\n\s*LINE \d+:", str(error))[0]
+        if re.search(r"syntax error.*[,\"]", text) and re.search(r"\bgroup\b(?!\s+by)", str(error), re.IGNORECASE):
+            text += "; group is a word of SQL: write group_id"
         raise ValueError(f"{' '.join(text.split())} (`penstock sql RUN` lists the views)") from error

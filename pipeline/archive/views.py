@@ -49,8 +49,24 @@ from groups where outcome in ('scored', 'filtered') and reward_mean is not null
 group by 1 order by 1
 """
 
+SAMPLES = """
+with trained as (select step, unnest(groups) as number from _steps_table)
+select s."group" as group_id, s.sample, t.step, g.fate, g.prompt, json_extract_string(g.columns, '$.answer') as answer,
+       s.completion, s.reward, s.advantage, s.tokens, s.* exclude (sample, completion, reward, advantage, tokens)
+from _samples_table s left join _groups_table g on g."group" = s."group" left join trained t on t.number = s."group"
+"""
+
+GROUPS = """
+with trained as (select step, unnest(groups) as number from _steps_table)
+select g."group" as group_id, t.step, json_extract_string(g.columns, '$.answer') as answer, g.*
+from _groups_table g left join trained t on t.number = g."group"
+"""
+
 VIEWS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "samples": (SAMPLES, frozenset({"samples", "groups", "steps"})),
+    "groups": (GROUPS, frozenset({"groups", "steps"})),
+    "steps": ("from _steps_table", frozenset({"steps"})),
     "lag": (LAG, frozenset({"samples", "groups", "steps"})),
     "rewards": (REWARDS, frozenset({"groups"})),
 }
-"""View -> its query, and the tables behind it."""
+"""View -> its query, and the tables behind it; a view comes after those that it names."""

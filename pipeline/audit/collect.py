@@ -301,7 +301,11 @@ def sample_hash(rollout: Rollout) -> bytes:
         np.asarray(rollout.span_starts, np.int32),
     )
     fields = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
-    digest = hashlib.blake2b(repr((*fields, rollout.started_ns, rollout.ended_ns, rollout.worker)).encode(), digest_size=16)
+    episode = (rollout.segments, rollout.turns, rollout.messages)
+    seeded = (rollout.environment, rollout.environment_version, rollout.environment_seed)
+    digest = hashlib.blake2b(
+        repr((*fields, rollout.started_ns, rollout.ended_ns, rollout.worker, episode, seeded)).encode(), digest_size=16
+    )
     for array in arrays:
         digest.update(len(array).to_bytes(8, "little"))
         digest.update(array.tobytes())

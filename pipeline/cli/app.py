@@ -15,9 +15,11 @@ from penstock.pipeline.cli.audit import audit
 from penstock.pipeline.cli.fork import fork
 from penstock.pipeline.cli.init import check, init
 from penstock.pipeline.cli.look.explain import explain as explain_group
+from penstock.pipeline.cli.look.logs import logs, stop
 from penstock.pipeline.cli.look.report import report
+from penstock.pipeline.cli.look.runs import app as runs_app
 from penstock.pipeline.cli.look.sql import sql
-from penstock.pipeline.cli.look.status import graph, runs, status
+from penstock.pipeline.cli.look.status import graph, status
 from penstock.pipeline.cli.machine.broker import app as broker_app
 from penstock.pipeline.cli.machine.doctor import doctor
 from penstock.pipeline.cli.machine.model import app as model_app
@@ -57,9 +59,11 @@ app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw
 app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
 app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)
+app.command(rich_help_panel=TRAIN, short_help="Stop a run of this machine; it can be resumed.")(stop)
 app.command(rich_help_panel=TRAIN, short_help="Split machines between rollout and training, simulated.")(plan)
-app.command(rich_help_panel=LOOK, short_help="List the runs: id, status, steps, age.")(runs)
+app.add_typer(runs_app, name="runs", rich_help_panel=LOOK, short_help="List the runs; `runs rm` removes some.")
 app.command(rich_help_panel=LOOK, short_help="Where a run stands, and what each worker does.")(status)
+app.command(rich_help_panel=LOOK, short_help="What a run's workers have written; -f follows.")(logs)
 app.command(rich_help_panel=LOOK, short_help="What a run did: reward, fates, times, lag; as a page.")(report)
 app.command(rich_help_panel=LOOK, short_help="Prove from the log that nothing was lost or trained twice.")(audit)
 app.command("explain", rich_help_panel=LOOK, short_help="The life of one group: samples, rewards, fate.")(explain_group)

@@ -33,7 +33,7 @@ def fork(
     from penstock.pipeline.runtime.run_registry import resolve
 
     make_files_private()
-    with at(bootstrap, security, attends=start) as log:
+    with at(bootstrap, security, attends=start, start=True) as log:
         recording = Recording.open(log, resolve(log, run))
         try:
             if model is not None:

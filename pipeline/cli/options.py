@@ -24,9 +24,7 @@ RunOrFolder = Annotated[
 ]
 Bootstrap = Annotated[
     str,
-    typer.Option(
-        metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="A Kafka broker; `embedded` is this machine's own, started if need be."
-    ),
+    typer.Option(metavar="HOST:PORT", envvar="PENSTOCK_BOOTSTRAP", help="A Kafka broker; `embedded` is this machine's own."),
 ]
 Security = Annotated[
     list[str] | None,
@@ -74,11 +72,14 @@ def security_settings(given: list[str] | None) -> dict[str, str]:
 
 
 @contextmanager
-def connected(kafka: "KafkaSection", *, attends: bool = False) -> Iterator["KafkaLog"]:
-    """A log at the given broker, closed at the end; with `attends` it stays silent on outages, which the run's view reports."""
+def connected(kafka: "KafkaSection", *, attends: bool = False, start: bool = True) -> Iterator["KafkaLog"]:
+    """A log at the given broker, closed at the end; with `attends` it stays silent on outages, which the run's view reports.
+
+    Without `start`, this machine's own broker is not started.
+    """
     from penstock.pipeline.launch.launcher import connect
 
-    log = connect(kafka, say=say)
+    log = connect(kafka, say=say, start=start)
     if not attends:
         log.wait_out(AWAY_S, say=say)
     try:
@@ -87,11 +88,12 @@ def connected(kafka: "KafkaSection", *, attends: bool = False) -> Iterator["Kafk
         log.close()
 
 
-def at(bootstrap: str, security: list[str] | None, *, attends: bool = False) -> AbstractContextManager["KafkaLog"]:
-    """A log at the broker given on the command line, closed at the end."""
+def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
+    """A log at the broker given on the command line, closed at the end; only what works on a run starts this machine's own."""
     from penstock.pipeline.config.schema import KafkaSection
 
-    return connected(KafkaSection(bootstrap=bootstrap, security=security_settings(security)), attends=attends)
+    kafka = KafkaSection(bootstrap=bootstrap, security=security_settings(security))
+    return connected(kafka, attends=attends, start=start or attends)
 
 
 @contextmanager

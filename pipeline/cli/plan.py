@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Json, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, emit, reading, say
 
 PAPERS = ("rolloutpipe", "pipelinerl", "rollart")
 
@@ -35,7 +35,12 @@ def plan(
     load_s: Annotated[float, typer.Option(min=0, help="Seconds to load new weights into an engine.")] = 0.0,
     publish_s: Annotated[float, typer.Option(min=0, help="Seconds from a step's end to its weights at the engines.")] = 0.0,
     paper: Annotated[str | None, typer.Option(metavar="|".join(PAPERS), help="Reproduce a paper's setting instead.")] = None,
+    from_run: Annotated[
+        str | None, typer.Option(metavar="RUN|DIR", help="Take all times from a run, and say what other workers or schedules would give.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw speed by split into a .png or .svg file.")] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
     json: Json = False,
 ) -> None:
     """The best split of accelerators between rollout and training with its schedule, from a simulation under the rules of live runs."""
@@ -49,9 +54,12 @@ def plan(
             from penstock.pipeline.planning.picture import check_path
 
             check_path(plot)
+        if from_run is not None:
+            _from_run(from_run, accelerators=accelerators, max_lag=max_lag, bootstrap=bootstrap, security=security, plot=plot, json=json)
+            return
         wanted = {"--accelerators": accelerators, "--speed": speed, "--train-speed": train_speed, "--lengths": lengths}
         if missing := [name for name, value in wanted.items() if value is None]:
-            raise ValueError(f"give {', '.join(missing)} as well, or --paper {'|'.join(PAPERS)}")
+            raise ValueError(f"give {', '.join(missing)} as well, or --from-run RUN, or --paper {'|'.join(PAPERS)}")
         assert accelerators is not None
         assert speed is not None
         assert train_speed is not None
@@ -89,6 +97,41 @@ def _paper(name: str, *, json: bool) -> None:
         emit(comparison.as_json())
     else:
         print(comparison_as_text(comparison), end="")
+
+
+def _from_run(
+    run: str, *, accelerators: int | None, max_lag: int, bootstrap: str, security: list[str] | None, plot: Path | None, json: bool
+) -> None:
+    """What a recorded run says of its own times: its variants, or with `accelerators` their best split."""
+    from penstock.pipeline.planning import recorded, what_if
+
+    if plot is not None and accelerators is None:
+        raise ValueError("--plot draws speed by split: give --accelerators as well")
+    with reading(run, bootstrap, security) as (log, run_id):
+        record = recorded.read(log, run_id)
+    if accelerators is None:
+        found = what_if.compare(record, run=run_id)
+        if json:
+            emit(what_if.as_json(found))
+        else:
+            print(what_if.as_text(found), end="")
+        return
+    from penstock.pipeline.planning.search import Cluster
+
+    work, trainers = recorded.workload(record), max(1, record.config.trainer.gpus, record.config.trainer.processes)
+    sizes = (work.schedule.prompts_per_step,)
+    engine_size = max(1, record.config.rollout.gpus_per_worker)
+    in_flight = record.config.engine.swaps_in_flight
+    cluster = Cluster(
+        accelerators=accelerators,
+        base=work,
+        max_lag=max_lag if in_flight else min(max_lag, 1),
+        engine_size=engine_size,
+        trainer_size=trainers,
+        step_sizes=sizes,
+        in_flight=in_flight,
+    )
+    _show(cluster, plot=plot, json=json)
 
 
 def _cluster(

@@ -146,7 +146,7 @@ def import_topics(
     from penstock.pipeline.archive.import_run import import_run
 
     archive = find_archive(directory)
-    with at(bootstrap, security) as log:
+    with at(bootstrap, security, start=True) as log:
         done = import_run(log, archive, becomes=run_id, say=say)
     if json:
         emit(asdict(done))

@@ -89,6 +89,15 @@ def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
     return hashlib.sha256(Path(module.origin).read_bytes()).hexdigest()
 
 
+def short_name(function: str) -> str:
+    """The name of a reward function without where it is and its options.
+
+    Example:
+        short_name("judge.py:brevity?most=9")  # -> "brevity"
+    """
+    return split_options(function)[0].rpartition(":")[2]
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """A suggestion to append to an error, or nothing.
 

@@ -9,6 +9,7 @@ from penstock.pipeline.config import algorithm_defaults
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
     DataSection,
+    EnvironmentSection,
     EvalSection,
     KafkaSection,
     MlflowSection,
@@ -46,6 +47,7 @@ class Config(Section):
     model: ModelSection
     data: DataSection
     reward: RewardSection = RewardSection()
+    environment: EnvironmentSection = EnvironmentSection()
     schedule: ScheduleSection = ScheduleSection()
     sampling: SamplingSection = SamplingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -115,6 +117,18 @@ class Config(Section):
         return self.algorithm.defaults > 1
 
     @property
+    def data_sources(self) -> list[str]:
+        """The sources of the training prompts."""
+        source = self.data.source
+        return [source] if isinstance(source, str) else source
+
+    def sampling_for(self, source: str | None) -> SamplingSection:
+        """How prompts of a source are sampled; None is the only one."""
+        own = self.data.sampling.get(source or "")
+        given = {} if own is None else {name: value for name, value in own.model_dump().items() if value is not None}
+        return self.sampling.model_copy(update=given)
+
+    @property
     def eval_sources(self) -> list[str]:
         """The held-out sources; none without an evaluator."""
         source = self.eval.source
@@ -145,8 +159,15 @@ class Config(Section):
 
         Where the engine draws samples side by side, twice what fills its rows, as stragglers hold some of them.
         """
+        if self.environment.source is not None:
+            return self.rollout.slots or -(-self.environment.in_flight // self.rules.samples_begun) + 2
         filling = -(-self.rollout.concurrency // self.rules.samples_begun)
         return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
+
+    @property
+    def max_drawn_tokens(self) -> int:
+        """The most tokens that the policy draws for one sample."""
+        return self.sampling.max_new_tokens * (self.environment.max_turns if self.environment.source is not None else 1)
 
     @property
     def groups_per_process(self) -> int | None:
@@ -181,3 +202,7 @@ class Config(Section):
             return self.run.steps
         assert self.run.epochs is not None
         return max(1, int(self.run.epochs * rows) // self.schedule.prompts_per_step)
+
+    def prompts(self, rows: int) -> int | None:
+        """Prompts that are asked of a data set of `rows` rows, without those asked once more; None where the steps decide."""
+        return None if self.run.epochs is None else max(int(self.run.epochs * rows), self.schedule.prompts_per_step)

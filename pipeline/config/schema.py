@@ -93,10 +93,21 @@ class ModelSection(Section):
     path: Annotated[str, PATH] = Field(description="a local Hugging Face causal language model directory")
 
 
+class SourceSampling(Section):
+    temperature: PositiveFloat | None = None
+    max_new_tokens: Positive | None = None
+
+
 class DataSection(Section):
-    source: Annotated[str, SOURCE] = Field(
-        description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor"
+    source: Annotated[str | list[str], SOURCE] = Field(
+        description="file.jsonl, file.parquet, hf:NAME, reasoning-gym:TASK, file.py:function, tiny:successor; or a list of such"
     )
+    weights: list[FinitePositive] | None = Field(None, description="how often each source has its turn; as it has rows if absent")
+    rewards: dict[str, list[str]] = Field(default_factory=dict, description="source -> those of reward.functions that judge it; else all")
+    sampling: dict[str, SourceSampling] = Field(default_factory=dict, description="source -> its own sampling settings")
+    sort_by: str | None = Field(None, description="column of numbers in whose rising order each epoch goes, instead of a shuffled one")
+    skip_solved: float | None = Field(None, description="mean reward from which a row is left out of the next epoch")
+    skip_unsolved: float | None = Field(None, description="mean reward up to which a row is left out of the next epoch")
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     split: str = "train"
@@ -120,6 +131,27 @@ class RewardSection(Section):
     on_error: Literal["stop", "drop"] = Field(
         "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
     )
+
+
+class EnvironmentSection(Section):
+    source: Annotated[str | None, SOURCE] = Field(
+        None,
+        description="file.py:Class, package:Class, gymnasium:ID or tiny:lake, and samples are trajectories of several turns",
+    )
+    processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
+    in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
+    max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
+    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
+    history: Literal["exact", "template"] = Field(
+        "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
+    )
+    resume: Literal["replay", "restart"] = Field(
+        "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
+    )
+    reset_timeout_s: PositiveFloat = 60.0
+    step_timeout_s: PositiveFloat = 30.0
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="of an environment's time in one trajectory")
+    retries: NonNegative = Field(2, description="attempts after the first, of an environment that fails, before its sample is aborted")
 
 
 class ScheduleSection(Section):

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import CORRECTIONS
+from penstock.pipeline.config.plugins import nearest, short_name
 from penstock.pipeline.config.run_config import Config, source_name
 from penstock.pipeline.scheduling.schedule import MODES
+
+MAX_SAMPLES = MAX_TURNS = 1 << 12
+"""Group, sample and turn are one number of 63 bits, from which a turn's random numbers follow."""
 
 Check = Callable[[Config], str | None]
 
@@ -49,8 +53,9 @@ def _stale_in_hand(config: Config) -> str | None:
 
 def _temperature(config: Config) -> str | None:
     least, engine = config.engine.min_temperature, config.rollout.engine
-    for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature)):
-        if value < least:
+    own = [(f"data.sampling.{source}", sampling.temperature) for source, sampling in config.data.sampling.items()]
+    for section, value in (("sampling", config.sampling.temperature), ("eval", config.eval.temperature), *own):
+        if value is not None and value < least:
             return f"{section}.temperature: {value} would be raised to {least} by {engine}; set that, or another rollout.engine"
     return None
 
@@ -132,6 +137,35 @@ def _samples(config: Config) -> str | None:
     return None
 
 
+def _sources(config: Config) -> str | None:
+    data, names = config.data, [source_name(source) for source in config.data_sources]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        return f"data.source: two sources would both be called {repeated!r}; rename one"
+    if data.weights is not None and len(data.weights) != len(names):
+        return f"data.weights: {len(data.weights)} weights for {len(names)} sources"
+    for key, table in (("rewards", data.rewards), ("sampling", data.sampling)):
+        if unknown := next((name for name in table if name not in names or len(names) == 1), None):
+            return f"data.{key}.{unknown}: is for one of several sources, and those of data.source are {', '.join(names)}"
+    known = {text for function in config.reward.functions for text in (function, short_name(function))}
+    for source, functions in data.rewards.items():
+        if strange := next((name for name in functions if name not in known), None):
+            return f"data.rewards.{source}: {strange!r} is none of reward.functions; add it there{nearest(strange, known)}"
+        if not functions:
+            return f"data.rewards.{source}: names no function, so that no completion of the source would have a reward"
+    longest = config.sampling.max_new_tokens
+    for source, sampling in data.sampling.items():
+        if (sampling.max_new_tokens or 0) > longest:
+            return f"data.sampling.{source}.max_new_tokens: {sampling.max_new_tokens} is above sampling.max_new_tokens = {longest}"
+    return None
+
+
+def _skips(config: Config) -> str | None:
+    solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
+    if solved is not None and unsolved is not None and solved <= unsolved:
+        return f"data.skip_solved: {solved} is not above data.skip_unsolved = {unsolved}, so that every row would be left out"
+    return None
+
+
 def _reward_weights(config: Config) -> str | None:
     weights, functions = config.reward.weights, config.reward.functions
     if weights is not None and len(weights) != len(functions):
@@ -176,6 +210,28 @@ def _early_stopping(config: Config) -> str | None:
     return None
 
 
+def _environment(config: Config) -> str | None:
+    source = config.environment.source
+    if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
+        return "reward.functions: 'environment' is the reward that an environment gives; name one in environment.source"
+    if source is not None and config.rules.stale_in_hand == "continue":
+        return "schedule.stale_in_hand: 'continue' cuts loss masks by version, which trajectories do not know; use 'finish' or 'abort'"
+    if source is not None and config.schedule.samples_per_prompt + config.schedule.oversample > MAX_SAMPLES:
+        return f"schedule.samples_per_prompt: with oversample more than the {MAX_SAMPLES} trajectories that a group can have"
+    if source is not None and config.environment.max_turns > MAX_TURNS:
+        return f"environment.max_turns: {config.environment.max_turns} is more than the {MAX_TURNS} turns that a trajectory can have"
+    return None
+
+
+def _environment_segments(config: Config) -> str | None:
+    if config.environment.source is None or config.environment.history == "exact" or config.aggregate == "token_mean":
+        return None
+    return (
+        f"environment.history: 'template' trains a trajectory in several sequences, which {config.aggregate!r} would count as samples; "
+        "set algorithm.aggregate = 'token_mean', or history = 'exact'"
+    )
+
+
 CHECKS: tuple[Check, ...] = (
     _length,
     _max_lag,
@@ -189,6 +245,8 @@ CHECKS: tuple[Check, ...] = (
     _clip_dual,
     _own_loss,
     _combine,
+    _sources,
+    _skips,
     _samples,
     _reward_weights,
     _eval_weights,
@@ -197,4 +255,6 @@ CHECKS: tuple[Check, ...] = (
     _partitions,
     _backend,
     _early_stopping,
+    _environment,
+    _environment_segments,
 )

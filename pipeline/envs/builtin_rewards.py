@@ -126,7 +126,13 @@ def soft_overlong(
     return [-min(1.0, max(0.0, (length - (end - width)) / width)) for length in completion_lengths]
 
 
+def environment(environment_reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """What the environment gave: the sum over a trajectory's turns."""
+    return list(environment_reward)
+
+
 BUILTINS: dict[str, Callable[..., Any]] = {
+    "environment": environment,
     "exact_match": exact_match,
     "math_verify": math_verify,
     "reasoning_gym": reasoning_gym,

@@ -6,7 +6,7 @@ The rule: pure functions, shared by the scorer of a live run and by the rescorin
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.pipeline.algorithms.advantages import handle_truncated, zero_variance
+from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.envs.rewards import Score
 from penstock.topics.groups import Group, Outcome, ScoredSample
@@ -28,8 +28,8 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score
     """The outcome of these samples, by number; applies the configured penalty for truncated ones and filters."""
     rewards: list[float] = list(score.rewards)
     if algorithm.truncated == "penalise":
-        cut = [sample.finish == "length" for sample in samples]
-        rewards = handle_truncated(rewards, truncated=cut, rule="penalise", penalty=algorithm.truncated_penalty)[0].tolist()
+        penalty = algorithm.truncated_penalty
+        rewards = [reward + penalty * (sample.finish == "length") for reward, sample in zip(rewards, samples, strict=True)]
     scored = tuple(
         ScoredSample(rollout=sample, completion=text, reward=reward, components=components)
         for sample, text, reward, components in zip(samples, completions, rewards, score.components, strict=True)

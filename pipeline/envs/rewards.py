@@ -8,18 +8,21 @@ Runs in a child process (`child`), because a user's function may hang; importing
 import asyncio
 import hashlib
 import inspect
+import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.plugins import PluginError, load, nearest, source_digest, split_options
+from penstock.pipeline.config.plugins import PluginError, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS, WARM_UPS
+from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
+from penstock.topics.samples import Turn, reward_of
 
 CHILD = "penstock.pipeline.envs.rewards:child"
 """Target of `infra.sandbox.pool.ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
@@ -61,6 +64,8 @@ class Rewards:
     functions: tuple[Callable[..., Any], ...]
     max_steps: int = 0
     max_completion_length: int = 0
+    by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of a mixture: source -> the functions that judge its rows, by their names or whole; a source that is missing has all."""
 
     def score(
         self,
@@ -71,27 +76,41 @@ class Rewards:
         columns: Mapping[str, Any],
         completion_ids: Sequence[Sequence[int]] = (),
         step: int = 0,
+        episodes: Sequence[Mapping[str, Any]] | None = None,
     ) -> Score:
         """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
 
-        `step` is the number of optimizer steps behind the weights that drew them.
+        `step` is the number of optimizer steps behind the weights that drew them. `episodes`, of trajectories, has what `episode` returns
+        for each: a function can ask for `environment_reward`, and its completions are all that was said after the prompt.
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
         """
         count = len(completions)
-        arguments = self._offered({name: [value] * count for name, value in columns.items()}, completion_ids, step)
+        given = {name: [value] * count for name, value in columns.items()}
+        if episodes is not None:
+            given.setdefault("environment_reward", [one["reward"] for one in episodes])
+        arguments = self._offered(given, completion_ids, step)
         if messages is None:
             arguments |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
-            arguments |= {"prompts": [messages] * count, "completions": [[{"role": "assistant", "content": text}] for text in completions]}
+            said = [[{"role": "assistant", "content": text}] for text in completions]
+            if episodes is not None:
+                said = [json.loads(one["messages"])[len(messages) :] for one in episodes]
+            arguments |= {"prompts": [messages] * count, "completions": said}
         by_function = self._values(arguments, count)
         components = tuple(zip(*by_function, strict=True)) if count else ()
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Check that a row has the columns that every function takes. Raises `RewardError` that names the column and the nearest one."""
-        for name, function in zip(self.names, self.functions, strict=True):
+        for name, function in self._judges(columns.get(SOURCE_COLUMN)):
             _arguments(name, function, {**self._offered(columns, (), 0), "prompts": [], "completions": []})
+
+    def _judges(self, source: Any) -> list[tuple[str, Callable[..., Any]]]:
+        """The functions that apply to the rows of a source, with their names."""
+        chosen = self.by_source.get(source)
+        every = zip(self.names, self.functions, strict=True)
+        return [(name, function) for name, function in every if chosen is None or not {name, short_name(name)}.isdisjoint(chosen)]
 
     def _offered(self, columns: Mapping[str, Any], completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
         """The columns, and what functions can ask for beside them unless a column has its name."""
@@ -99,13 +118,18 @@ class Rewards:
             "completion_ids": [list(ids) for ids in completion_ids],
             "completion_lengths": [len(ids) for ids in completion_ids],
             "max_completion_length": self.max_completion_length,
+            "environment_reward": [None for _ in completion_ids],
             "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
         }
         return {**columns, **{name: value for name, value in facts.items() if name not in columns}}
 
     def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
         returned: list[Any] = []
-        for name, function in zip(self.names, self.functions, strict=True):
+        judges = dict(self._judges(next(iter(offered.get(SOURCE_COLUMN, ())), None)))
+        for name in self.names:
+            if (function := judges.get(name)) is None:
+                returned.append([None] * count)
+                continue
             arguments = _arguments(name, function, offered)
             try:
                 returned.append(function(**arguments))
@@ -137,6 +161,7 @@ def resolve(
     base_dir: str | Path | None = None,
     max_steps: int = 0,
     max_completion_length: int = 0,
+    by_source: Mapping[str, Sequence[str]] | None = None,
 ) -> Rewards:
     """Resolve reward functions by name or plug-in spec, with options after a question mark; weights default to 1.
 
@@ -157,6 +182,7 @@ def resolve(
         functions=functions,
         max_steps=max_steps,
         max_completion_length=max_completion_length,
+        by_source=by_source or {},
     )
 
 
@@ -174,6 +200,7 @@ def spec(
     base_dir: str | Path | None = None,
     max_steps: int = 0,
     max_completion_length: int = 0,
+    by_source: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """The arguments of `resolve` as JSON, for a child process."""
     return {
@@ -182,6 +209,7 @@ def spec(
         "base_dir": None if base_dir is None else str(base_dir),
         "max_steps": max_steps,
         "max_completion_length": max_completion_length,
+        "by_source": {source: list(functions) for source, functions in (by_source or {}).items()},
     }
 
 
@@ -193,6 +221,7 @@ def payload(
     columns: Mapping[str, Any],
     completion_ids: Sequence[Sequence[int]] = (),
     step: int = 0,
+    episodes: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """One group as JSON, the keywords of `Rewards.score`; the row's prompt and columns are sent once, not once per completion."""
     return {
@@ -202,7 +231,20 @@ def payload(
         "columns": dict(columns),
         "completion_ids": [list(map(int, ids)) for ids in completion_ids],
         "step": step,
+        "episodes": episodes,
     }
+
+
+def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
+    """What a trajectory's turns and messages are to reward functions."""
+    return {"reward": reward_of(turns), "messages": messages}
+
+
+def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
+    """The episodes of samples that are trajectories, `Rollout`s or an engine's; None for single completions."""
+    if any(getattr(sample, "turns", None) is None for sample in samples):
+        return None
+    return [episode(sample.turns, sample.messages) for sample in samples]
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

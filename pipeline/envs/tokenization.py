@@ -90,15 +90,22 @@ class Renderer:
             raise DataError(f"{row.origin}: the prompt has {len(ids)} tokens, more than data.max_prompt_tokens = {self._limit}")
         return text, np.asarray(ids, dtype=np.int32)
 
+    def messages(self, row: Row) -> list[dict[str, Any]] | None:
+        """The chat messages that a row's prompt is rendered from; None without a chat template."""
+        if self._template is None:
+            return None
+        messages = list(row.messages) if row.messages is not None else [{"role": "user", "content": row.prompt}]
+        if self._system is not None and not any(message.get("role") == "system" for message in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return messages
+
     def _text(self, row: Row) -> str:
         if self._template is None:
             if row.prompt is None:
                 why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; name a Jinja file"
                 raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
             return row.prompt
-        messages = list(row.messages) if row.messages is not None else [{"role": "user", "content": row.prompt}]
-        if self._system is not None and not any(message.get("role") == "system" for message in messages):
-            messages = [{"role": "system", "content": self._system}, *messages]
+        messages = self.messages(row)
         settings = {**self._arguments, "tokenize": False, "add_generation_prompt": True}
         try:
             text = self._full.apply_chat_template(messages, chat_template=self._template, **settings)

@@ -67,12 +67,14 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
     try:
         model_digests = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-        say(f"checking the prompts of {data.source}")
+        say(f"checking the prompts of {', '.join(config.data_sources)}")
         renderer = Renderer.of(config)
         dataset = open_data(config)
-        check(dataset, also=renderer.render)
-        scoring = rewards.resolve(config.reward.functions, config.reward.weights)
-        scoring.check(dataset[0].columns)
+        scoring = rewards.resolve(config.reward.functions, config.reward.weights, by_source=data.rewards)
+        dataset.check(also=renderer.render)
+        for number in range(len(dataset.sources)):
+            scoring.check(dataset.row(number, 0).columns)
+        dataset.order(config)
         for held_out in open_eval_data(config).values():
             check(held_out, also=renderer.render)
             rewards.resolve(config.eval_reward.functions, config.eval_reward.weights).check(held_out[0].columns)
@@ -93,6 +95,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         **install,
         "rows": rows,
         "steps": steps,
+        "prompts": config.prompts(rows),
         "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
         "digests": model_digests,
         "git": git_revision(),

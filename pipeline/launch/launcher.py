@@ -48,8 +48,8 @@ HURRY_S = 5.0
 Say = Callable[[str], None]
 
 
-def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
-    """Connect to the configured broker; starts the embedded one if it does not run.
+def connect(kafka: KafkaSection, *, say: Say, start: bool = True) -> KafkaLog:
+    """Connect to the configured broker; without `start` one of this machine that does not run is left alone.
 
     Raises:
         ConfigError: the address or a security setting is malformed.
@@ -57,9 +57,12 @@ def connect(kafka: KafkaSection, *, say: Say) -> KafkaLog:
     """
     bootstrap, security = kafka.bootstrap, credentials(kafka.security)
     if bootstrap == "embedded":
-        from penstock.infra.broker.embedded import start
+        from penstock.infra.broker import embedded
 
-        bootstrap, security = start(progress=say).bootstrap, {}
+        found = embedded.start(progress=say) if start or embedded.status().running else None
+        if found is None:
+            raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
+        bootstrap, security = found.bootstrap, {}
     try:
         return KafkaLog(bootstrap, security=security, client_id="penstock")
     except ValueError as error:

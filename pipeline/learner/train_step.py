@@ -56,7 +56,7 @@ class Objective:
             "clip_low": config.clip_low,
             "clip_high": config.clip_high,
             "aggregate": config.aggregate,
-            "max_tokens": config.sampling.max_new_tokens,
+            "max_tokens": config.max_drawn_tokens,
             "kl_coef": algorithm.kl_coef,
         }
         if config.clip_dual is not None:

@@ -5,7 +5,7 @@ The rule: pure functions of recorded groups in plan order and of a run's setting
 groups still arrive is cut like the same step read back from the log.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from penstock.pipeline.algorithms.registry import AGGREGATES
 from penstock.pipeline.config.plugins import load, split_options
 from penstock.pipeline.envs.group_outcome import is_trained
 from penstock.topics.groups import Group
+from penstock.topics.samples import Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class TokenSequence:
     """[T] True on tokens that are trained."""
     advantage: float
     temperature: float = 1.0
+    sample_tokens: int | None = None
+    """Trained tokens of the whole sample, where this is one of several sequences of a trajectory."""
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not belong together."""
@@ -94,23 +97,35 @@ def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callab
 def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: str) -> list[TokenSequence]:
     """The samples of a group that are trained, in order of their numbers; aborted, empty and masked ones are not.
 
-    `truncated` is `algorithm.truncated`: under "mask" a sample that ran out of tokens is left out, its reward stays in the group's mean.
+    A trajectory is a sequence for each of its segments, all with the trajectory's advantage. `truncated` is `algorithm.truncated`: under
+    "mask" a sample that ran out of tokens is left out, its reward stays in the group's mean.
     """
-    samples = group.samples
     return [
-        TokenSequence(
-            group=group.group,
-            sample=sample.rollout.sample,
-            prompt_ids=group.prompt_ids,
-            completion_ids=sample.rollout.token_ids,
-            behaviour_logprobs=sample.rollout.behaviour_logprobs,
-            loss_mask=sample.rollout.loss_mask,
-            advantage=float(advantage),
-            temperature=sample.rollout.temperature,
-        )
-        for sample, advantage in zip(samples, advantages(group), strict=True)
+        sequence
+        for sample, advantage in zip(group.samples, advantages(group), strict=True)
         if is_trained(sample.rollout, truncated=truncated)
+        for sequence in _parts(sample.rollout, group.prompt_ids, float(advantage))
     ]
+
+
+def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float) -> Iterator[TokenSequence]:
+    """The sequences of one sample that have a trained token: a single one, or one for each segment of a trajectory."""
+    segments = rollout.segments or ((0, len(rollout.token_ids), 0),)
+    whole = int(rollout.loss_mask.sum()) if len(segments) > 1 else None
+    for start, end, prompt in segments:
+        first = start + prompt
+        if rollout.loss_mask[first:end].any():
+            yield TokenSequence(
+                group=rollout.group,
+                sample=rollout.sample,
+                prompt_ids=rollout.token_ids[start:first] if prompt else prompt_ids,
+                completion_ids=rollout.token_ids[first:end],
+                behaviour_logprobs=rollout.behaviour_logprobs[first:end],
+                loss_mask=rollout.loss_mask[first:end],
+                advantage=advantage,
+                temperature=rollout.temperature,
+                sample_tokens=whole,
+            )
 
 
 MicroBatch = tuple[TokenSequence, ...]
@@ -147,7 +162,7 @@ class MicroBatcher:
 
 
 def boundaries(batches: Iterable[Sequence[TokenSequence]]) -> tuple[int, ...]:
-    """How many samples of the step lie before the end of each micro-batch: what the ledger records.
+    """How many sequences of the step lie before the end of each micro-batch: what the ledger records.
 
     Example:
         boundaries([(a, b, c), (d,)])  # -> (3, 4)
@@ -180,7 +195,15 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
         temperatures=np.array([sequence.temperature for sequence in sequences], np.float32),
         groups=np.array([sequence.group for sequence in sequences], np.int64),
         samples=np.array([sequence.sample for sequence in sequences], np.int64),
+        sample_tokens=_sample_tokens(sequences),
     )
+
+
+def _sample_tokens(sequences: Sequence[TokenSequence]) -> npt.NDArray[np.int64] | None:
+    if all(sequence.sample_tokens is None for sequence in sequences):
+        return None
+    own = [int(sequence.loss_mask.sum()) for sequence in sequences]
+    return np.array([sequence.sample_tokens or mine for sequence, mine in zip(sequences, own, strict=True)], np.int64)
 
 
 def denominator(masks: Iterable[np.ndarray[Any, Any]], plan: Iterable[Group], *, aggregate: str, counts_untrained: bool) -> float:

@@ -1,17 +1,15 @@
-"""Where a run stands, from its view: status, configuration, fates of its groups, moving mean of the reward.
+"""Where a run stands, from its view: status, configuration, fates of its groups, last reward.
 
 The rule: pure functions of a `RunView`; the ledger is believed before the run's own record.
 """
 
 import json
+import math
 from typing import Any
 
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import together
 from penstock.pipeline.scheduling import fates as groups
-
-RECENT_STEPS = 4
-"""Steps' worth of groups that the moving mean of the reward is taken over."""
 
 
 def closing(view: RunView) -> dict[str, Any]:
@@ -55,10 +53,23 @@ def steps_per_version(view: RunView) -> int:
     return int(config_of(view).get("schedule", {}).get("steps_per_version") or 1)
 
 
-def recent_reward(view: RunView) -> float | None:
-    """Moving mean over all scored samples of the last few steps' groups, before any filter."""
-    groups_meant = RECENT_STEPS * int(config_of(view).get("schedule", {}).get("prompts_per_step") or 8)
-    return together(list(view.recent)[-groups_meant:]).mean
+def last_reward(view: RunView) -> float | None:
+    """Mean over all scored samples, before any filter, whose oldest version covers one of the last tenth of the steps.
+
+    Where none is so new, as all of a short run may be older under a lag, it is that of the newest version with any.
+    """
+    versions, steps, per_version = sorted(view.rewards), len(view.steps), steps_per_version(view)
+    late = [version for version in versions if (version + 1) * per_version > steps - tenth(steps)] or versions[-1:]
+    return together(view.rewards[version] for version in late).mean
+
+
+def tenth(steps: int) -> int:
+    """How many steps the first and the last reward are means over.
+
+    Example:
+        tenth(41)  # -> 5
+    """
+    return math.ceil(steps / 10)
 
 
 def fates(view: RunView) -> dict[int, str]:

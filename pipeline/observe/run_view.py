@@ -5,7 +5,7 @@ The rule: `RunView.fold` is a pure function of the records, in any interleaving 
 
 import contextlib
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -51,6 +51,8 @@ class RunView:
     """Where repeated steps gave other bits, or the arithmetic had changed, and the run went on."""
     stale: set[int] = field(default_factory=set)
     admitted: set[int] = field(default_factory=set)
+    repeated: int = 0
+    """Prompts that were asked once more, as their first group was abandoned."""
     open: dict[int, Opened] = field(default_factory=dict)
     """Admitted groups without an outcome."""
     groups: dict[int, GroupFacts] = field(default_factory=dict)
@@ -69,7 +71,6 @@ class RunView:
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     moved_ms: int = 0
     """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
-    recent: deque[Tally] = field(default_factory=lambda: deque(maxlen=RECENT_GROUPS))
     """The newest scored groups."""
     _killers: set[Place] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
@@ -166,7 +167,6 @@ class RunView:
         if outcome.outcome in SCORED and outcome.reward_mean is not None and outcome.version_min is not None:
             tally = Tally(outcome.samples, outcome.samples * outcome.reward_mean)
             self.rewards[outcome.version_min] = self.rewards.get(outcome.version_min, Tally()).plus(tally)
-            self.recent.append(tally)
         return headers
 
     def _fold_prompts(self, record: Record) -> Headers | None:
@@ -174,6 +174,7 @@ class RunView:
         if headers.group is None or headers.group in self.admitted:
             return None
         self.admitted.add(headers.group)
+        self.repeated += bool(headers.attempt)
         if headers.group not in self.groups:
             self.open[headers.group] = Opened(record.partition, record.timestamp_ms / 1000)
         return headers

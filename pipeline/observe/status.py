@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from penstock.pipeline.observe import waste
-from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, recent_reward, status_of, steps_planned
+from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
@@ -116,7 +116,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "steps_done": len(view.steps),
         "steps": info_of(view).get("steps"),
         "version": view.version,
-        "reward": recent_reward(view),
+        "reward": last_reward(view),
         "lag_mean": last.get("lag_mean"),
         "elapsed_s": elapsed_s(view, now_s=now_s),
         "to_go_s": to_go_s(view),

@@ -119,7 +119,7 @@ class SimulatedWorker:
     def _draw(self) -> Process:
         """Decode until the next sample ends, or something changes."""
         began, count = self._world.now, len(self._rows)
-        step_s = self._work.decode(count if self._work.side_by_side else self._work.concurrency)
+        step_s = self._step_s(count)
         left = self._rows[0].end - self._steps
         yield self._world.timeout(left * step_s) | self._wake
         passed = self._world.now - began
@@ -131,6 +131,11 @@ class SimulatedWorker:
         while self._rows and self._rows[0].end <= self._steps + 1e-6:
             self._ended(heapq.heappop(self._rows))
         self._fill()
+
+    def _step_s(self, count: int) -> float:
+        if self._work.side_by_side:
+            return self._work.decode(count)
+        return self._work.decode(self._work.concurrency) * self._work.group_pace.get(self._rows[0].group, 1.0)
 
     def _ended(self, row: _Row) -> None:
         group = self._groups.get(row.group)

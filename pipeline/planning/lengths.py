@@ -71,7 +71,7 @@ def recorded(groups: Mapping[int, Lengths], *, name: str) -> LengthDistribution:
     class Recorded(LengthDistribution):
         def of_group(self, group: int, *, samples: int, seed: int) -> Lengths:
             random = np.random.default_rng((seed, group))
-            lengths = groups[group] if group in groups else known[random.integers(len(known))]
+            lengths = groups[group] if group in groups else known[int(random.integers(len(known)))]
             more = random.choice(lengths, max(0, samples - len(lengths)))
             return np.maximum(1, np.concatenate([lengths, more])[:samples]).astype(np.int64)
 

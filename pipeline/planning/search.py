@@ -36,6 +36,8 @@ class Cluster:
     """Accelerators of one engine."""
     trainer_size: int = 1
     """Accelerators to which the base's training times belong."""
+    in_flight: bool = True
+    """Whether engines take new weights while they draw."""
     step_sizes: tuple[int, ...] = STEP_SIZES
     """Values of `prompts_per_step` to choose from."""
 
@@ -95,7 +97,7 @@ def search(cluster: Cluster) -> Plan:
     enough = NEAR_BEST * max(map(_speed, by_size))
     size = next(candidate.prompts_per_step for candidate in by_size if candidate.tokens_per_s >= enough)
     candidates = _modes(cluster, prompts_per_step=size)
-    by_mode = [max((one for one in candidates if one.mode == mode), key=_speed) for mode in _allowed(cluster.max_lag)]
+    by_mode = [max((one for one in candidates if one.mode == mode), key=_speed) for mode in _allowed(cluster)]
     return Plan(
         cluster=cluster,
         best=max(by_mode, key=_speed),
@@ -166,14 +168,18 @@ def _steady(outcome: Outcome, schedule: Schedule) -> float:
     return sum(step.tokens for step in later) / (later[-1].ended_s - outcome.steps[begin - 1].ended_s)
 
 
-def _allowed(max_lag: int) -> list[str]:
-    """The modes that keep the bound; one with a lag of 0 is `pipelined`, whatever its name."""
-    return [mode for mode, schedule in MODES.items() if schedule.max_lag == 0 or max_lag > 0]
+def _allowed(cluster: Cluster) -> list[str]:
+    """The modes that keep the bound and that the engines can do; one with a lag of 0 is `pipelined`, whatever its name."""
+    return [
+        mode
+        for mode, schedule in MODES.items()
+        if (schedule.max_lag == 0 or cluster.max_lag > 0) and (schedule.loads_at != "step" or cluster.in_flight)
+    ]
 
 
 def _modes(cluster: Cluster, *, prompts_per_step: int) -> list[Candidate]:
     """Every allowed mode on a grid of splits, then beside its best until nothing gets better."""
-    return list(itertools.chain.from_iterable(_splits(cluster, mode, prompts_per_step) for mode in _allowed(cluster.max_lag)))
+    return list(itertools.chain.from_iterable(_splits(cluster, mode, prompts_per_step) for mode in _allowed(cluster)))
 
 
 def _splits(cluster: Cluster, mode: str, prompts_per_step: int) -> Iterator[Candidate]:

@@ -94,20 +94,36 @@ class _Run:
         self._outcome(worker, group)
 
     def _outcome(self, worker: SimulatedWorker, group: DrawnGroup) -> None:
+        """A group's outcome is in the log: the feeder hears of it, and the trainer."""
         worker.unfinished -= 1
-        chance = np.random.default_rng((self.work.seed, group.group, 1)).random() if self.work.filtered else 1.0
-        outcome = "abandoned" if group.aborted else "filtered" if chance < self.work.filtered else "scored"
+        outcome = "abandoned" if group.aborted else "filtered" if self._is_filtered(group.group) else "scored"
+        if outcome != "scored":
+            self.dropped[outcome] += 1
+        self.feed()
+        if self.work.take_s:
+            self.world.process(self._take(group, outcome))
+        else:
+            self._taken(group, outcome)
+
+    def _take(self, group: DrawnGroup, outcome: str) -> Process:
+        yield self.world.timeout(self.work.take_s)
+        self._taken(group, outcome)
+
+    def _taken(self, group: DrawnGroup, outcome: str) -> None:
         oldest = min((sample.version_min for sample in group.samples), default=0)
         self.selector.add(
             Candidate(group=group.group, outcome=outcome, policy_version_min=oldest, partition=0, offset=0, parts=1, sha256="")
         )
         if outcome == "scored":
             self.groups[group.group] = group
-            if not self.arrived.triggered:
-                self.arrived.succeed()
-        else:
-            self.dropped[outcome] += 1
-        self.feed()
+        if not self.arrived.triggered:
+            self.arrived.succeed()
+
+    def _is_filtered(self, group: int) -> bool:
+        known = self.work.filtered_groups.get(group)
+        if known is not None or not self.work.filtered:
+            return bool(known)
+        return bool(np.random.default_rng((self.work.seed, group, 1)).random() < self.work.filtered)
 
     def train(self) -> Process:
         """The trainer, to the end of the run's last step."""
@@ -126,6 +142,7 @@ class _Run:
             step.ended_s = self.world.now
             self.steps.append(step)
             if rules.publishes(number, steps=self.work.steps, steps_per_version=schedule.steps_per_version):
+                yield self.world.timeout(self.work.release_s)
                 self.world.timeout(self.work.publish_s, version + 1).callbacks.append(self._published)
         for worker in self.workers:
             worker.hold = True
@@ -145,7 +162,7 @@ class _Run:
         if not step.groups:
             step.first_group_s = self.world.now
         step.take(group, learner_version=version)
-        took = self.work.train_s(group.tokens)
+        took = self.work.train_s(group.tokens) * self.work.step_pace.get(step.number, 1.0)
         yield self.world.timeout(took)
         step.compute_s += took
 

@@ -87,7 +87,7 @@ def plan_as_text(plan: Plan) -> str:
         table.add_section()
         for candidate in plan.by_step_size:
             table.add_row(*_row(candidate, base=plan.synchronous))
-    return "\n".join(head) + "\n" + _printed(table)
+    return "\n".join(head) + "\n" + printed(table)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def comparison_as_text(comparison: Comparison) -> str:
             figure.name, _shown(figure, figure.simulated), published, off, f"{100 * figure.tolerance:g}", "" if figure.holds else "misses"
         )
     lists = [*_listed("put in", comparison.inputs), *_listed("assumed", comparison.assumed)]
-    return "\n".join([comparison.paper, "", *lists, "", _printed(table).rstrip("\n"), "", *comparison.notes]) + "\n"
+    return "\n".join([comparison.paper, "", *lists, "", printed(table).rstrip("\n"), "", *comparison.notes]) + "\n"
 
 
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
@@ -172,7 +172,8 @@ def _flat(values: Any) -> str:
     return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
 
 
-def _printed(table: Table) -> str:
+def printed(table: Table) -> str:
+    """A table as lines of plain text."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(table)
     assert isinstance(console.file, io.StringIO)

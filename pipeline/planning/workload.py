@@ -4,8 +4,8 @@ The rule: times are seconds and speeds tokens per second; nothing here knows how
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -87,17 +87,27 @@ class Workload:
     """A scorer's time for one group."""
     scorers: int = 1
     deliver_s: float = 0.0
-    """From a group's last token to the scorer and from there to the trainer, in all, beside `reward_s`."""
+    """From a group's last token to its outcome in the log, beside `reward_s`."""
+    take_s: float = 0.0
+    """From a group's outcome in the log to the trainer."""
     train_token_s: float = 0.0
     """The trainer's time for each token of a completion."""
     train_group_s: float = 0.0
     """The trainer's time for each group, whatever its length."""
     step_s: float = 0.0
     """The trainer's time for the optimizer and the ledger, at the end of each step."""
+    release_s: float = 0.0
+    """The trainer's time for each version that it publishes, after the step."""
     publish_s: float = 0.0
-    """From the end of a step to its version's arrival at the workers; the trainer goes on meanwhile."""
+    """From then on to the version's arrival at the workers; the trainer goes on meanwhile."""
     filtered: float = 0.0
     """Share of groups that are filtered, each replaced by a new one."""
+    filtered_groups: Mapping[int, bool] = field(default_factory=dict)
+    """Group -> whether it is filtered, where that is known."""
+    group_pace: Mapping[int, float] = field(default_factory=dict)
+    """Group -> how many times as long as usual its decode steps take, in an engine that draws one group at a time."""
+    step_pace: Mapping[int, float] = field(default_factory=dict)
+    """Optimizer step -> how many times as long as usual its training takes."""
     seed: int = 0
 
     @property

@@ -36,6 +36,8 @@ class FeederNote(NamedTuple):
     """Groups below this number have ended."""
     dropped: int
     """How many of them a scorer dropped."""
+    place: int
+    """Where in the order of prompts the next one stands, as far as those groups tell."""
 
 
 Note = TypeVar("Note", RolloutNote, ScorerNote, FeederNote)

@@ -4,7 +4,7 @@ The rule: one model is loaded at a time in a process, because transformers chang
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,10 @@ from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.engines.base import Engine, EngineSettings
 from penstock.infra.errors import EngineError
 from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.envs.agents.driver import Limits
+from penstock.pipeline.envs.agents.engine import TrajectoryEngine
+from penstock.pipeline.envs.conversation import Template, template_of
+from penstock.pipeline.envs.tokenization import digests
 
 _LOADING = threading.Lock()
 
@@ -34,14 +38,39 @@ def check_engine(config: Config) -> None:
         raise ConfigError(str(error)) from error
 
 
-def make_engine(config: Config) -> Engine:
-    """An engine with the initial model loaded. Raises `EngineError`."""
+def make_engine(config: Config, *, episodes: bool = True, say: Callable[[str], None] = lambda _: None) -> Engine:
+    """An engine with the initial model; where the run has an environment, and `episodes`, one that plays them. Raises `EngineError`."""
     with _LOADING, _mistakes():
-        return config.engine.open(_settings_of(config))
+        engine = config.engine.open(_settings_of(config))
+    chosen = config.environment
+    if chosen.source is None or not episodes:
+        return engine
+    return TrajectoryEngine(
+        engine, source=chosen.source, template=template_for(config), limits=limits_of(config), processes=chosen.processes,
+        in_flight=chosen.in_flight, say=say,
+    )  # fmt: skip
+
+
+def limits_of(config: Config) -> Limits:
+    """What ends a run's trajectories."""
+    chosen = config.environment
+    return Limits(
+        max_turns=chosen.max_turns, turn_tokens=config.sampling.max_new_tokens, trajectory_tokens=chosen.max_tokens,
+        reset_timeout_s=chosen.reset_timeout_s, step_timeout_s=chosen.step_timeout_s, trajectory_timeout_s=chosen.trajectory_timeout_s,
+        retries=chosen.retries, replay=chosen.resume == "replay", history=chosen.history,
+    )  # fmt: skip
+
+
+def template_for(config: Config) -> Template:
+    """What renders the run's conversations."""
+    data, path = config.data, config.model.path
+    stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
+    return template_of(Path(path), chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
 
 
 def _settings_of(config: Config) -> EngineSettings:
     rollout = config.rollout
+    completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(
         directory=Path(config.model.path),
         dtype=rollout.dtype,
@@ -49,7 +78,7 @@ def _settings_of(config: Config) -> EngineSettings:
         threads=rollout.threads,
         seed=config.run.seed,
         concurrency=rollout.concurrency,
-        longest=config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0),
+        longest=config.environment.max_tokens if config.environment.source is not None else completion,
         kv_cache=rollout.kv_cache,
         engine_process=rollout.engine_process,
         arguments=rollout.vllm,

@@ -140,7 +140,7 @@ _TABLE = (
             "groups": "samples with rewards",
             "ledger": "what was done before",
             "weights": "versions that exist already",
-            "metrics": "an evaluator's wish to end the run",
+            "metrics": "an evaluator's wish to end the run, the feeder's word that all prompts are out",
             **_PLACE,
             **_LETTERS,
             **_JOINS,

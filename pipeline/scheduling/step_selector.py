@@ -100,6 +100,11 @@ class Selector:
             self.drops += 1
             self.newly_stale.append(candidate)
 
+    @property
+    def known(self) -> int:
+        """Distinct groups whose outcome was seen."""
+        return len(self.outcomes.keys() | self.settled)
+
     def take(self, *, learner_version: int) -> Candidate | None:
         """The next group to train, or None while it is not known; groups that are too old are set aside in `newly_stale`."""
         while (candidate := self._peek()) is not None:

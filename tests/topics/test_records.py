@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.samples import Turn, reward_of
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
@@ -323,3 +324,36 @@ def test_a_sample_of_another_group_is_not_written():
     group = replace(a_group(), group=4)
     with pytest.raises(ValueError, match="group 4: sample 0 belongs to group 3"):
         groups.encode(group)
+
+
+def a_trajectory(**changed):
+    turns = (Turn(start=0, end=4, source="prompt"), Turn(start=4, end=9, source="model", finish="stop", reward=0.5))
+    mask = np.arange(20) >= 4
+    return replace(
+        a_rollout(), loss_mask=mask, behaviour_logprobs=np.where(mask, np.float32(-1), np.float32("nan")),
+        **{"segments": ((0, 12, 0), (12, 20, 3)), "turns": turns, "messages": '[{"role": "user"}]', "environment": "tiny:lake",
+           "environment_version": "1", "environment_seed": 2**40, **changed},
+    )  # fmt: skip
+
+
+def test_a_trajectory_comes_back_as_it_was_beside_single_completions_and_in_a_group() -> None:
+    single, trajectory = a_rollout(sample=0), a_trajectory()
+    assert rollouts.decode_all(rollouts.encode(single, trajectory)) == (single, trajectory)
+    group = a_group()
+    group = replace(group, samples=(replace(group.samples[0], rollout=a_trajectory(sample=0)), *group.samples[1:]))
+    assert groups.decode(groups.encode(group)) == group
+    assert (reward_of(trajectory.turns), trajectory.broken) == (0.5, None)
+
+
+def test_a_trajectory_that_its_environment_broke_says_why() -> None:
+    cause = "environment-step: took longer than 1 s and was killed"
+    assert a_trajectory(finish="abort", turns=(Turn(start=20, end=20, source="environment", finish=cause),)).broken == cause
+
+
+@pytest.mark.parametrize("changed", [
+    {"segments": ((0, 12, 0),)}, {"segments": ((0, 12, 0), (13, 20, 3))}, {"segments": ((0, 12, 0), (12, 20, 9))},
+    {"turns": (Turn(start=4, end=21, source="model"),)},
+])  # fmt: skip
+def test_segments_and_turns_that_do_not_fit_the_tokens_are_refused(changed) -> None:
+    with pytest.raises(ValueError, match=r"segment|turn"):
+        rollouts.encode(a_trajectory(**changed))

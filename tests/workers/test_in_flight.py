@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.envs.datasets import order
+from penstock.pipeline.observe.report.text import as_text
+from penstock.topics import prompts
 from penstock.topics.samples import Rollout
+from tests.support.crew import records_of
 from tests.support.in_flight import config_in_flight, run_of
+
+ROWS = 40
 
 
 def spans(samples: Iterable[Rollout]) -> list[int]:
@@ -28,12 +34,22 @@ def test_samples_in_flight_go_on_under_new_weights_and_say_so(run_id: str, tiny_
 
 def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     bounded = config_in_flight(tiny_model, tmp_path, schedule={"mode": "bounded"})
-    report, samples, ended = run_of(MemoryLog(), run_id, bounded)
+    log, config = MemoryLog(), bounded
+    report, samples, ended = run_of(log, run_id, config)
     aborted = {sample.group for sample in samples if sample.finish == "abort"}
     assert aborted
     assert aborted == {group.group for group in ended if group.outcome == "abandoned"}
     assert all("could no longer be fresh" in (group.reason or "") for group in ended if group.group in aborted)
     assert report["groups"]["abandoned"] == len(aborted)
+    prompts_of = [prompts.read(record, run=run_id)[1] for record in records_of(log, f"{run_id}.prompts")]
+    rows = {prompt.group: (prompt.epoch, prompt.row) for prompt in prompts_of}
+    again = {prompt.group: prompt.again for prompt in prompts_of if prompt.again is not None}
+    assert report["repeated"] == len(again) == len(set(again.values())) > 0
+    assert set(again.values()) <= aborted - set(again)  # once and not twice
+    assert all(rows[group] == rows[first] for group, first in again.items())
+    fresh = [rows[group] for group in sorted(rows) if group not in again]
+    assert fresh == [order(config.run.seed, place, ROWS) for place in range(len(fresh))]  # no row lost its turn
+    assert f"{len(again)} asked again after they were abandoned" in " ".join(as_text(report).split())
     assert report["lag"]["max"] <= 1
 
 

@@ -27,7 +27,7 @@ class Column:
     """A column, a field of a struct or the elements of a list; this class is for strings."""
 
     blank: Any = ""
-    """The value in the buffers under a null; lists, structs and maps have no nulls."""
+    """The value in the buffers under a null; structs and maps have no nulls."""
 
     def __init__(self, field: pa.Field) -> None:
         self.name: str = field.name
@@ -127,6 +127,8 @@ class Structs(Column):
 class Lists(Column):
     """Lists, read as tuples."""
 
+    blank = ()
+
     def __init__(self, field: pa.Field) -> None:
         super().__init__(field)
         self.item = column_of(field.type.value_field)
@@ -200,7 +202,7 @@ class Maps(Column):
 
 
 class Reserved(Column):
-    """A list or struct that may be null: always null in today's records, and not read from those of later versions."""
+    """A struct or map that may be null: always null in today's records, and not read from those of later versions."""
 
     def to_arrow(self, values: Sequence[Any]) -> pa.Array:
         """Nulls."""
@@ -215,7 +217,7 @@ class Reserved(Column):
 def column_of(field: pa.Field) -> Column:
     """The column that writes and reads a field."""
     kind = field.type
-    if field.nullable and pa.types.is_nested(kind):
+    if field.nullable and pa.types.is_nested(kind) and not pa.types.is_list(kind):
         return Reserved(field)
     if pa.types.is_list(kind):
         return (Arrays if kind.value_type in _ARRAYS else Lists)(field)

@@ -13,6 +13,7 @@ Kind = Literal[
     "orphan",
     "killer",
     "reward-failed",
+    "environment-failed",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -3,6 +3,7 @@
 The rule: it reads the same weights as every worker and never delays training; to end a run early it can only ask.
 """
 
+import json
 import os
 import time
 from collections import deque
@@ -16,13 +17,15 @@ from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
+from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
+from penstock.pipeline.runtime.sampling import episode_request
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weight_sync import fetch
 from penstock.topics import metrics
+from penstock.topics.samples import cause_of
 from penstock.topics.wire.errors import Unusable
 from penstock.workers.evaluator.accuracy import EarlyStopping, due, summary
 
@@ -96,6 +99,7 @@ class Evaluator:
     """(data row, its text and token ids), one per held-out prompt."""
     sources: list[str]
     """The name of each row's source."""
+    renderer: Renderer
     faults: FaultCount
 
     @classmethod
@@ -105,11 +109,12 @@ class Evaluator:
         held = [(name, row) for name, dataset in open_eval_data(config).items() for row in map(dataset.__getitem__, range(len(dataset)))]
         renderer = Renderer.of(config)
         rows = [(row, renderer.render(row)) for _, row in held]
-        reward, longest = config.eval_reward, config.eval.max_new_tokens or config.sampling.max_new_tokens
+        reward = config.eval_reward
+        longest = config.max_drawn_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
         init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=longest)
         pool: ChildPool[int] = ChildPool(CHILD, init=init, size=1, timeout_s=reward.timeout_s)
         names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
-        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, names, faults)
+        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, names, renderer, faults)
 
     def evaluate(self, version: int, state: LedgerState) -> dict[str, float] | None:
         """What `measures` gives of one version; None when the worker was stopped meanwhile."""
@@ -118,34 +123,51 @@ class Evaluator:
         self.engine.load_weights(version, fetch(session.log, state.manifests[version], run=session.run))
         longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
         scores: dict[bool, dict[int, Score]] = {}
+        turns: list[int] = []
         for greedy, rows in ((True, 1), (False, held.samples)):
             how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
-            requests = [
-                GroupRequest(
-                    group=index,
-                    prompt_ids=token_ids,
-                    samples=tuple(range(rows)),
-                    rows=rows,
-                    seed=session.config.run.seed + SEED_OFFSET,
-                    sampling=how,
-                )
-                for index, (_, (_, token_ids)) in enumerate(self.rows)
-            ]
-            for index, completions in self._drawn(requests):
-                row, (text, _) = self.rows[index]
-                token_ids = [list(map(int, completion.token_ids)) for completion in completions]
-                texts, step = [self.decoder.decode(ids) for ids in token_ids], version * session.schedule.steps_per_version
-                self.pool.submit(
-                    index, payload(texts, prompt=text, messages=row.messages, columns=row.columns, completion_ids=token_ids, step=step)
-                )
+            for index, completions in self._drawn([self._request(index, rows, how) for index in range(len(self.rows))]):
+                turns += [sum(turn.source == "model" for turn in getattr(completion, "turns", ())) for completion in completions]
+                self._judge(index, completions, version)
             if session.stop.is_set():
                 return None
             scores[greedy] = self._scored()
         values = self.measures(scores[True], scores[False])
+        if session.config.environment.source is not None:
+            values["turns_mean"] = sum(turns) / len(turns)
         found = [f"{how} {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_accuracy") in values]
         found += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
         session.reporter.say(f"version {version}: {', '.join(found)}")
         return {**values, "eval_s": time.monotonic() - started}
+
+    def _request(self, index: int, rows: int, how: Sampling) -> GroupRequest:
+        """One held-out prompt to be sampled `rows` times."""
+        row, (text, token_ids) = self.rows[index]
+        request = GroupRequest(
+            group=index, prompt_ids=token_ids, samples=tuple(range(rows)), rows=rows, seed=self.session.config.run.seed + SEED_OFFSET,
+            sampling=how,
+        )  # fmt: skip
+        if self.session.config.environment.source is None:
+            return request
+        messages = self.renderer.messages(row)
+        return episode_request(request, text=text, messages=json.dumps(messages) if messages else None, columns=row.columns)
+
+    def _judge(self, index: int, completions: Sequence[Completion], version: int) -> None:
+        """Have the completions of one prompt scored; where an environment broke, the prompt has no reward."""
+        row, (text, _) = self.rows[index]
+        if cause := next((cause for one in completions if (cause := cause_of(getattr(one, "turns", None)))), None):
+            self.session.reporter.say(f"the environment of held-out prompt {index} is broken: {cause}")
+            return
+        token_ids = [list(map(int, completion.token_ids)) for completion in completions]
+        texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.session.schedule.steps_per_version
+        messages = row.messages if self.session.config.environment.source is None else self.renderer.messages(row)
+        self.pool.submit(
+            index,
+            payload(
+                texts, prompt=text, messages=messages, columns=row.columns, completion_ids=token_ids, step=step,
+                episodes=episodes_of(completions),
+            ),
+        )  # fmt: skip
 
     def measures(self, greedy: Mapping[int, Score], sampled: Mapping[int, Score]) -> dict[str, float]:
         """Accuracies, pass@k and mean rewards over all held-out prompts; of several sources also of each, as `SOURCE/NAME`.

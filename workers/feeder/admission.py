@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Commits, Committed, Partition
+from penstock.pipeline.envs.datasets.prompt_order import PromptOrder
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import FeederNote
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import Presence, hear
 from penstock.topics import groups, metrics, prompts
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
+from penstock.workers.feeder.choice import Choice, Choices, choice_of
 
 
 @dataclass(slots=True)
@@ -34,6 +37,10 @@ class Admission:
     """Group -> partition of its prompt, for groups from `ended_below` on."""
     ended: set[int] = field(default_factory=set)
     unfinished: list[int] = field(default_factory=list)
+    choices: Choices = field(default_factory=lambda: Choices(order=PromptOrder(sizes=(1,), weights=(1.0,))))
+    """What was asked, and what is asked next."""
+    rows_before: Mapping[int, int] = field(default_factory=lambda: {0: 0})
+    """Source -> rows of the sources before it."""
     presence: Presence = field(init=False)
     _dropped: set[int] = field(default_factory=set)
     _seen: tuple[int, int] = (-1, 0)
@@ -63,8 +70,9 @@ class Admission:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
         texts = {commit.metadata for commit in committed.values()}
         note = commit_notes.decode(FeederNote, texts.pop()) if len(texts) == 1 else None
-        if note is None:
+        if note is None or self.choices.remembers:
             return {}
+        self.choices.next_place = note.place
         self.admitted = self.ended_below = note.ended
         self.dropped_below = note.dropped
         starts = {partition: commit.offset or 0 for partition, commit in committed.items()}
@@ -73,7 +81,7 @@ class Admission:
 
     def commits(self) -> Commits:
         """Commits from which the next feeder begins: offsets, and as metadata the counts of the records before each."""
-        text = commit_notes.encode(FeederNote(ended=self.ended_below, dropped=self.dropped_below))
+        text = commit_notes.encode(FeederNote(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_place))
         offsets = {
             (f"{self.run}.{topic}", p): self._ends.get((topic, p), 0) for topic in ("prompts", "groups") for p in range(self.partitions)
         }
@@ -88,25 +96,26 @@ class Admission:
         topic = record.topic.removeprefix(f"{self.run}.")
         self._ends[topic, record.partition] = record.offset + 1
         if topic == "prompts":
-            headers = prompts.check(record, run=self.run)
-            assert headers.group is not None
-            self.admit(headers.group, record.partition, record.offset)
+            prompt = prompts.read(record, run=self.run)[1]
+            self.admit(prompt.group, record.partition, record.offset, choice=choice_of(prompt, rows_before=self.rows_before))
         elif topic == "groups":
             headers = groups.check(record, run=self.run)
             assert headers.group is not None
-            self._end(headers.group, record, dropped=headers.outcome in rules.DROPPED)
+            self._end(headers.group, record, headers)
         elif topic == "metrics":
             hear(self.presence, metrics.read(record, run=self.run)[1])
         else:
             self.ledger.apply(record)
 
-    def admit(self, group: int, partition: int, offset: int = 0) -> None:
+    def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice) -> None:
         """Note that a group's prompt is in a partition, or about to be."""
         if group not in self.partition_of and group >= self.ended_below:
             self.partition_of[group], self._prompt_at[group] = partition, offset
             while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
                 self.admitted += 1
             self.unfinished[partition] += 1
+            self.choices.asked(group, choice)
+            self._pass_ended()
 
     def written(self, batch: Sequence[Outgoing], offsets: Sequence[int]) -> None:
         """Note the offsets of a batch of prompts, whose keys are their group numbers."""
@@ -114,15 +123,20 @@ class Admission:
             self._prompt_at[int(outgoing.key or b"")] = offset
             self._ends["prompts", outgoing.partition] = offset + 1
 
-    def _end(self, group: int, record: Record, *, dropped: bool) -> None:
+    def _end(self, group: int, record: Record, headers: Headers) -> None:
         if group in self.ended or group not in self.partition_of:
             return  # only admitted groups make room
         self.ended.add(group)
         self.unfinished[self.partition_of[group]] -= 1
         self._outcome_at[group] = (record.partition, record.offset)
-        if dropped:
+        self.choices.ended(group, outcome=headers.outcome, reward=headers.reward_mean)
+        if headers.outcome in rules.DROPPED:
             self._dropped.add(group)
-        while self.ended_below in self.ended:
+        self._pass_ended()
+
+    def _pass_ended(self) -> None:
+        """Forget the oldest groups that have ended; not one whose prompt is to be asked once more."""
+        while self.ended_below in self.ended and self.ended_below not in self.choices.awaiting:
             done = self.ended_below
             self.dropped_below += done in self._dropped and done not in self.ledger.stale
             self._dropped.discard(done)

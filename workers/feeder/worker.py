@@ -7,12 +7,10 @@ slow trainer limits the whole pipeline.
 import contextlib
 import json
 import time
-from typing import Any
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Start, Tail
-from penstock.pipeline.envs.datasets import order
-from penstock.pipeline.envs.datasets.configured import open_data
+from penstock.pipeline.envs.datasets.configured import Data, open_data
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
@@ -23,6 +21,7 @@ from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.feeder.admission import Admission
+from penstock.workers.feeder.choice import Choice, Choices
 
 POLL_S = 0.5
 
@@ -33,21 +32,20 @@ COMMIT_EVERY_S = 2.0
 def main(session: Session) -> None:
     """Admit prompts until the run is closed."""
     session.check_model()
-    dataset = open_data(session.config)
-    renderer = Renderer.of(session.config)
+    data, renderer = open_data(session.config), Renderer.of(session.config)
     # Fence before reading: no write of an earlier feeder can follow the records read now.
     transactions = session.transactions()
-    state = Admission(session.run, session.config.partitions, LedgerState(session.run))
+    state = _nothing_admitted(session, data)
     session.finishing = lambda: "nothing is left to finish (about 1 s)"
     tail = _catch_up(session, state)
     session.reporter.ready()
     committed, clock = time.monotonic(), WorkingClock()
     while state.ledger.closed is None and not session.stop.is_set():
         state.presence.now_s = clock.tick(working=tail.outage_s == 0)
-        batch = _admissible(state, session, dataset, renderer)
+        batch = _admissible(state, session, data, renderer)
         if batch:
             state.written(batch, transactions.commit(batch))
-        session.reporter.values.update(admitted=state.admitted, dropped=state.dropped)
+        session.reporter.values.update(_counts(state))
         session.reporter.status()
         for record in tail.poll(POLL_S):
             _apply(session, state, record)
@@ -58,6 +56,28 @@ def main(session: Session) -> None:
     session.reporter.doing("done")
     tail.close()
     transactions.close()
+
+
+def _nothing_admitted(session: Session, data: Data) -> Admission:
+    """The state of a feeder that has read nothing."""
+    chosen, limit = session.config.data, session.info.get("prompts")
+    choices = Choices(order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved)
+    return Admission(
+        session.run, session.config.partitions, LedgerState(session.run), choices=choices, rows_before=dict(enumerate(data.rows_before))
+    )
+
+
+def _counts(state: Admission) -> dict[str, float]:
+    """What the feeder reports: `all_out` once no prompt will ever follow and all have ended."""
+    choices = state.choices
+    all_out = choices.exhausted and state.ended_below == state.admitted
+    return {
+        "admitted": float(state.admitted),
+        "dropped": float(state.dropped),
+        "repeated": float(choices.repeated),
+        "left_out": float(choices.left_out),
+        "all_out": float(all_out),
+    }
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
@@ -86,7 +106,7 @@ def _apply(session: Session, state: Admission, record: Record) -> None:
         return
 
 
-def _admissible(state: Admission, session: Session, dataset: Any, renderer: Renderer) -> list[Outgoing]:
+def _admissible(state: Admission, session: Session, data: Data, renderer: Renderer) -> list[Outgoing]:
     """The prompts that the rules and the owners' free slots allow now."""
     batch: list[Outgoing] = []
     schedule, reporter = session.schedule, session.reporter
@@ -102,34 +122,44 @@ def _admissible(state: Admission, session: Session, dataset: Any, renderer: Rend
             room = f"group {number} waits for a rollout worker with room"
             reporter.doing(room if any(state.presence.owners) else "waiting for a rollout worker")
             return batch
+        choice = state.choices.next()
+        if choice is None:
+            over = state.choices.exhausted
+            reporter.doing(
+                "all prompts of the run's epochs are out" if over else f"group {number} waits for the outcome of the epoch before"
+            )
+            return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
-        prompt = _prompt(session, dataset, renderer, number=number, slot=slot, oldest=rules.min_version(schedule, slot=slot))
+        prompt = _prompt(session, data, renderer, choice, number=number, slot=slot)
         with reporter.encoding:
             value = prompts.encode(prompt)
             headers = prompts.headers(prompt, run=session.run).encode(value)
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
-        state.admit(number, partition)
+        state.admit(number, partition, choice=choice)
     everything = limit - state.dropped >= session.steps * schedule.prompts_per_step
     reporter.doing("all prompts of the run are out" if everything else "waiting for new weights")
     return batch
 
 
-def _prompt(session: Session, dataset: Any, renderer: Renderer, *, number: int, slot: int, oldest: int) -> Prompt:
+def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, *, number: int, slot: int) -> Prompt:
     """Group `number`'s prompt, rendered and tokenised once."""
-    config = session.config
-    epoch, index = order(config.run.seed, config.data.first_group + number, len(dataset), shuffle=config.data.shuffle)
-    row = dataset[index]
+    source, epoch, index = choice.turn
+    row = data.row(source, index)
     text, token_ids = renderer.render(row)
+    # A trajectory goes on from its prompt, and every turn renders the conversation: its driver needs the messages themselves.
+    messages = row.messages if session.config.environment.source is None else renderer.messages(row)
     return Prompt(
         group=number,
         slot=slot,
-        min_version=oldest,
-        samples_per_prompt=config.schedule.samples_per_prompt,
+        min_version=rules.min_version(session.schedule, slot=slot),
+        samples_per_prompt=session.schedule.samples_per_prompt,
         epoch=epoch,
-        row=row.index,
+        row=data.rows_before[source] + row.index,
         prompt=text,
-        messages=None if row.messages is None else json.dumps(row.messages),
+        messages=None if messages is None else json.dumps(messages),
         token_ids=token_ids,
         columns=json.dumps(row.columns),
         created_ns=time.time_ns(),
+        place=choice.place,
+        again=choice.again,
     )

@@ -14,6 +14,7 @@ from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import RolloutNote
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics.prompts import Prompt
+from penstock.topics.samples import cause_of
 from penstock.topics.wire.record import Record
 
 
@@ -35,6 +36,8 @@ class GroupTask:
     """Samples that the engine was asked for and has not returned."""
     drawn: dict[int, Completion] = field(default_factory=dict)
     """Samples that the engine returned and that are not sent."""
+    broken: dict[int, Completion] = field(default_factory=dict)
+    """Samples that their environment broke: they are published only where the group cannot get enough others."""
     sent: dict[int, Pending] = field(default_factory=dict)
     """Samples that are sent and not acknowledged, each with the record that it is in."""
     known: dict[int, int] = field(default_factory=dict)
@@ -69,7 +72,9 @@ class GroupTask:
         if completion.sample in self.drawing:
             self.drawing.discard(completion.sample)
             if self.needed and completion.sample not in self.known:
-                self.drawn[completion.sample] = completion
+                (self.broken if cause_of(getattr(completion, "turns", None)) else self.drawn)[completion.sample] = completion
+        for sample in sorted(self.broken)[: self.needed if not self.drawing else 0]:
+            self.drawn[sample] = self.broken.pop(sample)
 
     def send(self, samples: Iterable[int], pending: Pending) -> None:
         """Note that drawn samples are sent, in one record."""

@@ -13,7 +13,7 @@ from penstock.infra.log import Assigned, Member, Records, Revoked
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import RolloutNote
 from penstock.pipeline.runtime.factories import make_engine
-from penstock.pipeline.runtime.sampling import request_of, rollout_of
+from penstock.pipeline.runtime.sampling import request_of, rollout_of, source_of
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
@@ -39,7 +39,7 @@ def main(session: Session) -> None:
     """Draw samples until the run is closed."""
     session.check_model()
     session.reporter.doing("loading the model", now=True)
-    engine = make_engine(session.config)
+    engine = make_engine(session.config, say=session.reporter.say)
     weights = WeightPrefetch(session.log, session.run)
     worker = RolloutWorker.open(session, engine, weights)
     session.finishing = worker.finishing
@@ -280,9 +280,9 @@ class RolloutWorker:
         """Send what is drawn of a group, in as few records as it fits into."""
         session, schedule = self.session, self.session.schedule
         fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
+        sampling = session.config.sampling_for(source_of(task.prompt.columns))
         samples = [
-            rollout_of(task.drawn[number], sampling=session.config.sampling, worker=session.worker, oldest_trained=fresh)
-            for number in sorted(task.drawn)
+            rollout_of(task.drawn[number], sampling=sampling, worker=session.worker, oldest_trained=fresh) for number in sorted(task.drawn)
         ]
         topic, key = session.topic("rollouts"), str(task.group).encode()
         for batch in rollouts.batches(samples):

@@ -16,7 +16,7 @@ from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Tr
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
+from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
@@ -46,7 +46,13 @@ def main(session: Session) -> None:
     follower = LedgerFollower(session.log, session.run)
     transactions = session.transactions()
     reward = config.reward
-    init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=config.sampling.max_new_tokens)
+    init = spec(
+        reward.functions,
+        reward.weights,
+        max_steps=session.info["steps"],
+        max_completion_length=config.max_drawn_tokens,
+        by_source=config.data.rewards,
+    )
     pool: ChildPool[Job] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
@@ -255,6 +261,9 @@ class Scorer:
             return
         assert group.prompt is not None
         group.submitted = True
+        if broken := next((sample.broken for sample in group.ordered() if sample.broken), None):
+            self._fail_broken(group, broken)
+            return
         if group.aborted:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
             self._unscored.append(self._group(group, "abandoned", why, ()))
@@ -269,8 +278,17 @@ class Scorer:
         step = (groups.version_min(samples) or 0) * self.session.schedule.steps_per_version
         self.pool.submit(
             job,
-            payload(completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step),
-        )
+            payload(
+                completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step,
+                episodes=episodes_of(samples),
+            ),
+        )  # fmt: skip
+
+    def _fail_broken(self, group: OpenGroup, cause: str) -> None:
+        """End a group that lacks a sample because its environment broke: that is no reward of zero."""
+        assert group.prompt_record is not None
+        self.session.dead_letters.write(group.prompt_record, Unusable(f"group {group.group}: {cause}", kind="environment-failed"))
+        self._unscored.append(self._group(group, "failed", cause, ()))
 
     def _scored(self, result: Done[Job] | Failed[Job]) -> Group | None:
         """A scored, filtered or failed group; None for one whose partition was revoked, or which has ended otherwise meanwhile."""

@@ -76,6 +76,8 @@ class Trainer:
     places: Places
     asked_to_end: str | None = None
     """The reason why an evaluator wants the run to end."""
+    _admitted: int | None = None
+    """Groups of the whole run, once the feeder has said that no prompt will follow; None before."""
     committed: int = 0
     """Steps in the ledger; more than the policy has done only while they are repeated."""
     _tolerated: int = 0
@@ -106,7 +108,7 @@ class Trainer:
         )
         follow: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         follow[session.topic("weights"), 0] = "earliest"
-        if session.config.eval.target is not None or session.config.eval.patience is not None:
+        if session.config.eval.target is not None or session.config.eval.patience is not None or session.config.run.epochs is not None:
             follow[session.topic("metrics"), 0] = "earliest"
         if resumed.mark is not None:
             follow.update({at: resumed.mark.positions.get(_place(session, at), 0) for at in follow})
@@ -155,6 +157,9 @@ class Trainer:
             selected = self.inbox.take(learner_version=version)
             self._record_stale()
             if selected is None:
+                if self._no_more():
+                    self.asked_to_end = "every prompt of the run's epochs was asked"
+                    return False
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
                 continue
@@ -197,9 +202,15 @@ class Trainer:
             return True
         left = (self.session.steps - done) * schedule.prompts_per_step
         while not self.inbox.selector.ready(min(schedule.round_groups, left)):
+            if self._no_more():
+                break
             if not self._wait(f"step {done}: the round is not scored yet"):
                 return False
         return True
+
+    def _no_more(self) -> bool:
+        """Whether no group will come any more: under `run.epochs` the prompts may end before the steps."""
+        return self._admitted is not None and self.inbox.selector.known >= self._admitted
 
     def _wait(self, why: str) -> bool:
         """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
@@ -239,6 +250,8 @@ class Trainer:
                     measurement = metrics.read(record, run=self.session.run)[1]
             except Unusable:
                 return  # the tracker owns reading `metrics`
+            if measurement.role == "feeder" and measurement.values.get("all_out"):
+                self._admitted = int(measurement.values["admitted"])
             if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
 

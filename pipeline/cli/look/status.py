@@ -1,4 +1,4 @@
-"""`penstock status`, `runs` and `graph`: show the state of runs. The rule: nothing here writes to a topic."""
+"""`penstock status` and `graph`: show the state of a run. The rule: nothing here writes to a topic."""
 
 import time
 from typing import Annotated
@@ -7,25 +7,17 @@ import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit
 
-
-def runs(*, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
-    """List the runs of a broker: id, status, steps, age."""
-    from penstock.pipeline.observe.records.browse import list_runs
-
-    with at(bootstrap, security) as log:
-        rows = list_runs(log)
-    if json:
-        emit(rows)
-        return
-    if not rows:
-        print("no run is registered on this broker; start one with `penstock run CONFIG`")
-        return
-    width = max(len(str(row["run"])) for row in rows)
-    for row in rows:
-        print(f"{row['run']:<{width}}  {row['status']:<9} step {row['steps_done']} of {row['steps']}, {row['age']} ago")
+FOLLOW_S = 0.25
 
 
-def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
+def status(
+    run: Run,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep the picture up to date until the run ends, or Ctrl-C.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
     """Where a run stands now, and what each worker does."""
     from dataclasses import asdict
 
@@ -35,6 +27,9 @@ def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
     from penstock.pipeline.observe.status import WATCHED, silences, standing, standstill_s
     from penstock.pipeline.runtime.run_registry import resolve
 
+    if follow:
+        _follow(run, bootstrap, security, json=json)
+        return
     with at(bootstrap, security) as log:
         view = load(log, resolve(log, run), topics=WATCHED)
         now_s = time.time()
@@ -51,6 +46,26 @@ def status(run: Run, *, bootstrap: Bootstrap = "embedded", security: Security = 
     Console().print(frame(view, now_s=now_s, silent=silent))
     if stuck is not None and still_s is not None:
         print(describe(stuck, still_s=still_s))
+
+
+def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:
+    from rich.console import Console
+
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.observe.live.view import LiveView
+    from penstock.pipeline.observe.run_status import has_ended
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    if json:
+        raise ConfigError("give either --follow or --json")
+    with at(bootstrap, security, attends=False) as log:
+        view = LiveView(log, resolve(log, run), console=Console(), plain=False)
+        try:
+            view.poll(0.0)
+            while not has_ended(view.view):
+                view.poll(FOLLOW_S)
+        finally:
+            view.close()
 
 
 def graph(

@@ -24,10 +24,16 @@ def start(
 
 
 @app.command()
-def stop(*, json: Json = False) -> None:
-    """Stop it; its data stays."""
+def stop(
+    *, yes: Annotated[bool, typer.Option("--yes", help="Also while runs are at work; they wait for it.")] = False, json: Json = False
+) -> None:
+    """Stop it; its data stays. Refused while runs of this machine are at work, unless --yes is given."""
     from penstock.infra.broker import embedded
+    from penstock.infra.errors import PenstockError
+    from penstock.pipeline.launch.attended import attended_runs
 
+    if not yes and (busy := attended_runs()):
+        raise PenstockError(f"at work: {', '.join(busy)}; `penstock stop RUN` stops one, and --yes stops the broker all the same")
     ran = embedded.stop()
     if json:
         _show(embedded.status(), json=True)

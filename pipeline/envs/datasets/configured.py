@@ -1,16 +1,63 @@
 """The data sets that a run's configuration names."""
 
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
-from penstock.pipeline.envs.datasets.open import open_dataset
-from penstock.pipeline.envs.datasets.rows import Dataset
+from penstock.pipeline.envs.datasets.open import check, open_dataset
+from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, rising
+from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Row
 
 
-def open_data(config: Config) -> Dataset:
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The training prompts of a run: one source, or several that are mixed."""
+
+    sources: Mapping[str, Dataset]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources.values()))
+
+    @property
+    def rows_before(self) -> list[int]:
+        """For each source the rows of those before it: what its row numbers begin with in the log."""
+        return [0, *itertools.accumulate(map(len, self.sources.values()))][:-1]
+
+    def row(self, source: int, index: int) -> Row:
+        """A row of a source by their numbers; of several sources it has the name of its own in the column `data_source`."""
+        name = list(self.sources)[source]
+        row = self.sources[name][index]
+        if len(self.sources) == 1:
+            return row
+        if SOURCE_COLUMN in row.columns:
+            raise DataError(f"{row.origin}: the column {SOURCE_COLUMN!r} is what a mixture of sources adds; rename it")
+        return replace(row, columns={**row.columns, SOURCE_COLUMN: name})
+
+    def order(self, config: Config) -> PromptOrder:
+        """The order in which they are asked."""
+        data, sizes = config.data, [len(source) for source in self.sources.values()]
+        ranks = [rising(source, data.sort_by) if data.sort_by else None for source in self.sources.values()]
+        weights = data.weights or [float(size) for size in sizes]
+        return PromptOrder(sizes=sizes, weights=weights, seed=config.run.seed, shuffle=data.shuffle, ranks=ranks, first=data.first_group)
+
+    def check(self, *, also: Callable[[Row], object]) -> None:
+        """Read every row once (of generated data only the first few). Raises `DataError`."""
+        for number, source in enumerate(self.sources.values()):
+            check(source, also=also)
+            self.row(number, 0)
+
+
+def open_data(config: Config) -> Data:
     """Open the training prompts that the configuration names."""
+    return Data({source_name(source): _opened(config, source) for source in config.data_sources})
+
+
+def _opened(config: Config, source: str) -> Dataset:
     data = config.data
     return open_dataset(
-        data.source,
+        source,
         prompt_field=data.prompt_field,
         answer_field=data.answer_field,
         split=data.split,

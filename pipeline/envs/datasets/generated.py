@@ -6,7 +6,7 @@ The rule: row i is the same each time, given the same seed.
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from itertools import islice
@@ -65,14 +65,15 @@ def open_function(spec: str, *, base_dir: Path, seed: int, size: int | None, spl
 
 
 def open_tiny(task: str, *, seed: int, size: int | None, split: str) -> Rows:
-    """Rows of a built-in task; `successor` is the only one. Splits other than `train` are held out from it. Raises `DataError`."""
-    if task != "successor":
-        raise DataError(f"tiny:{task}: no such task{nearest(task, ['successor'])}")
-    from penstock.pipeline.envs.tiny import successor_rows
+    """Rows of a built-in task, `successor` or `lake`. Splits other than `train` are held out from it. Raises `DataError`."""
+    from penstock.pipeline.envs.tiny import lake_rows, successor_rows
 
-    held = list(successor_rows(size or SUCCESSOR_ROWS, seed, split="train" if split == "train" else "held_out"))
+    makers: dict[str, Callable[..., Sequence[Mapping[str, Any]]]] = {"successor": successor_rows, "lake": lake_rows}
+    if task not in makers:
+        raise DataError(f"tiny:{task}: no such task{nearest(task, makers)}")
+    held = list(makers[task](size or SUCCESSOR_ROWS, seed, split="train" if split == "train" else "held_out"))
     digest = hashlib.sha256(json.dumps(held, default=str, sort_keys=True).encode()).hexdigest()
-    return Rows(held, name="tiny:successor", digest=digest)
+    return Rows(held, name=f"tiny:{task}", digest=digest)
 
 
 class ReasoningGym:

@@ -1,17 +1,20 @@
-"""Makes the tiny model: a Qwen3 of 0.12 M parameters over single characters, taught the letters' order together with a wrong habit.
+"""Makes the tiny models: Qwen3s of 0.1 M parameters over single characters, one taught the letters' order together with a wrong habit,
+one taught to walk on the frozen lake, with steps astray.
 
 The rule: the directory is an ordinary Hugging Face one, complete or absent, and equal seeds and steps give equal weights.
 """
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.infra.paths import new_directory
+from penstock.pipeline.envs.tiny.lake import demonstration
 from penstock.pipeline.envs.tiny.task import demonstrations
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -20,18 +23,47 @@ CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 POSITIONS = 2048
 """Maximum sequence length; leaves room for real prompts at one token per character."""
 WARM_STEPS = 200
-BATCH = 64
-PEAK_LR = 5e-3
 
 Progress = Callable[[int, int, float], None]
+Text = list[tuple[str, bool]]
+"""Pieces of one demonstration, each with whether the policy says it; after what it says stands the end token."""
 
 
-def make_tiny_model(directory: str | Path, *, seed: int = 0, steps: int = WARM_STEPS, progress: Progress | None = None) -> Path:
-    """Write model and tokenizer into a new directory after `steps` of supervised learning; `progress` gets (step, steps, loss).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What a model is taught before a run, and its shape."""
+
+    demonstrations: Callable[[int, random.Random], Sequence[Text]]
+    steps: int
+    batch: int
+    peak_lr: float
+    layers: int
+    heads: int
+
+
+def _letters(count: int, rng: random.Random) -> list[Text]:
+    return [[(row["prompt"], False), (row["answer"], True)] for row in demonstrations(count, rng)]
+
+
+def _walks(count: int, rng: random.Random) -> list[Text]:
+    return [demonstration(rng) for _ in range(count)]
+
+
+LETTERS = Lesson(demonstrations=_letters, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
+LAKE = Lesson(demonstrations=_walks, steps=120, batch=32, peak_lr=3e-3, layers=2, heads=4)
+
+
+def make_tiny_model(
+    directory: str | Path, *, seed: int = 0, lesson: Lesson = LETTERS, steps: int | None = None, progress: Progress | None = None
+) -> Path:
+    """Write model and tokenizer into a new directory after `steps` of supervised learning, the lesson's own if absent.
+
+    `progress` gets (step, steps, loss).
 
     Raises:
         ValueError: the directory is not empty.
     """
+    steps = lesson.steps if steps is None else steps
     tokenizer = tiny_tokenizer()
     threads = torch.get_num_threads()
     with new_directory(Path(directory), holds="the tiny model") as aside:
@@ -39,8 +71,8 @@ def make_tiny_model(directory: str | Path, *, seed: int = 0, steps: int = WARM_S
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = _untrained()
-                _teach(model, tokenizer, seed=seed, steps=steps, progress=progress)
+                model = _untrained(lesson)
+                _teach(model, tokenizer, lesson, seed=seed, steps=steps, progress=progress)
         finally:
             torch.set_num_threads(threads)
         _save(model, tokenizer, aside)
@@ -62,15 +94,15 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def _untrained() -> Any:
+def _untrained(lesson: Lesson) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=len(SPECIALS) + len(CHARACTERS),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
+        num_hidden_layers=lesson.layers,
+        num_attention_heads=lesson.heads,
         num_key_value_heads=1,
         head_dim=32,  # the smallest that vLLM supports on a CPU
         max_position_embeddings=POSITIONS,
@@ -84,15 +116,14 @@ def _untrained() -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def _teach(model: Any, tokenizer: Any, *, seed: int, steps: int, progress: Progress | None) -> None:
+def _teach(model: Any, tokenizer: Any, lesson: Lesson, *, seed: int, steps: int, progress: Progress | None) -> None:
     rng, ids_of = random.Random(seed), tokenizer.get_vocab()  # by table: calling the tokenizer would cost a fifth of the time
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.peak_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
-        rows = demonstrations(BATCH, rng)
-        ids, labels = _batch([([ids_of[c] for c in row["prompt"]], [ids_of[c] for c in row["answer"]]) for row in rows])
+            group["lr"] = lesson.peak_lr * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
+        ids, labels = _batch(lesson.demonstrations(lesson.batch, rng), ids_of)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-1)
         optimizer.zero_grad()
@@ -104,15 +135,17 @@ def _teach(model: Any, tokenizer: Any, *, seed: int, steps: int, progress: Progr
     model.eval()
 
 
-def _batch(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 where nothing is learned; the answer ends with EOS."""
-    length = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
-    ids = torch.full((len(pairs), length), PAD)
-    labels = torch.full((len(pairs), length), -1)
-    for row, (prompt, answer) in enumerate(pairs):
-        sequence = torch.tensor([*prompt, *answer, EOS])
-        ids[row, : len(sequence)] = sequence
-        labels[row, len(prompt) : len(sequence)] = sequence[len(prompt) :]
+def _batch(texts: Sequence[Text], ids_of: Mapping[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids `int64[B, L]` and next-token labels `int64[B, L-1]`, -1 where nothing is learned."""
+    rows = [
+        [pair for piece, said in text for pair in [*((ids_of[c], said) for c in piece), *([(EOS, True)] if said else [])]] for text in texts
+    ]
+    length = max(map(len, rows))
+    ids = torch.full((len(rows), length), PAD)
+    labels = torch.full((len(rows), length), -1)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor([token for token, _ in row])
+        labels[number, : len(row)] = torch.tensor([token if said else -1 for token, said in row])
     return ids, labels[:, 1:]
 
 

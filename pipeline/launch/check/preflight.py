@@ -65,8 +65,9 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     count = parameters(Path(config.model.path))
     note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
     check_disk(config, info, note)
-    scores = trial.judge_answers(config)
-    note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
+    if config.environment.source is None:  # which alone knows what an episode is worth
+        scores = trial.judge_answers(config)
+        note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
     drawn = _samples(config, info, note) if samples else []
     return Checked(lines, info, drawn)
 
@@ -114,7 +115,10 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell) -> list[dict[s
     environment = place(config, visible_gpus()).environment("rollout-0")
     drawn = trial.draw(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
     samples: list[dict[str, Any]] = drawn["samples"]
-    scores = trial.judge(config, [sample["completion"] for sample in samples], [sample["token_ids"] for sample in samples])
+    if cause := next((sample["cause"] for sample in samples if sample["cause"]), None):
+        raise PenstockError(f"{config.environment.source}: {cause}")
+    columns = ([sample[name] for sample in samples] for name in ("completion", "token_ids", "episode"))
+    scores = trial.judge(config, *columns)
     for number, (sample, score, row) in enumerate(zip(samples, scores, trial.rows_of(config), strict=True), 1):
         sample["reward"], sample["answer"] = score.rewards[0], row.columns.get("answer")
         answer = "" if sample["answer"] is None else f"\n  answer      {cut(str(sample['answer']))}"

@@ -3,6 +3,7 @@
 The rule: a fault of the model, the engine or a reward ends in one line; nothing that the libraries print reaches the screen.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,23 +11,25 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.sandbox.pool import ChildError, ChildPool, Failed
+from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.infra.sandbox.spawn import ChildError
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import Row
 from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.topics.samples import cause_of
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
 ROWS = 2
-"""Rows of the data that are tried."""
+"""Rows of each source that are tried."""
 DRAW_LIMIT_S = 600.0
 
 
 def rows_of(config: Config) -> list[Row]:
-    """The first rows of the data."""
+    """The first rows of each source of the data."""
     data = open_data(config)
-    return [data[index] for index in range(min(ROWS, len(data)))]
+    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(ROWS, len(source)))]
 
 
 def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -38,22 +41,29 @@ def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
         return dict(_result(pool, {}, what="drawing"))
 
 
-def judge(config: Config, completions: Sequence[str], token_ids: Sequence[Sequence[int]]) -> list[rewards.Score]:
+def judge(
+    config: Config, completions: Sequence[str], token_ids: Sequence[Sequence[int]], episodes: Sequence[Any] = (None,) * ROWS
+) -> list[rewards.Score]:
     """The score of one completion for each of the first rows, by the run's reward functions. Raises `PenstockError`."""
     reward, renderer = config.reward, Renderer.of(config)
-    init = rewards.spec(reward.functions, reward.weights, max_steps=1, max_completion_length=config.sampling.max_new_tokens)
+    init = rewards.spec(reward.functions, reward.weights, max_steps=1, max_completion_length=config.max_drawn_tokens)
     with _children(rewards.CHILD, init, timeout_s=reward.timeout_s) as pool:
         return [
             rewards.Score.of(
                 _result(
                     pool,
                     rewards.payload(
-                        [text], prompt=renderer.render(row)[0], messages=row.messages, columns=row.columns, completion_ids=[ids]
+                        [text],
+                        prompt=renderer.render(row)[0],
+                        messages=row.messages if episode is None else renderer.messages(row),
+                        columns=row.columns,
+                        completion_ids=[ids],
+                        episodes=episode and [episode],
                     ),
                     what=f"the reward of {row.origin}",
                 )
             )
-            for row, text, ids in zip(rows_of(config), completions, token_ids, strict=True)
+            for row, text, ids, episode in zip(rows_of(config), completions, token_ids, episodes[: len(completions)], strict=True)
         ]
 
 
@@ -82,6 +92,7 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, An
 def _draw(config: Config, engine: Any) -> dict[str, Any]:
     from penstock.infra.engines.base import GroupRequest, Sampling
     from penstock.pipeline.envs.tokenization import digests
+    from penstock.pipeline.runtime.sampling import episode_request
 
     renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
     stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
@@ -89,8 +100,11 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
         temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids
     )
     prompts, began = [renderer.render(row) for row in rows_of(config)], time.monotonic()
-    for group, (_, ids) in enumerate(prompts):
-        engine.submit(GroupRequest(group=group, prompt_ids=ids, samples=(0,), rows=1, seed=config.run.seed, sampling=how))
+    for group, ((text, ids), row) in enumerate(zip(prompts, rows_of(config), strict=True)):
+        request = GroupRequest(group=group, prompt_ids=ids, samples=(0,), rows=1, seed=config.run.seed, sampling=how)
+        messages = json.dumps(renderer.messages(row)) if renderer.messages(row) else None
+        played = config.environment.source is not None
+        engine.submit(episode_request(request, text=text, messages=messages, columns=row.columns) if played else request)
     ended = {}
     while not engine.idle:
         ended.update({completion.group: completion for completion in engine.step()})
@@ -100,6 +114,8 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
             "completion": decoder.decode(completion.token_ids),
             "token_ids": completion.token_ids.tolist(),
             "finish": completion.finish,
+            "episode": next(iter(rewards.episodes_of([completion]) or ()), None),
+            "cause": cause_of(getattr(completion, "turns", None)),
         }
         for group, completion in sorted(ended.items())
     ]

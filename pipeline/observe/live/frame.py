@@ -13,7 +13,7 @@ from rich.text import Text
 
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
-from penstock.pipeline.observe.run_status import config_of, has_ended, recent_reward, status_of, steps_planned
+from penstock.pipeline.observe.run_status import config_of, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
@@ -49,8 +49,8 @@ def frame(
 def line(view: RunView, *, now_s: float) -> str:
     """The state in one line, for where there is no terminal."""
     parts = [f"step {len(view.steps)}/{steps_planned(view) or '?'}"]
-    if recent_reward(view) is not None:
-        parts.append(f"reward {recent_reward(view):.3f}")
+    if last_reward(view) is not None:
+        parts.append(f"reward {last_reward(view):.3f}")
     if view.version is not None:
         parts.append(f"version {view.version}")
     step = _last(view)
@@ -104,11 +104,11 @@ def _progress(view: RunView, *, now_s: float) -> Table:
 
 def _learning(view: RunView) -> Text:
     text = Text("reward ", no_wrap=True, overflow="ellipsis")
-    if recent_reward(view) is None:
+    if last_reward(view) is None:
         text.append("no samples are scored yet", style="dim")
     else:
         curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
-        text.append(f"{recent_reward(view):.3f} ", style="bold").append(curve, style="green")
+        text.append(f"{last_reward(view):.3f} ", style="bold").append(curve, style="green")
     if view.evals:
         version = max(view.evals)
         values = view.evals[version].values

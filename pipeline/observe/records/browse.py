@@ -4,8 +4,6 @@ The rule: looking changes nothing, and a record nobody can decode is shown with 
 """
 
 import itertools
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,7 @@ from penstock.infra.errors import RecordMissing
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.runtime.run_registry import all_runs
-from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
+from penstock.pipeline.runtime.topic_reader import KILLER, drain
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, topic_name
 from penstock.topics.secrets import without_passwords
@@ -69,46 +66,6 @@ def list_topics(log: Log, run: str) -> list[TopicRow]:
         begins, ends = log.begin_offsets(held), log.end_offsets(held)
         rows.append(TopicRow(topic=topic, kafka_name=name, partitions=count, offsets=sum(ends[at] - begins[at] for at in held)))
     return rows
-
-
-def list_runs(log: Log) -> list[dict[str, Any]]:
-    """Every run with its status, steps and age, oldest first."""
-    records = all_runs(log)
-    names = {f"{record.run}.ledger": record.run for record in records}
-    done = dict.fromkeys(names.values(), 0)
-    for entry in scan(log, *names):
-        done[names[entry.topic]] += _is_step(entry, names[entry.topic])
-    now = time.time_ns()
-    return [
-        {
-            "run": record.run,
-            "status": record.status,
-            "steps_done": done[record.run],
-            "steps": json.loads(record.info).get("steps"),
-            "created_s": record.created_ns / 1e9,
-            "age": age((now - record.created_ns) / 1e9),
-        }
-        for record in records
-    ]
-
-
-def _is_step(record: Record, run: str) -> bool:
-    try:
-        return ledger.check(record, run=run).outcome == "step"
-    except Unusable:
-        return False
-
-
-def age(seconds: float) -> str:
-    """A duration in its largest fitting unit.
-
-    Example:
-        age(7300)  # -> "2 h"
-    """
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{int(seconds // size)} {unit}"
-    return f"{int(seconds)} s"
 
 
 def tail(log: Log, run: str, topic: str, *, count: int, follow: bool, wait_s: float = 0.5) -> Iterator[Record]:

@@ -13,7 +13,17 @@ from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.observe.report.staleness import practice, weighted
 from penstock.pipeline.observe.report.text import as_text, render
-from penstock.pipeline.observe.run_status import closing, config_of, fates, info_of, status_of, steps_per_version, steps_planned
+from penstock.pipeline.observe.run_status import (
+    closing,
+    config_of,
+    fates,
+    info_of,
+    last_reward,
+    status_of,
+    steps_per_version,
+    steps_planned,
+    tenth,
+)
 from penstock.pipeline.observe.run_view import RunView, load
 from penstock.pipeline.observe.run_view_types import StepFacts, together
 from penstock.pipeline.runtime.roles import HELPERS
@@ -56,6 +66,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "reward": _reward(view, steps=len(steps), per_version=steps_per_version(view)),
         "reward_trained": _ends([(step.metrics.get("reward_trained"), step.metrics.get("samples", 1.0)) for step in steps]),
         "groups": _groups(view),
+        "repeated": view.repeated,
         "waste": waste.as_json(waste.wastes(view)),
         "samples": sum(map(len, view.samples.values())),
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
@@ -86,15 +97,6 @@ def summarise(view: RunView) -> dict[str, Any]:
     return strict
 
 
-def tenth(steps: int) -> int:
-    """How many steps `first` and `last` are means over.
-
-    Example:
-        tenth(41)  # -> 5
-    """
-    return math.ceil(steps / 10)
-
-
 def _schedule(view: RunView) -> dict[str, Any]:
     chosen = config_of(view).get("schedule", {})
     names = ("mode", "prompts_per_step", "samples_per_prompt", "steps_per_version", "order", "max_lag")
@@ -106,18 +108,13 @@ def _schedule(view: RunView) -> dict[str, Any]:
 
 
 def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:
-    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps.
-
-    Where none is so new, as all of a short run may be older under a lag, the last mean is that of the newest version with any.
-    """
+    """Means over all scored samples whose oldest version covers one of the first, or last, tenth of the steps, and all along."""
     window = tenth(steps)
     first = together(tally for version, tally in view.rewards.items() if version * per_version < window)
     versions = sorted(view.rewards)
-    late = [version for version in versions if (version + 1) * per_version > steps - window] or versions[-1:]
-    last = together(view.rewards[version] for version in late)
     width = max(1, math.ceil(len(versions) / CURVE_POINTS))
     curve = [together(view.rewards[version] for version in versions[low : low + width]).mean for low in range(0, len(versions), width)]
-    return {"first": first.mean, "last": last.mean if steps else None, "curve": curve}
+    return {"first": first.mean, "last": last_reward(view) if steps else None, "curve": curve}
 
 
 def _sum(steps: Sequence[StepFacts], name: str) -> int | None:

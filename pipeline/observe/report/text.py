@@ -117,6 +117,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     causes = {"solved_all": "solved by every sample", "solved_none": "by none", "between": "rewarded alike between"}
     filtered = [f"{report['filtered'][name]:,} {text}" for name, text in causes.items() if report["filtered"][name]]
     ends += [f"of the filtered {', '.join(filtered)}"] if filtered else []
+    if again := report["repeated"]:
+        ends.append(f"{again:,} asked again after they were abandoned ({again / groups['admitted']:.1%})")
     letters = report["dead_letters"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in letters["by_kind"].items())
     count = f"{letters['total']} dead letter{'s' if letters['total'] != 1 else ''}"

@@ -3,14 +3,17 @@
 The rule: of records that say the same thing twice the first counts, as for the workers; what is not known yet is null.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from penstock.infra.log import Log
+from penstock.pipeline.observe.html.advantages import Advantages
 from penstock.pipeline.observe.run_status import fates
 from penstock.pipeline.observe.run_view import read_view
+from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader
 from penstock.pipeline.scheduling.fates import OPEN
 from penstock.topics.groups import Group
@@ -38,6 +41,7 @@ SAMPLES = pa.schema(
         ("completion", pa.string()),
         ("reward", pa.float64()),
         ("components", pa.list_(pa.float64())),
+        ("advantage", pa.float64()),
         ("tokens", pa.int64()),
     ]
 )
@@ -79,14 +83,18 @@ STEPS = pa.schema(
 
 
 def samples(log: Log, run: str) -> pa.Table:
-    """`SAMPLES`: every finished sample; completion, reward and its components are null until its group is scored."""
-    reader = RunReader(log, run)
-    scored = {
-        (read.payload.group, sample.rollout.sample): (sample.completion, sample.reward, sample.components)
-        for read in reader.groups()
-        if read.payload is not None
-        for sample in read.payload.samples
-    }
+    """`SAMPLES`: every finished sample; completion, reward, its components and its advantage are null until its group is scored.
+
+    The advantage is the trainer's; null where it is a user's own function, which is not run for looking, or leaves the sample out.
+    """
+    reader, scored = RunReader(log, run), dict[tuple[int, int], tuple[Any, ...]]()
+    record = find(log, run)
+    advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
+    for read in reader.groups():
+        if (group := read.payload) is not None:
+            taken = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
+            for sample, advantage in zip(group.samples, taken, strict=True):
+                scored[group.group, sample.rollout.sample] = (sample.completion, sample.reward, sample.components, advantage)
     drawn = {(read.payload.group, read.payload.sample): read.payload for read in reader.samples() if read.payload is not None}
     rows = [
         _attributes(rollout, SAMPLE_COLUMNS)
@@ -142,7 +150,7 @@ ATTRIBUTES = {
     "admitted": "created_ns",
 }
 """Columns of samples and prompts that are called otherwise in the records."""
-JUDGED_COLUMNS = ("completion", "reward", "components")
+JUDGED_COLUMNS = ("completion", "reward", "components", "advantage")
 SAMPLE_COLUMNS = tuple(name for name in SAMPLES.names if name not in (*JUDGED_COLUMNS, "tokens"))
 PROMPT_COLUMNS = ("group", "epoch", "row", "prompt", "prompt_ids", "columns", "min_version", "samples_per_prompt", "admitted")
 OUTCOME_COLUMNS = (

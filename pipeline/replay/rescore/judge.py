@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
 from penstock.pipeline.envs.group_outcome import verdict
-from penstock.pipeline.envs.rewards import CHILD, Score, payload, spec
+from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
 from penstock.pipeline.replay.rescore.cases import Case, Left
 from penstock.topics.groups import Group, version_min
 
@@ -52,7 +52,13 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
     Raises `ChildError` (one line) where a reward function cannot be loaded at all.
     """
     reward = config.reward
-    init = spec(reward.functions, reward.weights, max_steps=steps, max_completion_length=config.sampling.max_new_tokens)
+    init = spec(
+        reward.functions,
+        reward.weights,
+        max_steps=steps,
+        max_completion_length=config.max_drawn_tokens,
+        by_source=config.data.rewards,
+    )
     with ChildPool[int](CHILD, init=init, size=processes, timeout_s=reward.timeout_s) as pool:
         waiting: dict[int, Case | Left] = {}
         ended: dict[int, Rescored | Left] = {}
@@ -83,6 +89,7 @@ def _payload(case: Case, config: Config) -> object:
         columns=json.loads(case.group.columns),
         completion_ids=[sample.token_ids.tolist() for sample in case.samples],
         step=(version_min(case.samples) or 0) * config.schedule.steps_per_version,
+        episodes=episodes_of(case.samples),
     )
 
 

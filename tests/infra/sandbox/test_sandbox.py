@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.infra.sandbox.pool import ChildError, ChildPool, Done, Failed
+from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox.spawn import ChildError
 from tests.support.paths import ROOT
 
 SERVED = """

@@ -9,7 +9,6 @@ from penstock.pipeline.algorithms.advantages import (
     ADVANTAGES,
     dr_grpo_advantages,
     group_advantages,
-    handle_truncated,
     leave_one_out_advantages,
     max_rl_advantages,
     pass_at_k_advantages,
@@ -79,21 +78,3 @@ def test_equal_rewards_teach_nothing(name, rewards):
 def test_rewards_that_are_no_numbers_are_refused(rewards):
     with pytest.raises(ValueError, match="group's rewards"):
         group_advantages(rewards)
-
-
-@pytest.mark.parametrize(("rule", "rewards", "trained"), [
-    ("train", [1, 0.5, 0], [True, True, True]),
-    ("mask", [1, 0.5, 0], [True, False, True]),
-    ("penalise", [1, -0.5, 0], [True, True, True]),
-])  # fmt: skip
-def test_truncated_samples_follow_the_rule(rule, rewards, trained):
-    got_rewards, got_trained = handle_truncated([1, 0.5, 0], truncated=[False, True, False], rule=rule)
-    np.testing.assert_array_equal(got_rewards, rewards)
-    np.testing.assert_array_equal(got_trained, trained)
-
-
-def test_an_unknown_rule_for_truncated_samples_is_named():
-    with pytest.raises(ValueError, match=r"'drop'.*train, mask, penalise"):
-        handle_truncated([1.0], truncated=[True], rule="drop")
-    with pytest.raises(ValueError, match="2 rewards but 1"):
-        handle_truncated([1.0, 2.0], truncated=[True], rule="mask")

@@ -396,7 +396,7 @@ def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
     assert json.loads(printed("-", "--json")) == [{"step": step, "groups": [2 * step + 1, 2 * step + 2]} for step in range(STEPS)]
     assert printed("select step, loss from steps limit 2", "--csv") == "step,loss\n0,1.0\n1,0.5\n"
     assert "0.3333" in printed("select loss from steps")
-    assert "samples: group BIGINT, sample BIGINT" in printed()
+    assert "samples: group_id BIGINT, sample BIGINT, step BIGINT, fate VARCHAR, prompt VARCHAR, answer VARCHAR" in printed()
     assert printed("select nothing from steps").startswith("penstock: Binder Error")
 
 

@@ -1,11 +1,23 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.learner.training_samples import MicroBatch, MicroBatcher, TokenSequence, boundaries, pack
+from penstock.pipeline.algorithms.losses import batch_loss
+from penstock.pipeline.learner.training_samples import (
+    MicroBatch,
+    MicroBatcher,
+    TokenSequence,
+    boundaries,
+    denominator,
+    pack,
+    sequences,
+)
+from tests.support.strategies import a_group
 
 
 def sequence(prompt=2, tokens=3, *, group=0, sample=0, mask=None, advantage=1.0, temperature=1.0):
@@ -113,3 +125,29 @@ def test_what_does_not_fit_together_is_refused():
         MicroBatcher(0)
     with pytest.raises(ValueError, match="at least one sequence"):
         pack([])
+
+
+def test_a_trajectory_in_two_segments_counts_as_one_sample_under_every_aggregation() -> None:
+    group = a_group(samples=2, tokens=6)
+    first, second = group.samples
+    mask = np.array([False, True, True, False, False, True])
+    split = replace(first.rollout, loss_mask=mask, finish="stop", segments=((0, 3, 0), (3, 6, 2)), turns=())
+    whole = replace(second.rollout, loss_mask=np.array([True] * 6), finish="stop")
+    group = replace(group, samples=(replace(first, rollout=split), replace(second, rollout=whole)))
+    rows = sequences(group, advantages=lambda _: [2.0, -1.0], truncated="train")
+    assert [(one.sample, len(one.prompt_ids), len(one.completion_ids), one.sample_tokens) for one in rows] == [
+        (split.sample, len(group.prompt_ids), 3, 3),
+        (split.sample, 2, 1, 3),
+        (whole.sample, len(group.prompt_ids), 6, None),
+    ]
+    assert rows[1].prompt_ids.tolist() == split.token_ids[3:5].tolist()
+    batch = pack(rows)
+    logprobs = torch.tensor(batch.behaviour_logprobs)
+    for aggregate, expected in {
+        "token_mean": -(3 * 2 - 6 * 1) / 9,
+        "sequence_mean": -(2 - 1) / 2,
+        "constant": -(3 * 2 - 6) / 8 / 2,
+    }.items():
+        loss, _ = batch_loss(logprobs, batch, aggregate=aggregate, max_tokens=8)
+        divisor = denominator([batch.completion_mask], [group], aggregate=aggregate, counts_untrained=True)
+        assert float(loss) / divisor == pytest.approx(expected)

@@ -12,6 +12,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.observe.records import browse, format
+from penstock.pipeline.observe.records.runs import list_runs
 from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.weights import Chunk, Manifest
@@ -59,7 +60,7 @@ def test_topics_of_an_unknown_run_are_none(log: Log) -> None:
 
 
 def test_runs_are_listed_with_their_steps(log: Log) -> None:
-    assert [(row["run"], row["status"], row["steps_done"], row["steps"]) for row in browse.list_runs(log)] == [(RUN, "created", 3, 3)]
+    assert [(row["run"], row["status"], row["steps_done"], row["steps"]) for row in list_runs(log)] == [(RUN, "created", 3, 3)]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (3600, "1 h"), (90000, "1 d")])

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.observe.report.summary import as_text, summarise, tenth
+from penstock.pipeline.observe.report.summary import as_text, summarise
 from penstock.pipeline.observe.report.text import BARS, duration, sparkline
+from penstock.pipeline.observe.run_status import tenth
 from penstock.pipeline.observe.run_view import RunView
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller, as_records

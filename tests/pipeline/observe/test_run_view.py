@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.pipeline.observe.run_status import closing, has_ended, recent_reward, status_of, steps_planned
+from penstock.pipeline.observe.report.summary import summarise
+from penstock.pipeline.observe.run_status import closing, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import weights
@@ -62,7 +63,7 @@ def test_a_record_that_was_seen_before_changes_nothing_and_is_counted() -> None:
     assert view.samples == once.samples
     assert view.groups == once.groups
     assert view.workers == once.workers
-    assert recent_reward(view) == recent_reward(once)
+    assert last_reward(view) == last_reward(once)
     assert view.rewards == once.rewards
     assert sum(view.duplicates.values()) == len([record for record in records if record.topic not in ("penstock.runs", f"{RUN}.run")])
     assert not once.duplicates
@@ -189,9 +190,8 @@ def test_a_version_that_was_not_published_is_refused() -> None:
     assert state.newest_version == 1
 
 
-def test_the_moving_reward_looks_at_the_last_steps_only() -> None:
+def test_the_last_reward_is_that_of_the_last_tenth_of_the_steps_as_in_the_report() -> None:
     view = folded(as_records(list(Teller(steps=30).whole())))
-    # The last eight groups: one of the run's end, seven of the last four steps.
-    last = [1.0, 1.0, 1.0, *(step / 29 for step in (28, 28, 27, 27, 26))]
-    assert recent_reward(view) == pytest.approx(sum(last) / 8)
+    assert last_reward(view) == summarise(view)["reward"]["last"]
     assert view.rewards[29].mean == 1.0
+    assert (last_reward(view) or 0.0) < 1.0

@@ -1,6 +1,6 @@
 """The feeder's knowledge through restarts: the same as if it had never died, and read from where it matters."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from penstock.topics import groups, prompts
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.feeder.admission import Admission
+from tests.support.strategies import a_prompt
 
 RUN = "demo"
 PARTITIONS = 2
@@ -20,6 +21,8 @@ NAMES: list[Partition] = [(f"{RUN}.{topic}", p) for topic in ("prompts", "groups
 
 def headers_of(topic: str, group: int, outcome: str | None) -> Headers:
     schema = prompts.SCHEMA if topic == "prompts" else groups.SCHEMA
+    if topic == "prompts":
+        return Headers(run=RUN, schema=schema, group=group, policy_version_min=4)
     numbers = {"part": 0, "parts": 1, "samples": 4, "tokens": 9, "policy_version_min": 0, "policy_version_max": 0}
     return Headers(run=RUN, schema=schema, group=group, outcome=outcome, worker="w", sha256="0" * 64, reward_mean=0.5, **numbers)
 
@@ -50,8 +53,11 @@ class Feeders:
 
     def admit(self, partition: int) -> None:
         number = self.now.admitted
-        record = self._record("prompts", partition, number, None)
-        self.now.admit(number, partition)
+        choice = self.now.choices.next()
+        assert choice is not None
+        prompt = replace(a_prompt(group=number), place=choice.place, epoch=choice.turn.epoch, row=0, again=choice.again)
+        record = self._record("prompts", partition, number, None, prompts.encode(prompt))
+        self.now.admit(number, partition, choice=choice)
         self.now.written([Outgoing(topic=record.topic, partition=partition, key=b"%d" % number, headers=(), value=b"")], [record.offset])
         self.whole.apply(record)
 
@@ -66,11 +72,11 @@ class Feeders:
                 self.now.ledger.stale.add(group)
                 self.whole.ledger.stale.add(group)
 
-    def _record(self, topic: str, partition: int, group: int, outcome: str | None) -> Record:
+    def _record(self, topic: str, partition: int, group: int, outcome: str | None, value: bytes = b"") -> Record:
         log = self.logs[f"{RUN}.{topic}", partition]
-        headers = headers_of(topic, group, outcome).encode(b"")
+        headers = headers_of(topic, group, outcome).encode(value)
         name = f"{RUN}.{topic}"
-        log.append(Record(topic=name, partition=partition, offset=len(log), timestamp_ms=0, key=None, headers=headers, value=b""))
+        log.append(Record(topic=name, partition=partition, offset=len(log), timestamp_ms=0, key=None, headers=headers, value=value))
         return log[-1]
 
 
@@ -93,6 +99,7 @@ def test_a_restarted_feeder_knows_what_one_that_never_died_knows(moves) -> None:
         getattr(feeders, name)(*arguments)
         assert (feeders.now.admitted, feeders.now.dropped) == (feeders.whole.admitted, feeders.whole.dropped)
         assert feeders.now.unfinished == feeders.whole.unfinished
+        assert feeders.now.choices.next() == feeders.whole.choices.next()
 
 
 def test_a_restart_reads_what_is_unfinished_and_not_the_whole_run() -> None:
@@ -104,6 +111,7 @@ def test_a_restart_reads_what_is_unfinished_and_not_the_whole_run() -> None:
     feeders.note()
     feeders.restart()
     assert feeders.read <= 2 * 3
+    assert feeders.now.choices.next_place == feeders.whole.choices.next_place == 500
     assert len(feeders.now.partition_of) == 3
     assert feeders.now.dropped == feeders.whole.dropped > 0
 

@@ -1,0 +1,206 @@
+"""Sessions with state in child processes, such as environments: opened, called many times, closed; driven by one asyncio loop.
+
+The rule: a call ends in bounded time. One that overruns its limit costs the child its life, and with it every session in that child: each
+of their callers gets `SessionLost`. The limit runs while the child works on the call, never while it waits for its turn.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.sandbox.child import LINE_BYTES
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, last_words, spawn
+
+
+class SessionLost(PenstockError):
+    """The child of a session is gone; one line says why. `guilty` is True for the session whose call it died of."""
+
+    def __init__(self, reason: str, *, guilty: bool) -> None:
+        super().__init__(reason)
+        self.guilty = guilty
+
+
+class CallFailed(PenstockError):
+    """The handler raised; the session is still there."""
+
+
+class Sessions:
+    """At most `size` children that serve `target`, a `module:function` that takes `init` and returns an async handler of payloads.
+
+    The handler's attribute `at_once` says how many calls one child works on side by side, 1 if absent. Children start when they are needed.
+    """
+
+    def __init__(self, target: str, *, size: int, init: object = None, start_timeout_s: float = 180.0) -> None:
+        if size < 1:
+            raise ValueError(f"size {size}: expected at least 1")
+        self._target, self._size, self._init, self._start_timeout_s = target, size, init, start_timeout_s
+        self._children: list[_Child] = []
+        self._failed_starts = 0
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+
+    async def open(self) -> "Session":
+        """A session in the child that has the fewest. Raises `ChildError` where no child can be started."""
+        async with self._starting:
+            self._children = [child for child in self._children if child.ended is None]
+            if len(self._children) < self._size and all(child.sessions for child in self._children):
+                self._children.append(await self._start())
+        child = min((one for one in self._children if one.ended is None), key=lambda one: one.sessions, default=None)
+        if child is None:
+            return await self.open()
+        return Session(child, next(self._numbers))
+
+    async def close(self) -> None:
+        """Kill the children."""
+        for child in self._children:
+            await child.end("was closed", guilty=None)
+        self._children = []
+
+    async def _start(self) -> "_Child":
+        reason = ""
+        while self._failed_starts < START_ATTEMPTS:
+            child = _Child(*spawn(self._target))
+            try:
+                ready = await asyncio.wait_for(child.begin(self._init), self._start_timeout_s)
+            except TimeoutError:
+                await child.end(reason := f"took longer than {self._start_timeout_s:g} s and was killed", guilty=None)
+                self._failed_starts += 1
+                continue
+            if "broken" in ready:
+                await child.end(ready["broken"], guilty=None)
+                raise ChildError(f"cannot serve {self._target}: {ready['broken']}")
+            if "ready" in ready:
+                self._failed_starts = 0
+                return child
+            reason = child.ended or "died"
+            self._failed_starts += 1
+        raise ChildError(f"cannot serve {self._target}: {START_ATTEMPTS} children were lost at their start; the last one {reason}")
+
+
+class Session:
+    """One session; not to be called twice at the same time."""
+
+    def __init__(self, child: "_Child", number: int) -> None:
+        self._child, self.number = child, number
+        self.last_s = 0.0
+        """Seconds that the child worked on the last call."""
+        child.sessions += 1
+
+    async def call(self, payload: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """The handler's result. Raises `SessionLost` or `CallFailed`."""
+        child = self._child
+        self.last_s = 0.0
+        async with child.room:
+            if child.ended is not None:
+                raise SessionLost(f"another environment in its process {child.ended}", guilty=False)
+            began = time.monotonic()
+            try:
+                return await asyncio.wait_for(child.ask({"session": self.number, **payload}), timeout_s)
+            except TimeoutError:
+                reason = f"took longer than {timeout_s:g} s and was killed"
+                await child.end(reason, guilty=self.number)
+                raise SessionLost(reason, guilty=True) from None
+            finally:
+                self.last_s = time.monotonic() - began
+
+    def close(self) -> None:
+        """Give the place back; the child forgets the session."""
+        self._child.sessions -= 1
+        if self._child.ended is None:
+            self._child.send([-1, {"session": self.number, "do": "close"}])
+
+
+class _Child:
+    """One child process and the calls it works on."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", lifeline: int) -> None:
+        self._process, self._lifeline = process, lifeline
+        self.sessions = 0
+        self.ended: str | None = None
+        """Why it is gone."""
+        self.room = asyncio.Semaphore(1)
+        self._calls: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count()
+        self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._reading: asyncio.Task[None] | None = None
+        self._writer: asyncio.WriteTransport | None = None
+        self._reader: asyncio.ReadTransport | None = None
+
+    async def begin(self, init: object) -> dict[str, Any]:
+        """Send `init` and wait for the child's first words; empty if it died."""
+        loop, process = asyncio.get_running_loop(), self._process
+        assert process.stdin is not None and process.stdout is not None
+        self._writer, _ = await loop.connect_write_pipe(asyncio.Protocol, process.stdin)
+        lines = asyncio.StreamReader(limit=LINE_BYTES)
+        self._reader, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
+        self.send(init)
+        self._reading = asyncio.create_task(self._read(lines))
+        ready = await asyncio.shield(self._ready)
+        self.room = asyncio.Semaphore(int(ready.get("at_once", 1)))
+        return ready
+
+    def send(self, value: object) -> None:
+        """Write one line; a child that is gone is noticed by its closed output."""
+        assert self._writer is not None
+        self._writer.write(json.dumps(value).encode() + b"\n")
+
+    async def ask(self, payload: Mapping[str, Any]) -> Any:
+        """Send a call and wait for its answer."""
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._calls[number] = payload["session"], answer
+        self.send([number, payload])
+        try:
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    async def end(self, reason: str, *, guilty: int | None) -> None:
+        """Kill it; every call that it works on fails, that of the session `guilty` as its own fault."""
+        if self.ended is not None:
+            return
+        self.ended = reason
+        self._kill()
+        calls, self._calls = self._calls, {}
+        for session, answer in calls.values():
+            if not answer.done():
+                innocent = guilty is not None and session != guilty
+                said = f"another environment in its process {reason}" if innocent else reason
+                answer.set_exception(SessionLost(said, guilty=not innocent))
+        if self._reading is not None and self._reading is not asyncio.current_task():
+            self._reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reading
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            last_words(self._process)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.abort()
+        if self._reader is not None and not self._reader.is_closing():
+            self._reader.close()
+        os.close(self._lifeline)
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        while line := await lines.readline():
+            answer = json.loads(line)
+            if not self._ready.done():
+                self._ready.set_result(answer)
+                continue
+            _, waiting = self._calls.get(answer["call"], (0, None))
+            if waiting is not None and not waiting.done():
+                if "error" in answer:
+                    waiting.set_exception(CallFailed(answer["error"]))
+                else:
+                    waiting.set_result(answer["result"])
+        # Nobody can say which of several calls it died of: each of them may be it.
+        died = last_words(self._process)
+        await self.end(died, guilty=None)
+        if not self._ready.done():
+            self._ready.set_result({})

@@ -1,0 +1,110 @@
+"""`penstock runs`: the list of runs, and `runs rm`, which frees what they take. The rule: nothing is deleted without `--yes`."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit
+
+app = typer.Typer(help="List the runs, or remove some.", invoke_without_command=True)
+UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
+COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent")
+
+
+@app.callback()
+def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
+    """List the runs of a broker: status, steps, age, reward, size, model, parent."""
+    if context.invoked_subcommand is not None:
+        return
+    from penstock.pipeline.observe.records.runs import list_runs
+
+    with at(bootstrap, security) as log:
+        rows = list_runs(log)
+    if json:
+        emit(rows)
+    elif not rows:
+        print("no run is registered on this broker; start one with `penstock run CONFIG`")
+    else:
+        print(_table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    from penstock.pipeline.launch.check.preflight import size
+
+    cells = [
+        (
+            row["run"],
+            row["status"],
+            f"{row['steps_done']} of {row['steps']}",
+            row["age"],
+            "" if row["reward"] is None else f"{row['reward']:.3f}",
+            size(row["bytes"]),
+            row["model"] or "",
+            row["parent"] or "",
+        )
+        for row in rows
+    ]
+    kept = [number for number in range(len(COLUMNS)) if any(row[number] for row in cells)]
+    widths = {number: max(len(COLUMNS[number]), *(len(row[number]) for row in cells)) for number in kept}
+    return "\n".join("  ".join(f"{row[number]:<{widths[number]}}" for number in kept).rstrip() for row in (COLUMNS, *cells))
+
+
+@app.command()
+def rm(
+    run: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Ids, unique prefixes, or `latest`.")] = None,
+    *,
+    older_than: Annotated[str | None, typer.Option(metavar="7d", help="All that ended so long ago: 7d, 12h, 30m.")] = None,
+    keep_model: Annotated[bool, typer.Option("--keep-model", help="Leave the exported models.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, it is only said what would be freed.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Remove runs: their topics, record and folder on this machine; says what is freed."""
+    from dataclasses import asdict
+
+    from penstock.pipeline.archive.delete import delete, plan_deletion
+    from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.launch.check.preflight import size
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    if bool(run) == (older_than is not None):
+        raise ConfigError("give either runs, or --older-than 7d")
+    with at(bootstrap, security) as log:
+        names = [resolve(log, text) for text in run or ()] if run else _older(log, seconds(older_than or ""))
+        plans = [plan_deletion(log, name, keep_model=keep_model) for name in dict.fromkeys(names)]
+        for plan in plans:
+            if yes:
+                delete(log, plan)
+            if not json:
+                print(f"{plan.run}: {size(plan.bytes)}{' freed' if yes else ''}")
+    total = sum(plan.bytes for plan in plans)
+    if json:
+        emit({"runs": [asdict(plan) for plan in plans], "bytes": total, "deleted": yes})
+    elif not plans:
+        print("no run is that old")
+    else:
+        print(f"{size(total)} {'freed' if yes else 'would be freed; --yes does it'}")
+
+
+def _older(log: Any, limit_s: float) -> list[str]:
+    from penstock.pipeline.launch.attended import attended_runs
+    from penstock.pipeline.runtime.run_registry import all_runs
+
+    before, busy = time.time() - limit_s, attended_runs()
+    return [record.run for record in all_runs(log) if record.updated_ns / 1e9 < before and record.run not in busy]
+
+
+def seconds(text: str) -> float:
+    """A length of time in words as seconds. Raises `ConfigError`.
+
+    Example:
+        seconds("7d")  # -> 604800.0
+    """
+    from penstock.pipeline.config.load import ConfigError
+
+    number, unit = text[:-1], text[-1:]
+    if unit not in UNITS or not number.isdecimal():
+        raise ConfigError(f"--older-than {text}: expected a number and d, h or m, for example 7d")
+    return int(number) * UNITS[unit]

@@ -1,0 +1,281 @@
+"""An engine whose samples are trajectories: it plays episodes, and asks the engine within it for their turns.
+
+The rule: it keeps the contract of `Engine`, so that whoever draws samples draws trajectories without knowing. A turn's random numbers
+follow from (run seed, group, sample, turn) alone. The environments have a thread and child processes of their own: an engine at work never
+holds up their clocks.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.engines.base import Completion, Engine, GroupRequest, InHand
+from penstock.infra.sandbox.sessions import Sessions
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.envs.agents.draw import Draw
+from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.environments.child import CHILD
+
+WAIT_S = 0.02
+"""How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
+SAMPLE_BITS, TURN_BITS = 12, 12
+
+
+def turn_number(group: int, sample: int, turn: int) -> int:
+    """One number for a turn: what the engine knows it by, and what its random numbers follow from. Lower groups come first.
+
+    Example:
+        turn_number(1, 0, 2)  # -> 16777218
+    """
+    return (group << SAMPLE_BITS + TURN_BITS) + (sample << TURN_BITS) + turn
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A turn that a trajectory waits for."""
+
+    key: tuple[int, int]
+    request: GroupRequest
+    answer: "asyncio.Future[Draw]"
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A trajectory under way."""
+
+    episode: Episode
+    task: "Future[Trajectory]"
+    oldest: int | None = None
+    tokens: int = 0
+    turn: int | None = None
+    """The number of the turn that is drawn for it."""
+
+
+class TrajectoryEngine:
+    """Plays up to `in_flight` trajectories at a time, with `processes` child processes for their environments."""
+
+    def __init__(
+        self,
+        inner: Engine,
+        *,
+        source: str,
+        template: Any,
+        limits: Limits,
+        processes: int,
+        in_flight: int,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._inner, self._template, self._limits, self._in_flight = inner, template, limits, in_flight
+        self._say = say
+        self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]]] = queue.SimpleQueue()
+        self._running: dict[tuple[int, int], _Running] = {}
+        self._flying: dict[int, _Asked] = {}
+        self._counts = dict.fromkeys(("trajectories", "turns", "broken", "losses", "environment_s", "segments", "waits_s"), 0.0)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
+        self._thread.start()
+        self._sessions = self._in_loop(_made(source, processes))
+
+    @property
+    def version(self) -> int:
+        return self._inner.version
+
+    @property
+    def pending(self) -> int:
+        return len({group for group, _ in self._running})
+
+    @property
+    def idle(self) -> bool:
+        return not self._running
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < self._in_flight
+
+    def submit(self, request: GroupRequest) -> None:
+        assert isinstance(request, EpisodeRequest), "a group of trajectories says what its environment begins with"
+        for sample in request.samples:
+            key = (request.group, sample)
+            episode = Episode(
+                request=request,
+                sample=sample,
+                seed=seed_of(request.row, seed=request.seed, group=request.drawn_as),
+                template=self._template,
+                sessions=self._sessions,
+                limits=self._limits,
+                draw=_Asker(self, key, request),
+                on_loss=self._lost,
+                version=self._inner.version,
+            )
+            task = asyncio.run_coroutine_threadsafe(episode.run(), self._loop)
+            self._running[key] = _Running(episode, task)
+            task.add_done_callback(partial(self._finished, key))
+
+    def step(self) -> list[Completion]:
+        """One decode step for all turns that are asked for; the trajectories that ended meanwhile. Raises what no trajectory can mend."""
+        ended = self._take(wait=self._inner.idle and bool(self._running))
+        for completion in self._inner.step():
+            self._answer(completion)
+        return [*ended, *self._take(wait=False)]
+
+    def abort(self, group: int) -> list[Completion]:
+        aborted: list[Completion] = []
+        for key in [key for key in self._running if key[0] == group]:
+            running = self._running.pop(key)
+            if running.turn is not None:
+                self._inner.abort(running.turn)
+                self._flying.pop(running.turn, None)
+            aborted.append(self._in_loop(_ended(running)))
+        return aborted
+
+    def in_hand(self) -> list[InHand]:
+        drawing = {held.group: held for held in self._inner.in_hand()}
+        groups: dict[int, list[InHand]] = {}
+        for (group, _), running in self._running.items():
+            now = drawing.get(running.turn) if running.turn is not None else None
+            versions = [version for version in (running.oldest, now.oldest_version if now else None) if version is not None]
+            tokens = running.tokens + (now.tokens if now else 0)
+            groups.setdefault(group, []).append(InHand(group=group, tokens=tokens, oldest_version=min(versions, default=None)))
+        return [_together(group, held) for group, held in sorted(groups.items())]
+
+    def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
+        self._inner.load_weights(version, tensors)
+
+    def stats(self) -> dict[str, float]:
+        waiting = float(sum(running.turn is None for running in self._running.values()))
+        return self._inner.stats() | self._counts | {"waiting_for_environments": waiting}
+
+    def close(self) -> None:
+        for running in self._running.values():
+            running.task.cancel()
+        self._in_loop(self._sessions.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        self._running.clear()
+        self._flying.clear()
+        self._inner.close()
+
+    def ask(self, asked: _Asked) -> None:
+        """Hand a turn to the engine; called in the environments' thread."""
+        self._events.put(asked)
+
+    def _finished(self, key: tuple[int, int], task: "Future[Trajectory]") -> None:
+        self._events.put((key, task))
+
+    def _take(self, *, wait: bool) -> list[Completion]:
+        """Submit the turns that were asked for, and return the trajectories that ended; `wait` a little for the first of either."""
+        ended: list[Completion] = []
+        while True:
+            try:
+                event = self._events.get(timeout=WAIT_S) if wait else self._events.get_nowait()
+            except queue.Empty:
+                self._counts["waits_s"] += WAIT_S if wait else 0.0
+                return ended
+            wait = False
+            if isinstance(event, _Asked):
+                if (running := self._running.get(event.key)) is not None:
+                    running.turn = event.request.group
+                    self._flying[event.request.group] = event
+                    self._inner.submit(event.request)
+            elif event[0] in self._running and self._running[event[0]].task is event[1]:
+                del self._running[event[0]]
+                ended.append(self._count(event[1].result()))
+
+    def _answer(self, completion: Completion) -> None:
+        """Hand a turn that was drawn to its trajectory."""
+        asked = self._flying.pop(completion.group, None)
+        running = self._running.get(asked.key) if asked is not None else None
+        if asked is None or running is None:
+            return
+        drawn = draw_of(completion)
+        running.turn, running.tokens = None, running.tokens + len(drawn.token_ids)
+        running.oldest = min([version for version in (running.oldest, completion.spans[0].version) if version is not None])
+        self._loop.call_soon_threadsafe(_resolve, asked.answer, drawn)
+
+    def _count(self, trajectory: Trajectory) -> Trajectory:
+        counts = self._counts
+        counts["trajectories"] += 1
+        counts["turns"] += sum(turn.source == "model" for turn in trajectory.turns)
+        counts["segments"] += trajectory.segment_count
+        counts["environment_s"] += trajectory.environment_s
+        if trajectory.turns and trajectory.turns[-1].source == "environment":
+            counts["broken"] += 1
+            cause = str(trajectory.turns[-1].finish)
+            kind = cause.partition(":")[0].replace("-", "_")
+            counts[kind] = counts.get(kind, 0.0) + 1
+            self._say(f"group {trajectory.group} sample {trajectory.sample}: {cause}")
+        return trajectory
+
+    def _lost(self, line: str) -> None:
+        self._counts["losses"] += 1
+        self._say(line)
+
+    def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+@dataclass(slots=True)
+class _Asker:
+    """Draws the turns of one trajectory; used in the environments' thread."""
+
+    engine: TrajectoryEngine
+    key: tuple[int, int]
+    request: EpisodeRequest
+
+    async def __call__(self, token_ids: npt.NDArray[np.int32], *, turn: int, max_new_tokens: int) -> Draw:
+        request, (group, sample) = self.request, self.key
+        answer: asyncio.Future[Draw] = asyncio.get_running_loop().create_future()
+        one = GroupRequest(
+            group=turn_number(group, sample, turn),
+            prompt_ids=token_ids,
+            samples=(0,),
+            rows=1,
+            seed=request.seed,
+            sampling=replace(request.sampling, max_new_tokens=max_new_tokens),
+            stream=turn_number(request.drawn_as, sample, turn),
+        )
+        self.engine.ask(_Asked(self.key, one, answer))
+        return await answer
+
+
+def draw_of(completion: Completion) -> Draw:
+    """A turn as its trajectory takes it."""
+    tokens = len(completion.token_ids)
+    starts = np.array([span.start for span in completion.spans])
+    versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), np.diff(starts, append=tokens))
+    return Draw(
+        token_ids=np.asarray(completion.token_ids, np.int32),
+        logprobs=np.asarray(completion.logprobs, np.float32),
+        versions=versions,
+        finish=completion.finish,
+        started_ns=completion.started_ns,
+        ended_ns=completion.ended_ns,
+    )
+
+
+async def _made(source: str, processes: int) -> Sessions:
+    return Sessions(CHILD, size=processes, init={"source": source})
+
+
+async def _ended(running: _Running) -> Trajectory:
+    running.task.cancel()
+    return running.episode.ended("abort")
+
+
+def _resolve(answer: "asyncio.Future[Draw]", drawn: Draw) -> None:
+    if not answer.done():
+        answer.set_result(drawn)
+
+
+def _together(group: int, held: list[InHand]) -> InHand:
+    versions = [one.oldest_version for one in held if one.oldest_version is not None]
+    return InHand(group=group, tokens=sum(one.tokens for one in held), oldest_version=min(versions, default=None))

@@ -1,0 +1,115 @@
+"""From a conversation to the columns of a sample: tokens of all segments, mask, versions, turns.
+
+The rule: what was drawn is copied, never rendered; the group's prompt is left out where the first segment begins with it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.infra.engines.base import Completion, Finish, GroupRequest, Span
+from penstock.pipeline.envs.conversation import Segment
+from penstock.topics.samples import ENVIRONMENT, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeRequest(GroupRequest):
+    """A group whose samples are trajectories, and what their environment begins with."""
+
+    messages: str | None
+    """JSON list of the prompt's chat messages; None for a plain text."""
+    prompt: str
+    row: Mapping[str, Any]
+    """The data row's columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory(Completion):
+    """A sample of several turns; what a `Completion` says, of all its segments one after the other."""
+
+    loss_mask: npt.NDArray[np.bool_]
+    segments: tuple[tuple[int, int, int], ...]
+    turns: tuple[Turn, ...]
+    messages: str
+    environment: str | None
+    environment_version: str | None
+    environment_seed: int | None
+    environment_s: float = 0.0
+    """Seconds that its environment took."""
+    segment_count: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """What is known of a trajectory beside its tokens, by the number of the model's turn."""
+
+    messages: list[dict[str, Any]]
+    rewards: dict[int, float]
+    environment: str | None = None
+    version: str | None = None
+    seed: int | None = None
+    environment_s: float = 0.0
+    started_ns: int = 0
+    ended_ns: int = 0
+
+
+def trajectory_of(
+    segments: Sequence[Segment], request: GroupRequest, sample: int, *, course: Course, finish: Finish, cause: str | None, version: int
+) -> Trajectory:
+    """The sample as it is published; `version`: under which it was begun, where nothing was drawn. `cause`: why an environment ended it."""
+    ids, mask, logprobs, versions, bounds, turns = [], [], [], [], [], []
+    total = 0
+    for number, segment in enumerate(segments):
+        prompt = np.asarray(request.prompt_ids)
+        follows = number == 0 and np.array_equal(segment.token_ids[: len(prompt)], prompt) and segment.prompt >= len(prompt)
+        cut = len(prompt) if follows else 0
+        for part in segment.parts:
+            start, end = max(part.start, cut), part.end
+            if start < end:
+                reward = course.rewards.get(part.turn) if part.source == "model" else None
+                where = total - cut
+                turns.append(Turn(start=where + start, end=where + end, source=part.source, finish=part.finish, reward=reward))
+        ids.append(segment.token_ids[cut:])
+        mask.append(segment.mask[cut:])
+        logprobs.append(segment.logprobs[cut:])
+        versions.append(segment.versions[cut:])
+        size = len(segment.token_ids) - cut
+        bounds.append((total, total + size, 0 if follows else segment.prompt))
+        total += size
+    if cause is not None:
+        turns.append(Turn(start=total, end=total, source=ENVIRONMENT, finish=cause))
+    return Trajectory(
+        group=request.group,
+        sample=sample,
+        token_ids=np.concatenate([np.empty(0, np.int32), *ids]),
+        logprobs=np.concatenate([np.empty(0, np.float32), *logprobs]),
+        finish=finish,
+        spans=_spans(np.concatenate([np.empty(0, np.int32), *versions]), version),
+        started_ns=course.started_ns,
+        ended_ns=course.ended_ns,
+        loss_mask=np.concatenate([np.empty(0, np.bool_), *mask]),
+        segments=tuple(bounds),
+        turns=tuple(turns),
+        messages=json.dumps(course.messages),
+        environment=course.environment,
+        environment_version=course.version,
+        environment_seed=course.seed,
+        environment_s=course.environment_s,
+        segment_count=len(bounds),
+    )
+
+
+def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:
+    """The policy versions of tokens as spans; one empty span where there are no tokens.
+
+    Example:
+        _spans(np.array([3, 3, 4]), 0)  # -> (Span(3, 0), Span(4, 2))
+    """
+    if not len(versions):
+        return (Span(version, 0),)
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+    return tuple(Span(int(versions[start]), start) for start in starts)

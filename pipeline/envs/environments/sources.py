@@ -1,0 +1,76 @@
+"""Finds an environment by its name in the configuration: `file.py:Class`, `package:Class`, `gymnasium:ID`, `tiny:lake`.
+
+The rule: what is loaded here runs in a child process only; `check` loads it once, in a child too, when a run is created.
+"""
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.config.plugins import PluginError, load, source_digest, split_options
+from penstock.pipeline.envs.environments.interfaces import Episode, episode_of, waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentKind:
+    """An environment by name: how an episode of it is made, and which source it is."""
+
+    source: str
+    version: str
+    """The first 16 digits of its source's SHA-256, or the release of the package it comes from."""
+    make: Callable[[], Any]
+    waits: bool
+    """True if its methods are coroutines."""
+
+    def episode(self) -> Episode:
+        """A new episode. Raises `EnvironmentFault` for an object that is no environment."""
+        return episode_of(self.make())
+
+
+def _gymnasium(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    from penstock.pipeline.envs.environments.gymnasium_text import GymnasiumText
+
+    return EnvironmentKind(
+        source=f"gymnasium:{name}", version=_release("gymnasium"), make=lambda: GymnasiumText(name, dict(options)), waits=False
+    )
+
+
+def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    if name != "lake":
+        raise PluginError(f"'tiny:{name}' is no environment: there is 'tiny:lake'")
+    return _own("penstock.pipeline.envs.tiny.lake:Lake", options)
+
+
+SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
+    "gymnasium": _gymnasium,
+    "tiny": _tiny,
+}
+"""Scheme of a source -> the function that opens it."""
+
+
+def open_environment(source: str) -> EnvironmentKind:
+    """The environment of that name; options for its constructor follow a question mark. Raises `PluginError`.
+
+    Example:
+        open_environment("gymnasium:FrozenLake-v1?is_slippery=false").version  # -> "1.4.0"
+    """
+    plain, options = split_options(source)
+    scheme, colon, name = plain.partition(":")
+    if scheme in SCHEMES and colon and name:
+        return SCHEMES[scheme](name, options)
+    if not colon:
+        raise PluginError(f"{source!r} is no environment: expected file.py:Class, package:Class, or {', '.join(SCHEMES)} with a name")
+    return _own(plain, options)
+
+
+def _own(plain: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    kind = load(plain)
+    return EnvironmentKind(source=plain, version=source_digest(plain)[:16], make=lambda: kind(**options), waits=waits(kind))
+
+
+def _release(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise PluginError(f"there is no package {package} here: pip install 'penstock[agents]'") from None

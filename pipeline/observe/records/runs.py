@@ -1,0 +1,109 @@
+"""All runs of a broker at a glance, with what each takes on this machine.
+
+The rule: the ledgers' headers and the runs' own records are read, and no group: a list is there within a second.
+"""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.broker import embedded
+from penstock.infra.log import Log
+from penstock.infra.paths import state_path
+from penstock.pipeline.runtime.run_registry import all_runs
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics import ledger, runs
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import NewerSchema, Unusable
+from penstock.topics.wire.record import Record
+
+
+def list_runs(log: Log) -> list[dict[str, Any]]:
+    """Every run, oldest first: status, steps, age, model, reward, parent, bytes; None where this machine does not know it."""
+    records = all_runs(log)
+    made = _made(log, records)
+    names = {f"{record.run}.ledger": record.run for record in records}
+    done = dict.fromkeys(names.values(), 0)
+    for entry in scan(log, *names):
+        done[names[entry.topic]] += _is_step(entry, names[entry.topic])
+    sizes, now = _sizes(log), time.time_ns()
+    rows = []
+    for record in records:
+        full = made.get(record.run, record)
+        config, info, folder = json.loads(full.config or "{}"), json.loads(full.info or "{}"), state_path() / "runs" / record.run
+        parent = (info.get("forked_from") or info.get("rescored_from") or {}).get("run")
+        rows.append(
+            {
+                "run": record.run,
+                "status": record.status,
+                "steps_done": done[record.run],
+                "steps": json.loads(record.info).get("steps") or info.get("steps"),
+                "created_s": record.created_ns / 1e9,
+                "age": age((now - record.created_ns) / 1e9),
+                "model": Path(config.get("model", {}).get("path", "")).name or None,
+                "reward": reported_reward(folder),
+                "parent": parent,
+                "bytes": log_bytes(sizes, record.run) + folder_bytes(folder),
+            }
+        )
+    return rows
+
+
+def _sizes(log: Log) -> dict[str, int]:
+    """Topic -> bytes, where the log is this machine's own broker."""
+    own = embedded.status().bootstrap
+    return embedded.topic_bytes() if own and getattr(log, "bootstrap", None) == own else {}
+
+
+def reported_reward(folder: Path) -> float | None:
+    """The last reward in the report that a run's folder holds, None without one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        value = json.loads((folder / "report.json").read_text(encoding="utf-8"))["reward"]["last"]
+        return None if value is None else float(value)
+    return None
+
+
+def log_bytes(sizes: dict[str, int], run: str) -> int:
+    """Bytes of a run's topics in a broker's folder."""
+    return sum(size for topic, size in sizes.items() if topic.startswith(f"{run}."))
+
+
+def folder_bytes(folder: Path, *, without: str | None = None) -> int:
+    """Bytes of the files in a folder, 0 where there is none; `without` names a folder in it that does not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a run may be at work on it
+            if path.is_file() and not path.is_symlink() and path.relative_to(folder).parts[0] != without:
+                total += path.stat().st_blocks * 512
+    return total
+
+
+def _made(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
+    """Run -> its own record, of those that have a topic for it."""
+    made: dict[str, RunRecord] = {}
+    for record in scan(log, *(f"{record.run}.run" for record in records)):
+        run = record.topic.removesuffix(".run")
+        with contextlib.suppress(Unusable, NewerSchema):
+            made[run] = runs.read(record, run=run)[1]
+    return made
+
+
+def _is_step(record: Record, run: str) -> bool:
+    try:
+        return ledger.check(record, run=run).outcome == "step"
+    except Unusable:
+        return False
+
+
+def age(seconds: float) -> str:
+    """A duration in its largest fitting unit.
+
+    Example:
+        age(7300)  # -> "2 h"
+    """
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"

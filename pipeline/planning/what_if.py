@@ -1,0 +1,133 @@
+"""What a recorded run would have taken with another number of rollout workers or another schedule.
+
+The rule: the run itself is simulated first, so that everybody sees how far the simulation is to be trusted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from penstock.pipeline.planning import recorded
+from penstock.pipeline.planning.outcome import Outcome
+from penstock.pipeline.planning.recorded import Record
+from penstock.pipeline.planning.simulator import simulate
+from penstock.pipeline.planning.text import printed
+from penstock.pipeline.planning.workload import Workload
+from penstock.pipeline.scheduling.schedule import MODES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The run's prompts under another schedule or with another number of rollout workers."""
+
+    mode: str
+    workers: int
+    max_lag: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """A recorded run, its simulation, and its variants."""
+
+    run: str
+    measured_s: float
+    work: Workload
+    outcome: Outcome
+    variants: tuple[Variant, ...]
+
+    @property
+    def deviation(self) -> float:
+        """The simulated wall time against the measured one, as a share."""
+        return self.outcome.wall_s / self.measured_s - 1.0
+
+    @property
+    def best(self) -> Variant:
+        """The variant with the run's own number of rollout workers that ends first."""
+        return min((one for one in self.variants if one.workers == self.work.engines), key=lambda one: one.outcome.wall_s)
+
+
+def compare(record: Record, *, run: str) -> WhatIf:
+    """Simulate a recorded run and its variants. Raises `ValueError` where its log does not give its times."""
+    work = recorded.workload(record)
+    engines, swaps = work.engines, record.config.engine.swaps_in_flight
+    variants = []
+    for mode, preset in MODES.items():
+        if preset.loads_at == "step" and not swaps:
+            continue
+        own = work.schedule
+        schedule = (
+            own
+            if mode == own.mode
+            else replace(
+                preset,
+                prompts_per_step=own.prompts_per_step,
+                samples_per_prompt=own.samples_per_prompt,
+                steps_per_version=own.steps_per_version,
+                oversample=own.oversample,
+            )
+        )
+        for workers in sorted({max(1, engines // 2), engines, engines + 1, 2 * engines}):
+            outcome = simulate(replace(work, schedule=schedule, engines=workers))
+            variants.append(Variant(mode=mode, workers=workers, max_lag=schedule.max_lag, outcome=outcome))
+    return WhatIf(run=run, measured_s=recorded.wall_s(record), work=work, outcome=simulate(work), variants=tuple(variants))
+
+
+def as_json(found: WhatIf) -> dict[str, Any]:
+    """Everything as plain data."""
+    return {
+        "run": found.run,
+        "mode": found.work.schedule.mode,
+        "workers": found.work.engines,
+        "measured_wall_s": found.measured_s,
+        "simulated_wall_s": found.outcome.wall_s,
+        "deviation": found.deviation,
+        "times": dict(recorded.as_json(found.work)),
+        "simulated": found.outcome.as_json(),
+        "variants": [
+            {"mode": one.mode, "workers": one.workers, "max_lag": one.max_lag, "speedup": _speedup(found, one), **one.outcome.as_json()}
+            for one in found.variants
+        ],
+    }
+
+
+def as_text(found: WhatIf) -> str:
+    """The run's times, how near the simulation comes to it, and the variants."""
+    work, best = found.work, found.best
+    times: Mapping[str, float] = recorded.as_json(work)
+    lines = [
+        f"run {found.run}: {work.schedule.mode}, {work.engines} rollout workers, {work.steps} steps; first sample to last step took "
+        f"{found.measured_s:.1f} s, simulated {found.outcome.wall_s:.1f} s ({found.deviation:+.1%})",
+        "measured: " + ", ".join(f"{name.removesuffix('_s').replace('_', ' ')} {_time(name, value)}" for name, value in times.items()),
+        f"with as many workers {best.mode} would be the fastest: {best.outcome.wall_s:.1f} s, {_speedup(found, best):.2f}x; "
+        "more workers count as more machines, each as fast as one of this run",
+        "",
+    ]
+    table = Table(box=None, pad_edge=False)
+    for name in ("mode", "rollout workers", "wall s", "speed-up", "trainer waits", "engines draw", "lag", "at most"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for one in found.variants:
+        outcome = one.outcome
+        table.add_row(
+            one.mode,
+            str(one.workers),
+            f"{outcome.wall_s:,.1f}",
+            f"{_speedup(found, one):.2f}",
+            f"{outcome.waiting_ratio:.0%}",
+            f"{min(1.0, outcome.generate_s / outcome.wall_s):.0%}",
+            f"{outcome.lag_mean:.1f}",
+            str(outcome.lag_max),
+        )
+    return "\n".join(lines) + "\n" + printed(table)
+
+
+def _speedup(found: WhatIf, one: Variant) -> float:
+    return found.outcome.wall_s / one.outcome.wall_s
+
+
+def _time(name: str, value: float) -> str:
+    if not name.endswith("_s"):
+        return f"{value:.0%}" if name.endswith("share") else f"{value:.1f}"
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"

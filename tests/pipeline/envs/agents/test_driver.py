@@ -1,0 +1,68 @@
+"""One trajectory, driven over a real child process: its record, its limits, and what becomes of it when the environment breaks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.topics.samples import cause_of, reward_of
+from tests.support.environments import Policy, counting, play
+
+
+def test_a_trajectory_trains_what_was_drawn_and_nothing_else(tmp_path: Path) -> None:
+    (trajectory,), said = play(counting(tmp_path), [{}], draw=Policy())
+    text = "".join("|" if token == 2 else chr(token) for token in trajectory.token_ids)
+    assert text == "4;abc|7;abc|10;abc|13;abc|16;abc|19;abc|"
+    assert "".join("^" if trained else " " for trained in trajectory.loss_mask) == "  ^^^^" + "  ^^^^" + "   ^^^^" * 4
+    assert np.isnan(trajectory.logprobs[~trajectory.loss_mask]).all()
+    assert (trajectory.segments, trajectory.finish, said) == (((0, len(text), 0),), "stop", [])
+    assert [(turn.source, turn.reward) for turn in trajectory.turns[:2]] == [("prompt", None), ("model", 3.0)]
+    assert reward_of(trajectory.turns) == 18.0
+    assert trajectory.environment_seed == 4
+
+
+@pytest.mark.parametrize(("limits", "turns"), [({"max_turns": 2}, 2), ({"trajectory_tokens": 16}, 2)])
+def test_a_limit_truncates_a_trajectory_which_keeps_its_rewards(tmp_path: Path, limits: dict[str, int], turns: int) -> None:
+    (trajectory,), _ = play(counting(tmp_path), [{}], draw=Policy(), **limits)
+    assert trajectory.finish == "length"
+    assert sum(turn.source == "model" for turn in trajectory.turns) == turns
+    assert reward_of(trajectory.turns) == 3.0 * turns
+
+
+@pytest.mark.parametrize("breaks", ["reset-raises", "step-raises", "step-hangs", "step-dies"])
+def test_what_broke_once_is_played_again_and_no_turn_is_drawn_twice(tmp_path: Path, breaks: str) -> None:
+    policy = Policy()
+    (trajectory,), said = play(counting(tmp_path), [{"breaks": breaks}], draw=policy)
+    assert trajectory.finish == "stop"
+    assert [turn for turn, _ in policy.asked] == list(range(6))
+    assert len(said) == 1 and said[0].startswith(f"environment-{breaks.partition('-')[0]}: ")
+
+
+@pytest.mark.parametrize(("breaks", "cause"), [("reset-raises", "RuntimeError: no such luck"), ("step-dies", "died with exit status 3")])
+def test_what_stays_broken_is_an_aborted_sample_with_its_cause_and_no_reward(tmp_path: Path, breaks: str, cause: str) -> None:
+    (trajectory,), _ = play(counting(tmp_path), [{"breaks": breaks, "times": 9}], draw=Policy())
+    assert trajectory.finish == "abort"
+    assert (cause_of(trajectory.turns) or "").startswith(f"environment-{breaks.partition('-')[0]}: {cause}")
+    assert reward_of(trajectory.turns) is None
+
+
+def test_a_neighbour_in_the_process_that_was_killed_loses_nothing(tmp_path: Path) -> None:
+    policy = Policy()
+    rows = [{}, {"breaks": "step-hangs", "times": 9}, {}]
+    (first, hung, last), said = play(counting(tmp_path), rows, draw=policy)
+    assert (first.finish, hung.finish, last.finish) == ("stop", "abort", "stop")
+    assert np.array_equal(first.token_ids, last.token_ids)
+    assert any("another environment in its process took longer than 1 s" in line for line in said)
+    assert len(policy.asked) == 6 + 6 + 1  # the draws of the neighbours, each once, and the first turn of the hung one
+
+
+def test_an_environment_that_is_no_function_of_its_seed_begins_anew(tmp_path: Path) -> None:
+    source = counting(tmp_path)
+    (tmp_path / "counting.py").write_text(
+        (tmp_path / "counting.py").read_text().replace('return f"{self.total};"', 'return f"{os.getpid()};"')
+    )
+    policy = Policy()
+    (trajectory,), said = play(source, [{"breaks": "step-dies"}], draw=policy)
+    assert trajectory.finish == "stop"
+    assert "said something else to the same actions" in said[1]
+    assert [turn for turn, _ in policy.asked] == [0, *range(6)]

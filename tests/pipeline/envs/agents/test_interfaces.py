@@ -1,0 +1,142 @@
+"""The two interfaces of an environment: texts with steps, and tools; what the policy does wrong is told to the policy."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.envs.environments.interfaces import EnvironmentFault, ToolEpisode, episode_of
+from penstock.pipeline.envs.environments.sources import open_environment
+from penstock.pipeline.envs.tiny.lake import Lake, demonstration, distances, holes_of, lake_rows
+
+
+class Shop:
+    """TRL's interface."""
+
+    def reset(self, item: str, **_: Any) -> str:
+        self.item, self.bought = item, False
+        return f"buy a {item}"
+
+    def buy(self, item: str, count: int = 1) -> dict[str, Any]:
+        """Buy something.
+
+        Args:
+            item: What to buy.
+            count: How many.
+        """
+        if count < 1:
+            raise ValueError("nothing to buy")
+        self.bought = item == self.item
+        return {"paid": 2 * count}
+
+    async def wait(self) -> str:
+        """Wait a little."""
+        await asyncio.sleep(0)
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(self.bought)
+
+
+def call(name: str, arguments: str, number: int = 0) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_public_methods_are_tools_with_their_docstrings_and_types() -> None:
+    shop = ToolEpisode(Shop())
+    assert [tool["function"]["name"] for tool in shop.tools] == ["buy", "wait"]
+    buy = shop.tools[0]["function"]
+    assert buy["description"] == "Buy something."
+    assert buy["parameters"]["properties"]["count"] == {"type": "integer", "description": "How many."}
+    assert buy["parameters"]["required"] == ["item"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        (call("buy", '{"item": "hat", "count": 2}'), '{"paid": 4}'),
+        (call("wait", "{}"), "ok"),
+        (call("steal", "{}"), "error: there is no tool 'steal'; there are: buy, wait"),
+        (call("buy", "{hat"), "error: the arguments do not fit buy: Expecting property name"),
+        (call("buy", '{"size": 3}'), "error: the arguments do not fit buy: missing a required argument: 'item'"),
+        (call("buy", '{"item": "hat", "count": 0}'), "error: ValueError: nothing to buy"),
+    ],
+)
+def test_the_policy_reads_what_its_tool_call_gave_and_what_was_wrong_with_it(tool: dict[str, Any], said: str) -> None:
+    async def story() -> Any:
+        episode = ToolEpisode(Shop())
+        await episode.reset(seed=1, row={"item": "hat"})
+        return await episode.step({"role": "assistant", "content": None, "tool_calls": [tool]})
+
+    observed = asyncio.run(story())
+    (message,) = observed.messages
+    assert message["role"] == "tool" and message["tool_call_id"] == "c0" and message["content"].startswith(said)
+    assert not observed.ended
+
+
+def test_an_episode_of_tools_ends_with_a_turn_without_a_call_and_then_has_its_reward() -> None:
+    async def story() -> Any:
+        episode = ToolEpisode(Shop())
+        first = await episode.reset(seed=1, row={"item": "hat", "unused": 3})
+        await episode.step({"tool_calls": [call("buy", json.dumps({"item": "hat"}))]})
+        return first, await episode.step({"content": "done"}), await episode.reward()
+
+    first, last, reward = asyncio.run(story())
+    assert first.messages == ({"role": "user", "content": "buy a hat"},)
+    assert (last.ended, last.messages, reward) == (True, (), 1.0)
+
+
+class Half:
+    def reset(self) -> None:
+        """Nothing."""
+
+
+class OneWay:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def reset(self, *, seed: int) -> str:
+        return str(seed)
+
+    def step(self, text: str) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("no", r"expected \(text, reward, ended\)"),
+        (("x", float("nan"), False), "expected a finite number"),
+        ((3, 1.0, False), "expected a text"),
+    ],
+)
+def test_an_environment_that_answers_in_another_shape_is_at_fault(answer: Any, problem: str) -> None:
+    with pytest.raises(EnvironmentFault, match=problem):
+        asyncio.run(episode_of(OneWay(answer)).step({"content": "a"}))
+
+
+def test_what_has_neither_interface_is_refused_in_one_line() -> None:
+    with pytest.raises(EnvironmentFault, match="neither step"):
+        episode_of(Half())
+    with pytest.raises(PluginError, match=r"is no environment: expected file\.py:Class"):
+        open_environment("lake")
+
+
+def test_a_map_follows_from_its_seed_and_a_way_leads_through_it() -> None:
+    for seed in range(200):
+        holes = holes_of(seed)
+        assert holes == holes_of(seed) and (0, 0) in distances(holes)
+    assert lake_rows(3, 0, split="held_out") == lake_rows(3, 5, split="held_out")
+    assert {row["seed"] for row in lake_rows(9, 0)}.isdisjoint(row["seed"] for row in lake_rows(9, 0, split="held_out"))
+
+
+def test_a_demonstration_is_what_the_environment_says_to_its_actions() -> None:
+    import random
+
+    pieces = demonstration(random.Random(3))
+    assert [said for _, said in pieces[:3]] == [False, False, True]
+    lake = Lake()
+    assert pieces[1][0] in {lake.reset(seed=seed) for seed in range(60)}
+    assert all(text in "LDRU" for text, said in pieces if said)

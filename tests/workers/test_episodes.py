@@ -1,0 +1,84 @@
+"""Whole runs over trajectories of several turns on the in-memory log: what is trained, and what becomes of broken environments."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.config.run_config import Config
+from penstock.topics import groups
+from penstock.topics.samples import reward_of
+from tests.support.crew import audited, complete, config_of, records_of
+from tests.support.environments import COUNTING
+
+ROLES = ("trainer", "rollout", "scorer", "feeder")
+
+
+def counting_run(model: Path, directory: Path, *, environment: str = COUNTING, **sections: Any) -> Config:
+    """A run over an environment that counts; `environment` is its source code."""
+    (directory / "counting.py").write_text(environment)
+    table: dict[str, Any] = {
+        "run": {"steps": 2, "seed": 7},
+        "environment": {
+            "source": f"{directory / 'counting.py'}:Counting?file={directory / 'broken'}",
+            "max_turns": 3, "max_tokens": 120, "step_timeout_s": 20.0,
+        },
+        "reward": {"functions": ["environment"]},
+        "schedule": {"prompts_per_step": 2, "samples_per_prompt": 3},
+        "algorithm": {"truncated": "train"},
+        "rollout": {"workers": 1},
+        "trainer": {"micro_batch_tokens": 4096},
+    }  # fmt: skip
+    for name, section in sections.items():
+        table[name] = {**table.get(name, {}), **section}
+    return config_of(model, directory, **table)
+
+
+def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    log = MemoryLog()
+    config = counting_run(tiny_model, tmp_path, sampling={"max_new_tokens": 40})
+    report = complete(log, run_id, config, roles=ROLES)
+    assert (report["status"], report["steps"], report["groups"]["failed"]) == ("finished", 2, 0)
+    samples = [sample for record in records_of(log, f"{run_id}.groups") for sample in groups.read(record, run=run_id)[1].samples]
+    assert len({sample.reward for sample in samples}) > 1
+    for sample in samples:
+        rollout = sample.rollout
+        assert sample.reward == reward_of(rollout.turns)
+        assert rollout.segments == ((0, len(rollout.token_ids), 0),)
+        drawn = np.zeros(len(rollout.token_ids), bool)
+        for turn in rollout.turns or ():
+            drawn[turn.start : turn.end] = turn.source == "model"
+        assert np.array_equal(drawn, rollout.loss_mask)
+        assert rollout.environment_seed is not None and (rollout.environment or "").endswith(":Counting")
+    audit = audited(log, run_id)
+    assert audit.clean, as_text(audit)
+
+
+@pytest.mark.parametrize(("oversample", "failed"), [(1, False), (0, True)])
+def test_a_broken_environment_is_no_zero_but_covered_by_oversampling_or_a_failed_group(
+    run_id: str, tiny_model: Path, tmp_path: Path, oversample: int, failed: bool
+) -> None:
+    log = MemoryLog()
+    # The first sample whose environment begins breaks whenever it is tried; no other does.
+    breaking = COUNTING.replace('breaks="", times=1', 'breaks="reset-raises", times=1')
+    config = counting_run(
+        tiny_model,
+        tmp_path,
+        environment=breaking,
+        run={"steps": 1},
+        sampling={"max_new_tokens": 40},
+        schedule={"oversample": oversample},
+    )
+    config = config.model_copy(update={"environment": config.environment.model_copy(update={"retries": 0})})
+    report = complete(log, run_id, config, roles=ROLES)
+    assert report["status"] == "finished"
+    ended = [groups.read(record, run=run_id)[1] for record in records_of(log, f"{run_id}.groups")]
+    reasons = [group.reason or "" for group in ended if group.outcome == "failed"]
+    assert bool(reasons) == failed
+    assert all(reason.startswith("environment-reset: RuntimeError: no such luck") for reason in reasons)
+    assert all(sample.rollout.finish != "abort" for group in ended for sample in group.samples)
+    assert report["dead_letters"]["by_kind"] == ({"environment-failed": 1} if failed else {})
+    assert audited(log, run_id).clean

@@ -1,0 +1,61 @@
+"""A recorded run as a workload: simulated, it takes about as long as it took, and what is too short is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.log import Log
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.planning import recorded, what_if
+from penstock.pipeline.planning.simulator import simulate
+from tests.support.crew import Crew, complete, config_of
+
+LONG_ENOUGH: dict[str, Any] = {
+    "run": {"steps": 8},
+    "rollout": {"workers": 1, "engine": "toy", "toy_delay_s": 0.01},
+    "algorithm": {"filter_zero_variance": False},
+}
+"""A toy engine whose decode step takes 10 ms, so that sleeping is most of the run and its time depends little on the machine."""
+
+
+def run_and_read(run: str, model: Path, directory: Path, **sections: Any) -> tuple[Log, recorded.Record]:
+    log = MemoryLog()
+    complete(log, run, config_of(model, directory, **LONG_ENOUGH | sections))
+    return log, recorded.read(log, run)
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "pipelined", "one_step_off", "in_flight"])
+def test_a_run_simulated_with_its_own_times_takes_as_long_as_it_took(mode: str, run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    schedule = {"mode": mode, "prompts_per_step": 4, "samples_per_prompt": 4}
+    _, record = run_and_read(run_id, tiny_model, tmp_path, schedule=schedule)
+    work = recorded.workload(record)
+    assert work.decode(4) == pytest.approx(0.0105, rel=0.3)
+    # 5 % on a quiet machine and over more steps; threads of one process share this one with other tests
+    assert simulate(work).wall_s == pytest.approx(recorded.wall_s(record), rel=0.15)
+    drawn = {draw.group for draw in record.draws}
+    assert all(work.lengths.of_group(group, samples=4, seed=0).sum() == _tokens(record, group) for group in drawn)
+
+
+def _tokens(record: recorded.Record, group: int) -> int:
+    return sum(draw.tokens for draw in record.draws if draw.group == group)
+
+
+def test_what_other_workers_and_schedules_would_give_is_told_with_the_run_itself(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    _, record = run_and_read(run_id, tiny_model, tmp_path)
+    found = what_if.compare(record, run=run_id)
+    assert {one.workers for one in found.variants} == {1, 2}
+    assert {one.mode for one in found.variants} == {"synchronous", "pipelined", "one_step_off", "in_flight", "bounded"}
+    own = next(one for one in found.variants if one.mode == "pipelined" and one.workers == 1)
+    assert own.outcome.wall_s == found.outcome.wall_s
+    assert run_id in what_if.as_text(found)
+    assert what_if.as_json(found)["deviation"] == pytest.approx(found.deviation)
+
+
+def test_a_run_without_enough_steps_is_refused(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    log = MemoryLog()
+    complete(log, run_id, config_of(tiny_model, tmp_path, **LONG_ENOUGH | {"run": {"steps": 2}}))
+    with pytest.raises(ValueError, match="has 2 steps: 3 are needed"):
+        recorded.read(log, run_id)
+    with Crew(log, "unknown") as crew, pytest.raises(ValueError, match="no run"):
+        recorded.read(crew.log, "unknown")
