@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.learner.resume_mark import WHOLE_BELOW, Places, ResumeMark, read_resumed
 from penstock.topics import ledger, weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.record import Outgoing
+from penstock.workers.trainer.resume_mark import WHOLE_BELOW, Places, ResumeMark, read_resumed
 
 RUN, GROUPS, EVERY, PARTITIONS = "long", 8, 50, 32
 RATIO_LIMIT, ROUNDS = 1.2, 7

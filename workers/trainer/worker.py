@@ -4,7 +4,6 @@ The rule: one ledger record commits a step; what it trains is decided by headers
 committed plans since the newest checkpoint are trained again from the log and must give the same bits.
 """
 
-import contextlib
 import math
 import resource
 import time
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, open_store
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import OlderNeeded, recover
-from penstock.pipeline.learner.resume_mark import Places, Resumed, ResumeMark, read_resumed
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.runtime.run_registry import mark
@@ -25,13 +23,15 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
-from penstock.topics import metrics, weights
+from penstock.topics import metrics
 from penstock.topics.ledger import Planned
 from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.marks import mark_at, note_anchor, place_name, saved_steps
 from penstock.workers.trainer.other_ranks import follow, other_ranks
+from penstock.workers.trainer.resume_mark import Places, Resumed, read_resumed
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
@@ -118,7 +118,7 @@ class Trainer:
         if session.config.eval.target is not None or session.config.eval.patience is not None or session.config.run.epochs is not None:
             follow[session.topic("metrics"), 0] = "earliest"
         if resumed.mark is not None:
-            follow.update({at: resumed.mark.positions.get(_place(session, at), 0) for at in follow})
+            follow.update({at: resumed.mark.positions.get(place_name(session, at), 0) for at in follow})
         trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow), resumed.places)
         session.finishing = trainer.finishing
         return trainer
@@ -259,7 +259,7 @@ class Trainer:
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):
             self.writer.check_manifest(record)
-            self._note_anchor(record)
+            note_anchor(self.places, record, self.writer.state)
         else:
             try:
                 with self.session.dead_letters.decoding(record):
@@ -271,31 +271,11 @@ class Trainer:
             if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
 
-    def _note_anchor(self, record: Record) -> None:
-        """Note where a whole version's manifest stands."""
-        with contextlib.suppress(Unusable):
-            manifest = self.writer.state.manifests.get(weights.check(record, run=self.session.run).policy_version_min or 0)
-            if manifest is not None and manifest.encoding == "full":
-                self.places.anchors.setdefault(manifest.version, record.offset)
-
-    def _mark(self) -> ResumeMark:
+    def _mark(self) -> str:
         """Where this step, which is about to be committed, leaves the run."""
-        selector, store = self.inbox.selector, self.writer.store
-        checkpoints = self.places.checkpoints([] if store is None else store.steps())
-        oldest = checkpoints[-1][0] if checkpoints else 0
-        version, manifests = self.places.anchor(rules.version_after(oldest, steps_per_version=self.session.schedule.steps_per_version))
-        groups = {(self.session.topic("groups"), partition): offset for partition, offset in self.inbox.begins().items()}
-        return ResumeMark(
-            below=selector.below,
-            settled=tuple(sorted(selector.settled)),
-            drops=selector.drops_to_resume,
-            dropped=selector.drops,
-            positions={_place(self.session, at): groups.get(at, self.tail.position(at)) for at in self.followed},
-            checkpoints=checkpoints,
-            manifests=manifests,
-            version=version,
-            rebased=self.places.rebased,
-        )
+        positions = {at: self.tail.position(at) for at in self.followed}
+        store = self.writer.store
+        return mark_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps()).to_json()
 
     def _record_stale(self) -> None:
         stale = self.inbox.selector.newly_stale
@@ -337,7 +317,7 @@ class Trainer:
             grad_norm_bits=outcome.grad_norm_bits,
             digest=digest,
             metrics=measured,
-            details=self._mark().to_json(),
+            details=self._mark(),
         )
         self.committed += 1
         self.places.steps[self.committed] = self.writer.newest_offset
@@ -345,21 +325,6 @@ class Trainer:
         self.inbox.drop_causes.clear()
         self._compute_s = outcome.metrics["compute_s"]
         self.session.reporter.add("compute_s", self._compute_s)
-
-
-def saved_steps(session: Session) -> list[int]:
-    """Steps of the checkpoints that exist, newest first."""
-    store = open_store(session.config, session.run)
-    return [] if store is None else store.steps()
-
-
-def _place(session: Session, at: Partition) -> str:
-    """A partition's name in a mark.
-
-    Example:
-        _place(session, ("demo.groups", 3))  # -> "groups/3"
-    """
-    return f"{at[0].removeprefix(f'{session.run}.')}/{at[1]}"
 
 
 def _about(seconds: float | None) -> str:

@@ -12,11 +12,11 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.learner.resume_mark import Resumed
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.trainer import worker
+from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 

@@ -12,13 +12,13 @@ import pytest
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.learner import resume_mark
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.learner.resume_mark import Resumed
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group
+from penstock.workers.trainer import resume_mark
+from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.crew import Crew, complete, config_of
 from tests.support.deaths import dying_at

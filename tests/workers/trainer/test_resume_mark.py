@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.learner import resume_mark
-from penstock.pipeline.learner.resume_mark import Places, ResumeMark, mark_of, read_resumed
 from penstock.pipeline.scheduling.schedule import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
+from penstock.workers.trainer import resume_mark
+from penstock.workers.trainer.resume_mark import Places, ResumeMark, mark_of, read_resumed
 from tests.support.trainer_alone import config_for, group_of, trained, written
 
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")
