@@ -9,6 +9,7 @@ from penstock.pipeline.config.load import Config, load, override
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
+from penstock.pipeline.launch.gpu_placement import visible_gpus
 from penstock.pipeline.observe.report.summary import collect
 
 
@@ -19,7 +20,7 @@ def say(text: str) -> None:
 
 def see_through(config: str | PathLike[str] | Config, *, overrides: Sequence[str], run_id: str | None) -> dict[str, Any]:
     """Create a run, attend it to its end, and report on it from the log. Raises as `penstock.launch`."""
-    loaded = override(config, overrides) if isinstance(config, Config) else load(str(config), overrides)
+    loaded = override(config, overrides) if isinstance(config, Config) else load(str(config), overrides, gpus=len(visible_gpus()))
     checked = check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
     log = launcher.connect(loaded.kafka, say=say)
     try:

@@ -13,7 +13,7 @@ from penstock.pipeline.cli.options import ConfigFile, Json, Overrides, emit, say
 
 def init(
     *,
-    model: Annotated[str, typer.Option("--model", metavar="DIR", help="A Hugging Face model's directory.")],
+    model: Annotated[str, typer.Option("--model", metavar="DIR", help="A Hugging Face model's directory, or hf:ORG/NAME.")],
     data: Annotated[str, typer.Option("--data", metavar="SOURCE", help="A JSONL or Parquet file, hf:NAME, file.py:function, …")],
     reward: Annotated[list[str], typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Or a built-in one: exact_match; repeatable.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of printing it.")] = None,
@@ -47,8 +47,9 @@ def init(
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Try all that can fail later: data, model, reward, disk, GPUs; draw two samples and judge them."""
     from penstock.pipeline.config.load import load
+    from penstock.pipeline.launch.gpu_placement import visible_gpus
 
-    report(load(config, overrides or []), samples=True, json=json)
+    report(load(config, overrides or [], gpus=len(visible_gpus())), samples=True, json=json)
     if not json:
         say(f"all is well; start it: penstock run {config}")
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.infra import faults
@@ -31,6 +32,8 @@ from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
+MODEL = "model"
+"""The folder of a checkpoint, and of a run's directory, that transformers and vLLM load."""
 BYTES_PER_PARAMETER = 12
 """A checkpoint's float32 masters and AdamW's two moments."""
 DIGEST_BELOW = 100_000_000
@@ -248,14 +251,21 @@ class RunWriter:
             measured = {"bytes": float(size), "write_s": time.monotonic() - started}
             self.write("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured)
 
-        size = self.store.write(state, save=policy.backend.save, record=record, about_bytes=BYTES_PER_PARAMETER * self._parameters)
+        exports, about_bytes = self.session.config.trainer.export, BYTES_PER_PARAMETER * self._parameters
+
+        def save(directory: Path) -> None:
+            policy.backend.save(directory)
+            if exports:
+                policy.backend.export(directory.parent / MODEL)
+
+        size = self.store.write(state, save=save, record=record, about_bytes=about_bytes + exports * published.nbytes)
         self.saved_steps = done
         reporter.values.update(checkpoint_step=done, checkpoint_bytes=size, checkpoint_s=time.monotonic() - started)
 
     def export(self, policy: PolicyTrainer) -> None:
         """Write the model as a Hugging Face directory, if the run wants it."""
         if self.session.config.trainer.export:
-            target = run_directory(self.session.run) / "model"
+            target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing("writing the final model")
             policy.backend.export(target)
             self.session.reporter.say(f"final model in {target}")

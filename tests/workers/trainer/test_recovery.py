@@ -11,6 +11,8 @@ import pytest
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.tensors.stream import digest
+from penstock.infra.tensors.torch_copy import to_bytes
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.observe.run_view import load
@@ -342,3 +344,16 @@ def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, ti
     measured = [one.version for one in found if one.kind == "eval"]
     assert sorted(measured) == sorted(set(measured)), measured
     assert {0, 4} <= set(measured)
+
+
+def test_each_checkpoint_holds_the_model_as_transformers_loads_it(tiny_model: Path, tmp_path: Path, run_id: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log = MemoryLog()
+    config = config_for(tiny_model, tmp_path, trainer={"export": True, "checkpoint_dir": str(tmp_path)})
+    written(log, run_id, config, [group_of(number, version=max(0, number // 2 - 1)) for number in range(12)])
+    versions = dict(trained(log, run_id)["versions"])
+    for steps in (4, 6):
+        folder = tmp_path / run_id / f"step-{steps:08d}" / "model"
+        assert digest(to_bytes(AutoModelForCausalLM.from_pretrained(folder).named_parameters())) == versions[steps]
+        assert AutoTokenizer.from_pretrained(folder)("1+2=").input_ids
