@@ -15,7 +15,7 @@ from penstock.pipeline.config.load import Config, ConfigError, from_table, load,
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.launch.gpu_placement import visible_gpus
+from penstock.pipeline.launch.placement import visible_gpus
 from penstock.pipeline.observe.report.summary import collect
 
 
