@@ -173,7 +173,8 @@ class Trainer:
             self.writer.finish_publishing(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
-            self.session.reporter.doing(f"training step {number}")
+            # At once where a group may take long: nothing is reported while it is computed.
+            self.session.reporter.doing(f"training step {number}, group {len(plan)} of {schedule.prompts_per_step}", now=len(plan) == 1)
             step.add(group, plan[-1])
         self.writer.finish_publishing(wait=False)
         outcome = step.finish(learner_version=version)
