@@ -102,8 +102,8 @@ class Selector:
 
     @property
     def known(self) -> int:
-        """Distinct groups whose outcome was seen."""
-        return len(self.outcomes.keys() | self.settled)
+        """Distinct groups that have ended: all below `below`, and those from there on whose outcome was seen."""
+        return self.below + sum(group >= self.below for group in self.outcomes.keys() | self.settled)
 
     def take(self, *, learner_version: int) -> Candidate | None:
         """The next group to train, or None while it is not known; groups that are too old are set aside in `newly_stale`."""
