@@ -51,6 +51,8 @@ class RunWriter:
     """The ledger and the versions as this writer has left them."""
     store: CheckpointStore | None = field(init=False)
     """None where the run wants no checkpoints."""
+    newest_offset: int = -1
+    """Where the newest entry of this writer stands."""
     saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
     lost: Manifest | None = None
@@ -144,7 +146,7 @@ class RunWriter:
             headers = ledger.headers(entry, run=session.run).encode(value)
             record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
         faults.reach(f"ledger.{kind}.before")
-        self.transactions.commit([*also, record])
+        self.newest_offset = self.transactions.commit([*also, record])[-1]
         faults.reach(f"ledger.{kind}.after")
         self.state.last_seq = entry.seq
         return entry
