@@ -41,7 +41,7 @@ def run(
     """Run everything on this machine: broker, topics, workers, live view, report."""
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
-    from penstock.pipeline.launch.gpu_placement import visible_gpus
+    from penstock.pipeline.launch.placement import visible_gpus
 
     make_files_private()
     if resume is not None:
@@ -77,7 +77,7 @@ def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = N
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register
-    from penstock.pipeline.launch.gpu_placement import visible_gpus
+    from penstock.pipeline.launch.placement import visible_gpus
 
     loaded = load(config, overrides or [], gpus=len(visible_gpus()))
     with connected(loaded.kafka) as log:

@@ -21,7 +21,7 @@ from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.secrets import without_passwords
 
-__all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json"]
+__all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json", "with_paths"]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0) -> Config:
@@ -58,6 +58,13 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     return changed.model_copy(
         update={"kafka": changed.kafka.model_copy(update={"security": config.kafka.security | changed.kafka.security})}
     )
+
+
+def with_paths(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """A plain table of sections with relative paths made absolute, from the folder `base` on."""
+    copied = {name: dict(values) if isinstance(values, Mapping) else values for name, values in table.items()}
+    _make_absolute(copied, base)
+    return copied
 
 
 def from_json(text: str) -> Config:

@@ -336,6 +336,9 @@ class WeightsSection(Section):
     partitions: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="of the topic `weights` that take the chunks of versions from 1 on"
     )
+    keep: Literal["chain", "all"] = Field(
+        "all", description="chain deletes, once a whole version is out, those before the whole one before it; replaying them needs all"
+    )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
 
 

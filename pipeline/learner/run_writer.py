@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.infra import faults
 from penstock.infra.checkpoints import CheckpointStore, State
-from penstock.infra.errors import Unrecoverable
+from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
 from penstock.pipeline.learner.chunk_gaps import ChunkGaps
@@ -25,6 +25,7 @@ from penstock.pipeline.learner.weight_publisher import Publication, WeightPublis
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.publish import manifest_record
+from penstock.pipeline.runtime.weights.retention import deletable
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
@@ -50,6 +51,8 @@ class RunWriter:
     """The ledger and the versions as this writer has left them."""
     store: CheckpointStore | None = field(init=False)
     """None where the run wants no checkpoints."""
+    newest_offset: int = -1
+    """Where the newest entry of this writer stands."""
     saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
     lost: Manifest | None = None
@@ -143,7 +146,7 @@ class RunWriter:
             headers = ledger.headers(entry, run=session.run).encode(value)
             record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
         faults.reach(f"ledger.{kind}.before")
-        self.transactions.commit([*also, record])
+        self.newest_offset = self.transactions.commit([*also, record])[-1]
         faults.reach(f"ledger.{kind}.after")
         self.state.last_seq = entry.seq
         return entry
@@ -188,6 +191,7 @@ class RunWriter:
         measured = {
             "bytes": float(manifest.nbytes),
             "full_bytes": float(whole),
+            "delta": float(manifest.encoding == "delta"),
             "publish_s": now - publication.started,
             "stall_s": self._stalled_s + now - began,
         }
@@ -196,6 +200,22 @@ class RunWriter:
         self.state.add(manifest)
         self._publisher.committed(publication)
         self.session.reporter.values.update(version=manifest.version)
+        if manifest.encoding == "full" and self.session.config.weights.keep == "chain":
+            self._release()
+
+    def _release(self) -> None:
+        """Delete the chunks of versions that nobody needs any more; where that is refused the run goes on."""
+        per_version = self.session.schedule.steps_per_version
+        steps = self.store.steps() if self.store is not None and per_version > 1 else []  # a snapshot within a version is read again
+        needed = {rules.version_after(done, steps_per_version=per_version) for done in steps} & self.state.manifests.keys()
+        before = deletable(self.state.manifests, ends=self._gaps.ends, needed=needed)
+        topic = self.session.topic("weights")
+        try:
+            self.session.log.delete_records({(topic, partition): offset for partition, offset in before.items()})
+        except LogUnreachable:
+            raise
+        except LogError as error:
+            self.session.reporter.throttled.say("weights that stay", f"old weights stay: {error}")
 
     def repair_newest(self) -> None:
         """Send the newest version again if its chunks cannot be read, as far as it is still in memory. Raises `LogError`."""
