@@ -15,6 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.observe.report.episodes import episodes_line
 from penstock.pipeline.observe.report.rebases import rebased_line
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -126,6 +127,7 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     lines = [
         ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
         ("drawn", Text(samples)),
+        *([("episodes", Text(episodes_line(report["episodes"])))] if report.get("episodes") else []),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
     if rebased := report["rebased"]:
