@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import open_archive
-from penstock.pipeline.config.schema import KafkaSection
+from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.launcher import connect
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps

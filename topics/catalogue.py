@@ -63,11 +63,12 @@ def topic_name(run: str, topic: str) -> str:
     return f"{run}.{topic}"
 
 
-def topics_of(run: str, *, partitions: int, weight_partitions: int = 2) -> dict[str, TopicSpec]:
+def topics_of(run: str, *, partitions: int, weight_partitions: int = 3) -> dict[str, TopicSpec]:
     """A run's topics by Kafka name, in a fixed order.
 
-    `prompts`, `rollouts` and `groups` have `partitions`: a group stays in one number through all three. `weights` has one
-    for manifests and the others for chunks. Raises `ValueError` for an impossible run id or count.
+    `prompts`, `rollouts` and `groups` have `partitions`: a group stays in one number through all three. `weights` has one for
+    manifests, one for version 0 and the others for chunks; where there are two, the chunks of version 0 are among the others'.
+    Raises `ValueError` for an impossible run id or count.
     """
     check_run_id(run)
     if partitions < 1:

@@ -1,7 +1,10 @@
 """`weights`: one manifest per policy version in partition 0, its bytes in chunks in the others. Trainer -> rollout workers.
 
-A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks are there and its digest fits."""
+A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks are there and its digest fits.
+Chunks of an anchor (`weights/1`) are a whole version; those of a delta (`weights/2`) are what `weight_delta` makes of two versions. A later
+manifest of a version with the same digest says where its chunks are instead: they had been lost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -14,8 +17,12 @@ from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "weights/1"
+DELTA_SCHEMA = "weights/2"
+"""The same columns, which a release that knows no deltas must not take for those of a whole version."""
 CHUNK_SCHEMA = "weights-chunk/1"
-ENCODINGS = ("full",)
+ENCODINGS = ("full", "delta")
+MANIFESTS, ORIGIN, FIRST = 0, 1, 2
+"""Partitions: that of the manifests, that of version 0, which always stays, and the first of all other versions' chunks."""
 
 CODEC = Codec(
     SCHEMA,
@@ -58,7 +65,7 @@ class Manifest:
     step: int
     """Optimizer steps taken before this version."""
     encoding: str
-    """How chunks become tensors; "full": the tensors' bytes one after the other."""
+    """How chunks become tensors; "full": the tensors' bytes one after the other; "delta": blocks of `weight_delta`, one after the other."""
     base_version: int | None
     """The version that the chunks change; `None` if they are a whole version."""
     digest: str
@@ -66,6 +73,7 @@ class Manifest:
     nbytes: int
     """Bytes in all chunks."""
     names: tuple[str, ...]
+    """None of a delta, whose tensors are those of its base."""
     dtypes: tuple[str, ...]
     """Element types, as "float32" or "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
@@ -105,7 +113,7 @@ def decode_chunk(value: Payload) -> Chunk:
 
 def headers(manifest: Manifest, *, run: str, worker: str | None = None) -> Headers:
     """The headers of a manifest."""
-    return Headers(run=run, schema=SCHEMA, policy_version_min=manifest.version, worker=worker)
+    return Headers(run=run, schema=_schema(manifest), policy_version_min=manifest.version, worker=worker)
 
 
 def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Headers:
@@ -115,7 +123,8 @@ def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Heade
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a manifest of `run`, its payload untouched; raises `Unusable`."""
-    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
+    schema = DELTA_SCHEMA if ("schema", DELTA_SCHEMA.encode()) in record.headers else SCHEMA
+    return read_headers(record.headers, record.value, run=run, schema=schema, required=_REQUIRED)
 
 
 def check_chunk(record: Record, *, run: str) -> Headers:
@@ -127,7 +136,7 @@ def read(record: Record, *, run: str) -> tuple[Headers, Manifest]:
     """Headers and payload of a manifest of `run`, which must agree; raises `Unusable`."""
     checked = check(record, run=run)
     manifest = decode(record.value)
-    match(checked, policy_version_min=manifest.version)
+    match(checked, policy_version_min=manifest.version, schema=_schema(manifest))
     return checked, manifest
 
 
@@ -139,6 +148,29 @@ def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
     return checked, chunk
 
 
+def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
+    """The manifests that make up a version: its anchor, then the deltas after that. Raises `ValueError` where one of them is missing."""
+    links: list[Manifest] = []
+    number: int | None = version
+    while number is not None:
+        if number not in manifests:
+            raise ValueError(f"version {version} cannot be put together: the manifest of version {number} is not there")
+        links.append(manifests[number])
+        number = links[-1].base_version if links[-1].encoding == "delta" else None
+        if number is not None and number >= links[-1].version:
+            raise ValueError(f"version {links[-1].version} is a delta on version {number}, which does not come before it")
+    return links[::-1]
+
+
+def chunk_places(manifest: Manifest) -> list[tuple[int, int]]:
+    """(partition, offset) of a version's chunks, in their order."""
+    return list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
+
+
+def _schema(manifest: Manifest) -> str:
+    return DELTA_SCHEMA if manifest.encoding == "delta" else SCHEMA
+
+
 def _flaw(manifest: Manifest) -> str | None:
     tensors = {len(manifest.names), len(manifest.dtypes), len(manifest.shapes)}
     chunks = {len(manifest.chunk_partitions), len(manifest.chunk_offsets), len(manifest.chunk_sizes), len(manifest.chunk_sha256)}
@@ -146,6 +178,8 @@ def _flaw(manifest: Manifest) -> str | None:
         return f"lists of tensors have lengths {sorted(tensors)}, lists of chunks {sorted(chunks)}; each must be of one length"
     if manifest.encoding not in ENCODINGS:
         return f"encoding is {manifest.encoding[:60]!r}, expected one of {', '.join(ENCODINGS)}"
+    if manifest.encoding == "delta" and (manifest.names or manifest.base_version is None):
+        return f"a delta on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
         return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
     return None

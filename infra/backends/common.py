@@ -26,6 +26,10 @@ from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes
 
+LARGE_BLOCK_BYTES = 2**26
+"""Blocks from here on are mapped one by one and go back at once: the gradient of an embedding, not an activation."""
+LARGE_MODEL_BYTES = 2**28
+"""Of weights: to map their gradients anew takes little of so large a model's step, to keep them costs as much memory again."""
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
 
 
@@ -56,9 +60,16 @@ def _keep_freed_memory() -> None:
     """Ask glibc to keep freed blocks: by default each activation is mapped and unmapped anew, which takes half of a small model's step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_threshold, block_bytes = -1, -3, 2**30
-        mallopt(mmap_threshold, block_bytes)
-        mallopt(trim_threshold, block_bytes)
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, LARGE_BLOCK_BYTES)
+        mallopt(trim_threshold, 2**30)
+
+
+def return_freed_memory() -> None:
+    """Give freed blocks back to the system: those of one step and of a copy of the weights leave gaps that the next one does not fill."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def open_model(settings: BackendSettings, *, device: torch.device, path: str | None = None) -> Any:
@@ -254,9 +265,12 @@ def update_norm(optimizer: torch.optim.Optimizer) -> float:
         for parameter in group["params"]:
             if not (state := optimizer.state.get(parameter)):
                 continue  # it has never had a gradient
-            taken = float(state["step"])
-            scale = (state["exp_avg_sq"] / (1 - beta2**taken)).sqrt_().add_(group["eps"])
-            total += float((state["exp_avg"] / scale).square_().sum()) * (group["lr"] / (1 - beta1**taken)) ** 2
+            taken, squares = float(state["step"]), 0.0
+            # In pieces: whole copies of an embedding's moments would be the step's peak of memory.
+            for average, square in zip(*(state[name].flatten().split(2**22) for name in ("exp_avg", "exp_avg_sq")), strict=True):
+                scale = (square / (1 - beta2**taken)).sqrt_().add_(group["eps"])
+                squares += float((average / scale).square_().sum())
+            total += squares * (group["lr"] / (1 - beta1**taken)) ** 2
     return float(total**0.5)
 
 

@@ -3,7 +3,7 @@
 The rule: gradients are summed in float32, whatever the weights' dtype, and divided once, in `step`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,16 @@ import torch
 
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
+from penstock.infra.backends.common import (
+    LARGE_MODEL_BYTES,
+    LocalModel,
+    checked_denominator,
+    checked_norm,
+    return_freed_memory,
+    saving,
+    strict_or_error,
+    update_norm,
+)
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import to_bytes
@@ -36,8 +45,11 @@ class TorchBackend(LocalModel):
             for group in groups:
                 group["params"] = [parameter.detach().float().requires_grad_() for parameter in group["params"]]
             self.masters = [master for group in groups for master in group["params"]]
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         self.optimizer = self.adamw(groups)
         self.has_gradient = False
+        self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
         self.rank, self.ranks = 0, 1
         if torch.distributed.is_initialized():
             self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -45,10 +57,11 @@ class TorchBackend(LocalModel):
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
+        if self.large and not self.has_gradient:
+            return_freed_memory()
         logprobs, said = self.run_forward(batch)
         loss, stats = loss_fn(logprobs)
         loss.backward()
-        self._gather_gradients()
         self.has_gradient = True
         return {"loss_sum": float(loss.detach()), **said, **stats}
 
@@ -122,20 +135,6 @@ class TorchBackend(LocalModel):
         self._publish_masters()
         self.steps, self.has_gradient = state["steps"], False
 
-    @torch.no_grad()
-    def _gather_gradients(self) -> None:
-        """Move low-precision gradients into the masters' float32 sums."""
-        if self.masters is self.parameters:
-            return
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
-
     def _add_up_ranks(self) -> None:
         """Add the gradients of all processes: once a step, in float32, and in every process to the same bits."""
         if self.ranks == 1:
@@ -148,3 +147,18 @@ class TorchBackend(LocalModel):
     def _publish_masters(self) -> None:
         if self.masters is not self.parameters:
             torch._foreach_copy_(self.parameters, self.masters)
+
+
+def _moves_gradient_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """For a low-precision parameter: adds its gradient to the master's float32 sum as soon as there is one, and keeps none itself."""
+
+    @torch.no_grad()
+    def move(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return move

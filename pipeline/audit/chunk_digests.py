@@ -1,17 +1,19 @@
-"""Reads the chunks of `weights` once, in step with the manifests, so that recomputing every digest takes one chunk's memory.
+"""Reads the chunks of `weights` once, in step with the manifests, so that one version at a time is put together, on disk.
 
 The rule: a digest is SHA-256 over name, type, shape, size and bytes of each tensor in name order, whatever the chunks.
 """
 
 import hashlib
 import math
+import mmap
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed, Where
 from penstock.pipeline.audit.source import Source
-from penstock.topics import weights
+from penstock.topics import weight_delta, weights
 from penstock.topics.weights import Manifest
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record
@@ -24,10 +26,11 @@ Refuse = Callable[[Record, errors.Unusable], None]
 
 
 def weigh(source: Source, facts: Facts, *, note: Note, refuse: Refuse) -> None:
-    """Read every chunk partition to its end and recompute the digest of each full version."""
+    """Read every chunk partition to its end and recompute the digest of each version."""
+    held = Held()
     cursors = {partition: Cursor(source, partition, facts, note, refuse) for partition in source.partitions("weights") if partition}
     for fact in sorted(facts.first_manifests().values(), key=lambda manifest: manifest.where.offset):
-        facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts)
+        facts.recomputed[fact.manifest.version] = _recompute(fact.manifest, cursors, facts, held)
     for cursor in cursors.values():
         cursor.to_end()
 
@@ -67,14 +70,51 @@ class Cursor:
         return True
 
 
-def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts) -> Recomputed:
+class Held:
+    """The version that was put together last, in a file without a name: the next ones may be changes to it."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.layout: Manifest | None = None
+        """The manifest that lists its tensors."""
+        self.data = memoryview(b"")
+
+    def begin(self, manifest: Manifest) -> None:
+        """Make room for a whole version."""
+        self.version, self.layout = None, manifest
+        if len(self.data) != manifest.nbytes:
+            with tempfile.TemporaryFile() as file:
+                file.truncate(max(1, manifest.nbytes))
+                self.data = memoryview(mmap.mmap(file.fileno(), 0))[: manifest.nbytes]
+
+    def recompute(self, manifest: Manifest, pieces: Iterator[memoryview]) -> str:
+        """The digest of a version that is whole, or that changes the one which is held; raises `ValueError`."""
+        if manifest.encoding == "delta":
+            assert self.version == manifest.base_version
+            self.version = None
+            weight_delta.apply(b"".join(pieces), self.data)
+        else:
+            self.begin(manifest)
+            start = 0
+            for piece in pieces:
+                if start + len(piece) > len(self.data):
+                    raise ValueError("the chunks hold more bytes than the manifest says")
+                self.data[start : start + len(piece)] = piece
+                start += len(piece)
+        assert self.layout is not None
+        found = digest(self.layout, iter([self.data] if self.data else ()))
+        self.version = manifest.version
+        return found
+
+
+def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: Held) -> Recomputed:
     places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
     if any(offset < facts.begins.get(("weights", partition), 0) for partition, offset in places):
         return Recomputed(None, None, released=True)
-    if manifest.base_version is not None:
-        return Recomputed(None, None)  # its chunks are changes; the base's tensors are not kept
+    if manifest.encoding == "delta" and held.version != manifest.base_version:
+        return Recomputed(None, None, released=True)  # what it changes is released, or broken and said so
     try:
-        return Recomputed(digest(manifest, _pieces(places, cursors)), None)
+        return Recomputed(held.recompute(manifest, _pieces(places, cursors)), None)
     except ValueError as error:
         return Recomputed(None, str(error))
 

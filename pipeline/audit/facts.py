@@ -216,10 +216,11 @@ class Facts:
         return outcomes
 
     def first_manifests(self) -> dict[int, ManifestFact]:
-        """Version -> its manifest."""
+        """Version -> its manifest: of those with the digest of the first one the last, which says where lost chunks were sent again."""
         manifests: dict[int, ManifestFact] = {}
         for fact in self.manifests:
-            manifests.setdefault(fact.manifest.version, fact)
+            if manifests.setdefault(fact.manifest.version, fact).manifest.digest == fact.manifest.digest:
+                manifests[fact.manifest.version] = fact
         return manifests
 
     def trained(self) -> dict[int, int]:

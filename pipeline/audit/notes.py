@@ -125,8 +125,8 @@ def _unread(facts: Facts) -> Iterator[str]:
 def _digests(facts: Facts) -> Iterator[str]:
     if released := sum(recomputed.released for recomputed in facts.recomputed.values()):
         yield f"chunks of {released} versions were released by retention: their digests cannot be recomputed"
-    if deltas := sum(fact.manifest.base_version is not None for fact in facts.manifests):
-        yield f"{deltas} versions are changes to another one: their chunks were compared, their digests not recomputed"
+    if again := len(facts.manifests) - len(facts.first_manifests()):
+        yield f"{again} times a version was published again, with the same digest"
 
 
 def _redrawn(facts: Facts) -> Iterator[str]:

@@ -20,6 +20,7 @@ from penstock.pipeline.cli.look.report import report
 from penstock.pipeline.cli.look.runs import app as runs_app
 from penstock.pipeline.cli.look.sql import sql
 from penstock.pipeline.cli.look.status import graph, status
+from penstock.pipeline.cli.look.ui import ui
 from penstock.pipeline.cli.machine.broker import app as broker_app
 from penstock.pipeline.cli.machine.doctor import doctor
 from penstock.pipeline.cli.machine.model import app as model_app
@@ -63,6 +64,7 @@ app.command(rich_help_panel=TRAIN, short_help="Stop a run of this machine; it ca
 app.command(rich_help_panel=TRAIN, short_help="Split machines between rollout and training, simulated.")(plan)
 app.add_typer(runs_app, name="runs", rich_help_panel=LOOK, short_help="List the runs; `runs rm` removes some.")
 app.command(rich_help_panel=LOOK, short_help="Where a run stands, and what each worker does.")(status)
+app.command(rich_help_panel=LOOK, short_help="Runs in a browser: live, compared, in SQL.")(ui)
 app.command(rich_help_panel=LOOK, short_help="What a run's workers have written; -f follows.")(logs)
 app.command(rich_help_panel=LOOK, short_help="What a run did: reward, fates, times, lag; as a page.")(report)
 app.command(rich_help_panel=LOOK, short_help="Prove from the log that nothing was lost or trained twice.")(audit)

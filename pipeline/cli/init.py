@@ -13,7 +13,7 @@ from penstock.pipeline.cli.options import ConfigFile, Json, Overrides, emit, say
 
 def init(
     *,
-    model: Annotated[str, typer.Option("--model", metavar="DIR", help="A Hugging Face model's directory.")],
+    model: Annotated[str, typer.Option("--model", metavar="DIR", help="A Hugging Face model's directory, or hf:ORG/NAME.")],
     data: Annotated[str, typer.Option("--data", metavar="SOURCE", help="A JSONL or Parquet file, hf:NAME, file.py:function, …")],
     reward: Annotated[list[str], typer.Option("--reward", metavar="FILE.py:FUNCTION", help="Or a built-in one: exact_match; repeatable.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there instead of printing it.")] = None,

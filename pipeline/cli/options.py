@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.log import Log
-    from penstock.pipeline.config.schema import KafkaSection
+    from penstock.pipeline.config.services import KafkaSection
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
@@ -90,7 +90,7 @@ def connected(kafka: "KafkaSection", *, attends: bool = False, start: bool = Tru
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
     """A log at the broker given on the command line, closed at the end; only what works on a run starts this machine's own."""
-    from penstock.pipeline.config.schema import KafkaSection
+    from penstock.pipeline.config.services import KafkaSection
 
     kafka = KafkaSection(bootstrap=bootstrap, security=security_settings(security))
     return connected(kafka, attends=attends, start=start or attends)

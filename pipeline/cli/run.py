@@ -96,6 +96,10 @@ def worker(
     slot: Annotated[int | None, typer.Option(min=0, help="This worker's number among those of its role; names it.")] = None,
     model: Annotated[Path | None, typer.Option(help="The model's directory on this machine, if not where the configuration says.")] = None,
     security: Security = None,
+    health: Annotated[
+        str | None, typer.Option(metavar="[HOST:]PORT", help="Answer /livez, /readyz and /metrics there; loopback if there is no host.")
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Print each line of the log as a JSON object.")] = False,
 ) -> int:
     """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
     from penstock.pipeline.config.load import ConfigError
@@ -125,4 +129,6 @@ def worker(
         model=None if model is None else str(model),
         security={} if embedded_broker else settings,
         debug="--debug" in sys.argv,
+        health=health,
+        log_json=log_json,
     )

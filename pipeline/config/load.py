@@ -150,7 +150,7 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
     for name, section in Config.model_fields.items():
         values = table.get(name)
         if isinstance(values, dict):
-            for key, resolve in PATHS_OF[cast(type[Section], section.annotation)].items():
+            for key, resolve in PATHS_OF.get(cast(type[Section], section.annotation), {}).items():
                 if key in values:
                     values[key] = _resolved(values[key], resolve, base)
 

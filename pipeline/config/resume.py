@@ -9,6 +9,7 @@ from penstock.pipeline.config.load import Config, ConfigError, override
 from penstock.pipeline.config.plugins import nearest
 
 CHANGEABLE = (
+    "run.health_port",
     "run.max_restarts",
     "run.restart",
     "run.stall_s",

@@ -1,18 +1,18 @@
 """A whole run's configuration as one object, with the numbers that follow from it."""
 
 import re
+from pathlib import Path
 
 from penstock.infra.engines.base import EngineKind
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import LOSSES, Loss
 from penstock.pipeline.config import algorithm_defaults
+from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
     DataSection,
     EnvironmentSection,
     EvalSection,
-    KafkaSection,
-    MlflowSection,
     ModelSection,
     RewardSection,
     RolloutSection,
@@ -24,7 +24,9 @@ from penstock.pipeline.config.schema import (
     TrainerSection,
     WeightsSection,
 )
+from penstock.pipeline.config.services import KafkaSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.topics.weights import FIRST
 
 
 class ConfigError(ValueError):
@@ -58,6 +60,13 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     kafka: KafkaSection = KafkaSection()
     mlflow: MlflowSection = MlflowSection()
+    tensorboard: TensorboardSection = TensorboardSection()
+    wandb: WandbSection = WandbSection()
+
+    @property
+    def model_directory(self) -> Path:
+        """Where the model is on this machine; one of the hub is fetched if it is not in the cache. Raises `BackendError`."""
+        return local_model(self.model.path)
 
     @property
     def engine(self) -> EngineKind:
@@ -179,6 +188,11 @@ class Config(Section):
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
+
+    @property
+    def weight_partitions(self) -> int:
+        """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
+        return FIRST + self.weights.partitions
 
     @property
     def rules(self) -> Schedule:

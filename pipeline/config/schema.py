@@ -3,6 +3,7 @@
 The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
-from penstock.infra.log import GIVE_UP_S, Copies
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config import synonyms
+from penstock.pipeline.config.hub import is_hub_name
 from penstock.pipeline.config.plugins import nearest, split_options
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -65,12 +66,28 @@ def absolute_source(text: str, base: Path) -> str:
     return absolute(text, base) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
 
 
+def absolute_model(text: str, base: Path) -> str:
+    """The path of a model; a name of the hub stays."""
+    return text if is_hub_name(text) else absolute(text, base)
+
+
 def absolute_template(text: str, base: Path) -> str:
     """The path of a chat template; the words that choose none stay."""
     return text if text in ("auto", "on", "off") else absolute(text, base)
 
 
-PATH, SOURCE = Resolve(absolute), Resolve(absolute_source)
+def absolute_environment(text: str, base: Path) -> str:
+    """The files in the command of `agent:COMMAND`, the path in file.py:Class; other names stay."""
+    if not text.startswith("agent:"):
+        return absolute_source(text, base)
+    try:
+        words = shlex.split(text.removeprefix("agent:"))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no command: {error}") from error
+    return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
+
+
+PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve(absolute_environment)
 
 
 class Section(BaseModel):
@@ -86,11 +103,16 @@ class RunSection(Section):
     seed: NonNegative = 0
     restart: Literal["on-failure", "never"] = Field("on-failure", description="whether `penstock run` starts a worker that died again")
     max_restarts: NonNegative = Field(5, description="restarts of one worker in a row before the run is given up")
+    health_port: Annotated[int, Field(ge=0, lt=2**16)] = Field(
+        0, description="port of the first worker's /livez, /readyz and /metrics, the next ones follow; 0 for none"
+    )
     stall_s: PositiveFloat = Field(300.0, description="seconds without any progress after which it is said who is stuck")
 
 
 class ModelSection(Section):
-    path: Annotated[str, PATH] = Field(description="a local Hugging Face causal language model directory")
+    path: Annotated[str, Resolve(absolute_model)] = Field(
+        description="a Hugging Face causal language model: a directory, or hf:ORG/NAME@REVISION of the hub, which a run records by commit"
+    )
 
 
 class SourceSampling(Section):
@@ -134,9 +156,9 @@ class RewardSection(Section):
 
 
 class EnvironmentSection(Section):
-    source: Annotated[str | None, SOURCE] = Field(
+    source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="file.py:Class, package:Class, gymnasium:ID or tiny:lake, and samples are trajectories of several turns",
+        description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
     )
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
@@ -309,42 +331,10 @@ class EvalSection(Section):
 
 class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
-
-
-class KafkaSection(Section):
-    bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
-    partitions: Positive | None = Field(
-        None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
+    partitions: Annotated[int, Field(ge=1, le=64)] = Field(
+        8, description="of the topic `weights` that take the chunks of versions from 1 on"
     )
-    replication_factor: Positive | None = Field(
-        None, description="copies of each record; three, or as many as there are brokers, if absent"
-    )
-    min_insync_replicas: Positive | None = Field(
-        None, description="copies that must have a record before it is acknowledged; 2, on one broker 1, if absent"
-    )
-    allow_loss: bool = Field(
-        False, description="takes fewer than two copies in sync on several brokers: the loss of one node can then lose acknowledged records"
-    )
-    give_up_s: PositiveFloat = Field(
-        GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
-    )
-    security: dict[str, str] = Field(
-        default_factory=dict,
-        exclude=True,  # no record and no file gets it: every process takes it from its own environment
-        repr=False,
-        description="security_protocol, sasl_mechanism, sasl_plain_username, …; passwords in PENSTOCK_SECURITY only",
-    )
-
-    @property
-    def copies(self) -> Copies:
-        """What the run's topics are made with."""
-        return Copies(replicas=self.replication_factor, in_sync=self.min_insync_replicas, loss_allowed=self.allow_loss)
-
-
-class MlflowSection(Section):
-    enabled: bool = True
-    tracking_uri: str | None = Field(None, description="a sqlite file in the state directory if absent")
-    experiment: str = "penstock"
+    anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
 
 
 PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {

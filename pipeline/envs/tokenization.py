@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
@@ -147,11 +148,11 @@ def digests(model_directory: str | Path, *, chat_template: str = "auto") -> Dige
 
 def model_folder(model_directory: str | Path) -> Path:
     """The directory, after checking for the required files. Raises `ConfigError` that says what to do."""
-    folder = Path(model_directory).expanduser()
+    folder = local_model(str(model_directory))
     if not folder.is_dir():
         name = "/".join(folder.parts[-2:])
         raise ConfigError(
-            f"model.path: there is no directory {folder}: a model of the hub gets there with `hf download {name} --local-dir {folder}`; "
+            f"model.path: there is no directory {folder}: a model of the hub is hf:{name}; "
             f"`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
         )
     if not (folder / "tokenizer.json").is_file():

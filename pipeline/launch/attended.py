@@ -6,14 +6,19 @@ The rule: a lock that is held is the proof; a process id in a file is none.
 import fcntl
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from penstock.infra.paths import state_path
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.launch.run_lock import LOCK
+
+UI_ADDRESS = "ui.address"
+"""In the state directory while `penstock ui` runs: where."""
 
 
 def launcher_of(directory: Path) -> int | None:
@@ -62,6 +67,17 @@ def ask_to_stop(directory: Path, *, wait_s: float) -> bool:
     while (ended := launcher_of(directory) is None) is False and time.monotonic() < deadline:
         time.sleep(0.1)
     return ended
+
+
+def ui_address() -> str | None:
+    """The address of a `penstock ui` that runs on this machine for this state directory."""
+    try:
+        address = (state_path() / UI_ADDRESS).read_text(encoding="utf-8")
+        where = urlsplit(address)
+        socket.create_connection((where.hostname or "", where.port or 0), timeout=1.0).close()
+    except (OSError, ValueError):
+        return None
+    return address
 
 
 def log_files(directory: Path, role: str | None) -> Sequence[Path]:

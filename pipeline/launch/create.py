@@ -10,15 +10,16 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log
+from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import check
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.environments.sources import AGENT, check_agent
 from penstock.pipeline.envs.tokenization import Renderer, digests
 from penstock.pipeline.learner.try_functions import try_own_functions
 from penstock.pipeline.runtime.run_registry import find, write
@@ -44,12 +45,14 @@ def create(
         ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
         PenstockError: data or model cannot be used; one line, for data with file and line.
     """
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})})
     info = {**(check_inputs(config, say=say) if checked is None else checked), **(about or {})}
     run = _usable(run_id or new_id(config))
     log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    log.create_topics(topics_of(run, partitions=config.partitions), copies=config.kafka.copies)
+    specs = topics_of(run, partitions=config.partitions, weight_partitions=config.weight_partitions)
+    log.create_topics(specs, copies=config.kafka.copies)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)
@@ -63,7 +66,7 @@ def new_id(config: Config) -> str:
 
 def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[str, Any]:
     """The part of the run's info that its data and model determine: rows, steps, digests. Raises what `create` raises."""
-    data, model = config.data, Path(config.model.path)
+    data, model = config.data, config.model_directory
     try:
         model_digests = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
@@ -75,6 +78,8 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         for number in range(len(dataset.sources)):
             scoring.check(dataset.row(number, 0).columns)
         dataset.order(config)
+        if config.environment.source is not None and config.environment.source.startswith(AGENT):
+            check_agent(config.environment.source)
         for held_out in open_eval_data(config).values():
             check(held_out, also=renderer.render)
             rewards.resolve(config.eval_reward.functions, config.eval_reward.weights).check(held_out[0].columns)

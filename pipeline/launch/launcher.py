@@ -17,8 +17,9 @@ from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.config.schema import KafkaSection
 from penstock.pipeline.config.security import credentials
+from penstock.pipeline.config.services import KafkaSection
+from penstock.pipeline.launch.attended import ui_address
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
@@ -123,6 +124,8 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
+        if (address := ui_address()) is not None:
+            say(f"in a browser: {address}run?id={run}")
         if placement.gpus is not None:
             say(str(placement))
         view = LiveView(log, run, console=_console(quiet), plain=not live)

@@ -25,6 +25,7 @@ from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.exit_status import BROKEN, ENDED
+from penstock.pipeline.runtime.reporting.health import HEALTH
 from penstock.pipeline.runtime.roles import HELPERS, ROLES
 
 LEFT_LIMIT_S = 10.0
@@ -212,6 +213,8 @@ class Supervisor:
         # -P and our root first: a user's own penstock.py in the working directory must not shadow ours.
         environment["PYTHONPATH"] = os.pathsep.join([str(IMPORT_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment |= self.placement.environment(name)
+        if port := config.run.health_port:
+            environment[HEALTH] = str(port + len(self.workers))
         environment[VARIABLE] = json.dumps(dict(self.connection.security))
         command = [
             sys.executable,

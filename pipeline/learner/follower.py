@@ -58,8 +58,8 @@ class Follower:
                 obey(self.backend, dict(message), self.processes)
 
     def _batch(self, plan: Sequence[Planned], rows: Sequence[Sequence[int]]) -> TokenBatch:
-        sequences = {(one.group, one.sample): one for group in self.read(plan) for one in self.objective.sequences(group)}
-        return pack([sequences[group, sample] for group, sample in rows])
+        sequences = {group.group: self.objective.sequences(group) for group in self.read(plan)}
+        return pack([sequences[group][number] for group, number in rows])
 
 
 def _places(plan: Sequence[Sequence[Any]]) -> list[Planned]:

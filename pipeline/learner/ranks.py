@@ -4,6 +4,7 @@ The rule: rank 0 cuts the step and says by place and digest what each rank train
 rank runs as many micro-batches as any other, and statistics are added up in plan order, whoever measured them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,17 +28,24 @@ class Ranks:
     processes: "ProcessSet"
     planned: dict[int, Planned] = field(default_factory=dict)
     """Group -> its place in the log."""
+    _taken: Counter[int] = field(default_factory=Counter)
+    """Group -> how many of its sequences are in micro-batches already: a trajectory may be several sequences of one sample."""
 
     def whose(self, number: int) -> int:
         """The rank that trains micro-batch `number` of a step: rank 0 the last of each round, so that it never keeps another waiting."""
         return (number + 1) % self.processes.size
 
-    def train(self, rank: int, sequences: Sequence[TokenSequence]) -> None:
-        """Let another rank train a micro-batch."""
-        groups = dict.fromkeys(one.group for one in sequences)
-        plan = [self.planned[group] for group in groups]
-        places = [[one.group, one.sha256, one.partition, one.offset] for one in plan]
-        self.processes.tell(rank, do="train", plan=places, rows=[[one.group, one.sample] for one in sequences])
+    def gives_away(self, number: int, sequences: Sequence[TokenSequence]) -> bool:
+        """Let the rank whose micro-batch this is train it; False where that is this one."""
+        rank, rows = self.whose(number), []
+        for one in sequences:
+            rows.append([one.group, self._taken[one.group]])
+            self._taken[one.group] += 1
+        if rank:
+            plan = [self.planned[group] for group in dict.fromkeys(one.group for one in sequences)]
+            places = [[one.group, one.sha256, one.partition, one.offset] for one in plan]
+            self.processes.tell(rank, do="train", plan=places, rows=rows)
+        return bool(rank)
 
     def finish(self, backend: Backend, own: Sequence[Stats], *, batches: int) -> list[Stats]:
         """Give ranks that have one micro-batch less an empty one; returns the statistics of all, in plan order."""

@@ -5,6 +5,7 @@ that is wanted, is recorded with both values, and the run goes on from what the 
 """
 
 import time
+from functools import partial
 
 from penstock.infra import faults
 from penstock.infra.errors import Unrecoverable
@@ -29,10 +30,14 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
         text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
         reporter.say(f"the arithmetic is not the one the run was computed with: {text}")
     if writer.store is not None:
-        state = policy.load_newest(writer.store, past.recorded(), say=reporter.say, doing=lambda text: reporter.doing(text, now=True))
+        at_most = writer.lost.step if writer.lost is not None else None  # whoever has to send a version again has to pass it
+        doing = partial(reporter.doing, now=True)
+        state = policy.load_newest(writer.store, past.recorded(), say=reporter.say, doing=doing, at_most=at_most)
         if state is not None:
             writer.saved_steps = state.steps
             reporter.values.update(step=state.steps, version=state.version)
+            if writer.lost is not None and writer.lost.step == state.steps:
+                writer.publish(policy.weights(), version=writer.lost.version, step=state.steps)
         policy.release_weights()
     loaded, loading_s = policy.steps_done, time.monotonic() - started
     faults.reach("recovery.loaded")

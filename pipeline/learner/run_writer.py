@@ -20,12 +20,14 @@ from penstock.pipeline.learner.chunk_gaps import ChunkGaps
 from penstock.pipeline.learner.fingerprint import arithmetic_of
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights, open_store
 from penstock.pipeline.learner.repeat_step import Difference
+from penstock.pipeline.learner.weight_publisher import Publication, WeightPublisher
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weight_sync import manifest_record, send_chunks
+from penstock.pipeline.runtime.weights.publish import manifest_record
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
+from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -47,16 +49,21 @@ class RunWriter:
     """None where the run wants no checkpoints."""
     saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
+    lost: Manifest | None = None
+    """The newest version, while its chunks cannot be read and have not been sent again."""
     _rebased_at: int | None = None
     """Steps done where the weights ceased to be those of the version that was published there."""
-    _partitions: int = field(init=False)
-    """Partitions of `weights` that carry chunks, numbered from 1."""
+    _publisher: WeightPublisher = field(init=False)
+    _publication: Publication | None = None
+    """The version whose chunks are being sent."""
+    _stalled_s: float = 0.0
+    """How long this version has held up its caller."""
     _gaps: ChunkGaps = field(init=False)
 
     def __post_init__(self) -> None:
         """Open the checkpoint directory. Raises `CheckpointError`."""
         self.store = open_store(self.session.config, self.session.run)
-        self._partitions = (self.session.log.partitions(self.session.topic("weights")) or 2) - 1
+        self._publisher = WeightPublisher(self.session, count=self.session.log.partitions(self.session.topic("weights")) or 2)
         self._gaps = ChunkGaps(self.session)
         self._gaps.skip(self.state.manifests.values())
 
@@ -67,7 +74,9 @@ class RunWriter:
             fingerprint = arithmetic_of(policy.backend, session.config)
             details = {"config": json.loads(session.record.config), "info": dict(session.info), "fingerprint": fingerprint}
             self.write("run-opened", details=json.dumps(details))
+        self._read_newest()
         self.publish(policy.weights(), version=0, step=policy.steps_done)
+        self.finish_publishing()
         policy.release_weights()
 
     def after_step(self, policy: PolicyTrainer) -> None:
@@ -76,6 +85,8 @@ class RunWriter:
         session.reporter.values.update(step=done)
         if rules.publishes(done - 1, steps=session.steps, steps_per_version=session.schedule.steps_per_version):
             self.publish(policy.weights(), version=policy.version, step=done)
+            if not session.schedule.max_lag:
+                self.finish_publishing()  # the next step waits for it anyway
         if (every := session.config.trainer.checkpoint_every) and done % every == 0:
             self.checkpoint(policy)
         policy.release_weights()
@@ -92,6 +103,7 @@ class RunWriter:
 
         A checkpoint is written at once, as it alone holds the new optimizer state. Where the last version is out, its weights stay.
         """
+        self.finish_publishing()
         done, first = policy.steps_done, differences[0][0].step if differences else None
         details = {
             "fingerprint": fingerprint,
@@ -111,6 +123,7 @@ class RunWriter:
         self._rebased_at = done
         if policy.version not in self.state.manifests:
             self.publish(policy.weights(), version=policy.version, step=done)
+            self.finish_publishing()
         elif done == self.session.steps and policy.weights_of is not None:
             policy.release_weights()
             policy.backend.load_weights(policy.weights_of(policy.version))
@@ -133,11 +146,11 @@ class RunWriter:
         return entry
 
     def publish(self, content: Weights, *, version: int, step: int) -> None:
-        """Send a version's chunks, then its manifest with the ledger's entry; a published one must have the same digest.
+        """Begin to send a version's chunks, after the version before it is out; a published one must have the same digest.
 
         Raises `Unrecoverable` where it has another.
         """
-        session, started = self.session, time.monotonic()
+        self.finish_publishing()
         published = self.state.manifests.get(version)
         if published is not None:
             if content.digest != published.digest:
@@ -145,23 +158,71 @@ class RunWriter:
                 raise Unrecoverable(
                     f"version {version}: the recorded weights digest is {published.digest[:16]}…, {origin} {content.digest[:16]}…"
                 )
-        else:
-            manifest = send_chunks(
-                session.producer,
-                content.tensors,
-                digest=content.digest,
-                run=session.run,
-                version=version,
-                step=step,
-                partitions=self._partitions,
-                max_bytes=session.config.weights.chunk_mib * 2**20,
-            )
-            self._gaps.read_to(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
-            measured = {"bytes": float(manifest.nbytes), "publish_s": time.monotonic() - started}
-            record = manifest_record(manifest, run=session.run)
-            self.write("version", record, version=version, step=step, digest=manifest.digest, metrics=measured)
-            self.state.add(manifest)
-        session.reporter.values.update(version=version)
+            if self.lost is not None and self.lost.version == version:
+                self._publish_again(content, published)
+            self.session.reporter.values.update(version=version)
+            return
+        started, tensors = time.monotonic(), content.tensors  # a copy: the model may change from here on
+        assert tensors, "a model has parameters"
+        self._publication = self._publisher.begin(content, version=version, step=step, manifests=self.state.manifests)
+        self._stalled_s = time.monotonic() - started
+
+    @property
+    def publishing(self) -> bool:
+        """True while a version is on its way."""
+        return self._publication is not None
+
+    def finish_publishing(self, *, wait: bool = True) -> None:
+        """Commit the version whose chunks were sent: its manifest with the ledger's entry; without `wait`, only if all of them are."""
+        publication = self._publication
+        if publication is None or not (wait or publication.sent):
+            return
+        began, manifest = time.monotonic(), self._publisher.finish(publication)
+        self._publication = None
+        self._gaps.read_to(weights.chunk_places(manifest))
+        whole = sum(tensor.nbytes for tensor in publication.content.tensors)
+        now = time.monotonic()
+        measured = {
+            "bytes": float(manifest.nbytes),
+            "full_bytes": float(whole),
+            "publish_s": now - publication.started,
+            "stall_s": self._stalled_s + now - began,
+        }
+        record = manifest_record(manifest, run=self.session.run)
+        self.write("version", record, version=manifest.version, step=manifest.step, digest=manifest.digest, metrics=measured)
+        self.state.add(manifest)
+        self._publisher.committed(publication)
+        self.session.reporter.values.update(version=manifest.version)
+
+    def repair_newest(self) -> None:
+        """Send the newest version again if its chunks cannot be read, as far as it is still in memory. Raises `LogError`."""
+        newest, base = self.state.newest_version, self._publisher.base
+        if self._publication is not None or base is None or base.version != newest:
+            return
+        if (problem := self._publisher.look_through(self.state.manifests, newest)) is not None:
+            self.session.reporter.say(f"version {newest} cannot be read any more ({problem}): it is sent again")
+            self._publish_again(Weights(lambda: base.tensors), self.state.manifests[newest])
+
+    def _publish_again(self, content: Weights, published: Manifest) -> None:
+        """Send a published version whole; a manifest with the same digest says where its chunks are now."""
+        publication = self._publisher.begin(content, version=published.version, step=published.step, manifests={}, whole=True)
+        manifest = self._publisher.finish(publication)
+        assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
+        self._gaps.read_to(weights.chunk_places(manifest))
+        self.transactions.commit([manifest_record(manifest, run=self.session.run)])
+        self.state.add(manifest)
+        self._publisher.committed(publication)
+        self.lost = None
+        self.session.reporter.say(f"version {manifest.version} is published again")
+
+    def _read_newest(self) -> None:
+        """Read the newest version back, to go on with changes to it, or to find out that it has to be sent again."""
+        newest = self.state.newest_version
+        if newest < 0:
+            return
+        if (problem := self._publisher.read_back(self.state.manifests, newest)) is not None:
+            self.lost = self.state.manifests[newest]
+            self.session.reporter.say(f"version {newest} cannot be read ({problem}): it is sent again once its weights are here")
 
     def step_digest(self, policy: PolicyTrainer) -> str | None:
         """The digest of the weights for the ledger's entry of a step; None for a model too large to hash at each step."""
@@ -172,6 +233,7 @@ class RunWriter:
         reporter, started, done = self.session.reporter, time.monotonic(), policy.steps_done
         if self.store is None or self.saved_steps == done:
             return
+        self.finish_publishing()
         faults.reach("checkpoint.before")
         reporter.doing(f"writing checkpoint of step {done}", now=True)
         version = policy.version
@@ -208,13 +270,14 @@ class RunWriter:
         if manifest.version not in self.state.manifests:
             self.session.require_place()
             dead_letters.write(record, Unusable(f"version {manifest.version} was not published", kind="mismatch"))
-        elif manifest != self.state.manifests[manifest.version]:
+        elif manifest.digest != self.state.manifests[manifest.version].digest:
             place = f"{record.topic}/{record.partition}/{record.offset}"
             self.session.reporter.duplicate(f"manifest of version {manifest.version} at {place}")
 
     def close_run(self, *, steps: int, status: str, reason: str) -> None:
         """Commit the ledger's last entry."""
-        ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._partitions + 1)])
+        self.finish_publishing()
+        ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
         newest = self.state.manifests.get(self.state.newest_version)
         details = json.dumps({"status": status, "reason": reason})

@@ -198,9 +198,8 @@ class Step:
         batch = pack(sequences)
         self._closed.append(sequences)
         self._held.append(batch)
-        if self.ranks is not None and (rank := self.ranks.whose(len(self._closed) - 1)):
-            self.ranks.train(rank, sequences)
-        elif self.backend.divides_late:
+        given_away = self.ranks is not None and self.ranks.gives_away(len(self._closed) - 1, sequences)
+        if self.backend.divides_late and not given_away:
             self._backward(batch, denominator=None)
 
     def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.runtime.reporting.time_uses import use_of
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics that `status` and the live view read: not the rollouts, which are most of a run's records."""
@@ -25,48 +26,79 @@ SELDOM, MOSTLY = 0.2, 0.6
 
 
 class Bottleneck(NamedTuple):
-    """A role, or "turns" when rollout and training wait for each other; and why."""
+    """A role, or "turns" when rollout and training wait for each other; why, and what to change."""
 
     who: str
     why: str
+    advice: str
 
 
-def trainer_waiting_ratio(view: RunView, *, steps: int = RECENT_STEPS) -> float | None:
-    """Share of its time in which the trainer waited for groups, over the last steps; None before the first."""
-    recent = [view.steps[number].metrics for number in sorted(view.steps)[-steps:]]
+ADVICE = {
+    "trainer": "give it more accelerators or threads, or larger micro-batches; more rollout workers gain nothing",
+    "scorer": "raise scorer.workers or scorer.processes, or make the reward faster",
+    "rollout": "start more rollout workers or raise rollout.concurrency",
+    "feeder": "raise rollout.slots, or look at what the feeder does with `penstock status`",
+    "turns": "let them overlap: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
+}
+"""What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
+
+
+def trainer_waiting_ratio(view: RunView, *, steps: int | None = RECENT_STEPS) -> float | None:
+    """Share of its time in which the trainer waited for groups, over the last steps or all (None); None before the first."""
+    recent = [view.steps[number].metrics for number in sorted(view.steps)[-steps if steps else 0 :]]
     waited, computed = (sum(metrics.get(name, 0.0) for metrics in recent) for name in ("wait_s", "compute_s"))
     return waited / (waited + computed) if waited + computed else None
 
 
-def busy(view: RunView, role: str, name: str) -> float | None:
-    """Mean share of the last seconds that the workers of a role spent in what `name` counts."""
-    rates = [worker.rate(name) for worker in view.workers.values() if worker.role == role and not worker.ended]
+def busy(view: RunView, role: str, name: str, *, whole: bool = False) -> float | None:
+    """Mean share of the last seconds, or of all since they were ready, that the workers of a role spent in what `name` counts."""
+    workers = [worker for worker in view.workers.values() if worker.role == role]
+    if whole:
+        at_work = sum(worker.total("uptime_s") - worker.total("time_start_s") for worker in workers)
+        return min(1.0, sum(worker.total(name) for worker in workers) / at_work) if at_work > 0 else None
+    rates = [worker.rate(name) for worker in workers if not worker.ended]
     known = [rate for rate in rates if rate is not None]
     return min(1.0, sum(known) / len(known)) if known else None
 
 
-def bottleneck(view: RunView) -> Bottleneck | None:
-    """The role to give more to, or None while there is nothing to tell it from.
+def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
+    """The role to give more to, at this moment or over the `whole` run; None while there is nothing to tell it from.
 
     A trainer that seldom waits is the bottleneck itself. Otherwise the busier of the roles before it is, if it is busy at all:
-    scorers by their reward functions, rollout workers by generation. If neither is, rollout and training wait for each other.
+    scorers by their reward functions, rollout workers by generation. If neither is, rollout and training wait for each other, unless
+    rollout workers wait for prompts that the window would allow.
     """
-    waiting = trainer_waiting_ratio(view)
-    if waiting is None or has_ended(view):
+    waiting = trainer_waiting_ratio(view, steps=None if whole else RECENT_STEPS)
+    if waiting is None or (has_ended(view) and not whole):
         return None
     if waiting < SELDOM:
-        return Bottleneck("trainer", f"it waits {waiting:.0%} of its time")
-    generating, scoring = busy(view, "rollout", "generate_s"), busy(view, "scorer", "reward_s")
+        return _named("trainer", f"it waits {waiting:.0%} of its time")
+    generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_s")))
     if scoring is not None and scoring >= MOSTLY and scoring > (generating or 0.0):
-        return Bottleneck("scorer", f"busy {scoring:.0%}; the trainer waits {waiting:.0%}")
+        return _named("scorer", f"busy {scoring:.0%}; the trainer waits {waiting:.0%}")
     if generating is None:
         return None
     if generating >= MOSTLY:
-        return Bottleneck("rollout", f"busy {generating:.0%}; the trainer waits {waiting:.0%}")
-    doing = [worker.labels.get("doing") for worker in view.workers.values() if worker.role == "rollout" and not worker.ended]
-    if waiting >= MOSTLY and "waiting for prompts" in doing:
-        return Bottleneck("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
-    return Bottleneck("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+        return _named("rollout", f"busy {generating:.0%}; the trainer waits {waiting:.0%}")
+    if waiting >= MOSTLY and not whole and _lacks_prompts(view):
+        return _named("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
+    return _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+
+
+def _lacks_prompts(view: RunView) -> bool:
+    """Whether rollout workers wait for prompts although the window is not full."""
+    doing = [(worker.role, worker.labels.get("doing", "")) for worker in view.workers.values() if not worker.ended]
+    full = any(role == "feeder" and use_of(text) in ("full_window", "done") for role, text in doing)
+    return not full and ("rollout", "waiting for prompts") in doing
+
+
+def _named(who: str, why: str) -> Bottleneck:
+    return Bottleneck(who, why, ADVICE[who])
+
+
+def bottleneck_as_json(found: Bottleneck | None) -> dict[str, str] | None:
+    """A bottleneck as plain data."""
+    return None if found is None else found._asdict()
 
 
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:
@@ -122,7 +154,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "to_go_s": to_go_s(view),
         "groups": dict(sorted(counted.items())),
         "dead_letters": len(view.dead_letters),
-        "bottleneck": None if slowest is None else {"who": slowest.who, "why": slowest.why},
+        "bottleneck": bottleneck_as_json(slowest),
         "waste": waste.as_json(waste.wastes(view, last=waste.RECENT_GROUPS)),
         "workers": [
             {

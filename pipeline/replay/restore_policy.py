@@ -20,7 +20,7 @@ from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say, open_st
 from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording, with_model
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 
 PROGRESS_S = 3.0
 """How often a replay says where it is."""
@@ -113,7 +113,7 @@ def arithmetic(recording: Recording, course: PolicyTrainer) -> list[dict[str, ob
 
 def weights_of(recording: Recording, version: int) -> list[TensorBytes]:
     """The recorded weights of a version. Raises `LogError`."""
-    return fetch(recording.log, recording.story.manifests[version], run=recording.run)
+    return fetch(recording.log, recording.story.manifests, version, run=recording.run)
 
 
 def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say: Say) -> PolicyTrainer:
@@ -142,7 +142,7 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
     from penstock.infra.backends.rebuilt import write_model
 
     directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
-    write_model(config.model.path, weights_of(recording, 0), directory)
+    write_model(config.model_directory, weights_of(recording, 0), directory)
     course = open_at(with_model(config, directory))
     if same_dtype and course.weights().digest != manifest.digest:
         course.backend.close()

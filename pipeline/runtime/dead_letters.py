@@ -12,7 +12,7 @@ from penstock.infra.errors import BrokerError
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
 from penstock.infra.poison_records import Attempts
-from penstock.pipeline.runtime.reporter import Reporter
+from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record

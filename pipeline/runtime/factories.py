@@ -6,7 +6,6 @@ The rule: one model is loaded at a time in a process, because transformers chang
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
@@ -63,16 +62,16 @@ def limits_of(config: Config) -> Limits:
 
 def template_for(config: Config) -> Template:
     """What renders the run's conversations."""
-    data, path = config.data, config.model.path
+    data, path = config.data, config.model_directory
     stop_ids = digests(path, chat_template=data.chat_template)["stop_ids"]
-    return template_of(Path(path), chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
+    return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
 
 
 def _settings_of(config: Config) -> EngineSettings:
     rollout = config.rollout
     completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(
-        directory=Path(config.model.path),
+        directory=config.model_directory,
         dtype=rollout.dtype,
         device=rollout.device,
         threads=rollout.threads,
@@ -93,7 +92,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
     with _LOADING, _mistakes():
         return open_backend(
             chosen.backend,
-            model_path=config.model.path,
+            model_path=str(config.model_directory),
             lr=chosen.lr,
             dtype=chosen.dtype,
             device=chosen.device,

@@ -1,11 +1,14 @@
 """What every worker has to know of a run: the newest weights, what was trained, and whether it is closed.
 
-The rule: ledger entries and versions are applied without gaps. A record seen before changes nothing and one beyond a gap is refused, so
+The rule: ledger entries and versions are applied without gaps. Of the manifests of one version with one digest the last counts, whose
+chunks replace lost ones. Any other record seen before changes nothing and one beyond a gap is refused, so
 that readers agree whatever a broker repeats or a foreign client writes.
 """
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
+from penstock.infra.errors import LogError
 from penstock.infra.log import Log, Tail
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
@@ -13,12 +16,17 @@ from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
+_CATCH_UP_POLL_S = 0.2
+"""A transaction's marker at the end of a partition is passed without a record: the position is checked this often."""
+
 
 @dataclass(slots=True)
 class LedgerState:
     """What the run's ledger entries and weight manifests add up to."""
 
     run: str
+    newest_only: bool = False
+    """Keep, beside version 0, only what the newest versions are put together from: the last two anchors and what follows them."""
     manifests: dict[int, Manifest] = field(default_factory=dict)
     newest_version: int = -1
     steps: int = 0
@@ -27,6 +35,8 @@ class LedgerState:
     closed: Entry | None = None
     opened: Entry | None = None
     last_seq: int = -1
+    _anchor: int = 0
+    """The newest version that is whole."""
 
     def apply(self, record: Record) -> Entry | Manifest | None:
         """Apply a record of `ledger` or of partition 0 of `weights`; None when it was applied before. Raises `Unusable`."""
@@ -52,17 +62,30 @@ class LedgerState:
         return entry
 
     def _apply_manifest(self, manifest: Manifest) -> Manifest | None:
-        if manifest.version in self.manifests:
-            return None
-        if manifest.version != self.newest_version + 1:
+        if manifest.version <= self.newest_version:
+            known = self.manifests.get(manifest.version)
+            if known is None or known == manifest or known.digest != manifest.digest:
+                return None
+        elif manifest.version != self.newest_version + 1:
             raise Unusable(f"version {manifest.version} follows version {self.newest_version}: it was not published", kind="mismatch")
         self.add(manifest)
         return manifest
 
     def add(self, manifest: Manifest) -> None:
-        """Count a version as published."""
+        """Count a version as published, or where its chunks are after they were sent again."""
+        if (origin := self.manifests.get(0)) is not None and (manifest.names, manifest.shapes) == (origin.names, origin.shapes):
+            manifest = replace(manifest, names=origin.names, dtypes=_same(manifest.dtypes, origin.dtypes), shapes=origin.shapes)
         self.manifests[manifest.version] = manifest
         self.newest_version = max(manifest.version, self.newest_version)
+        if self.newest_only and manifest.encoding == "full":
+            for version in [version for version in self.manifests if 0 < version < self._anchor]:
+                del self.manifests[version]
+            self._anchor = max(manifest.version, self._anchor)
+
+
+def _same(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """The known tuple where both are equal, so that one is kept for all versions."""
+    return known if names == known else names
 
 
 class LedgerFollower:
@@ -72,7 +95,7 @@ class LedgerFollower:
     """
 
     def __init__(self, log: Log, run: str, state: LedgerState | None = None) -> None:
-        self.state = state or LedgerState(run)
+        self.state, self._log = state or LedgerState(run), log
         self._tail: Tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
 
     def poll(self, timeout_s: float) -> None:
@@ -80,10 +103,18 @@ class LedgerFollower:
         for record in self._tail.poll(timeout_s):
             self._apply(record)
 
-    def catch_up(self, timeout_s: float = 60.0) -> None:
-        """Apply every record that is there now."""
-        for record in self._tail.read_to_end(timeout_s):
-            self._apply(record)
+    def catch_up(self, silence_s: float = 60.0) -> None:
+        """Apply every record that is there now. Raises `LogError` when none comes for so long although there are more."""
+        ends = self._log.end_offsets([(f"{self.state.run}.ledger", 0), (f"{self.state.run}.weights", 0)])
+        last = time.monotonic()
+        while behind := [at for at, end in ends.items() if self._tail.position(at) < end]:
+            records = self._tail.poll(_CATCH_UP_POLL_S)
+            for record in records:
+                self._apply(record)
+            if records or self._tail.outage_s > 0:
+                last = time.monotonic()
+            elif time.monotonic() - last > silence_s:
+                raise LogError(f"nothing came of {behind[0][0]}/{behind[0][1]} for {silence_s:g} s, and there is more of it")
 
     def close(self) -> None:
         """Close the reader."""

@@ -21,6 +21,8 @@ from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.ownership import SILENT_S
+from penstock.pipeline.runtime.reporting.health import Health, serve
+from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bootstrap", required=True, help="HOST:PORT of a Kafka broker")
     parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
     parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
+    parser.add_argument("--health", metavar="[HOST:]PORT", help="answer /livez, /readyz and /metrics there")
+    parser.add_argument("--log-json", action="store_true", help="print each line of the log as a JSON object")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     chosen = parser.parse_args(arguments)
     security = credentials({})
@@ -45,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         model=chosen.model,
         security=security,
         debug=chosen.debug,
+        health=chosen.health,
+        log_json=chosen.log_json,
     )
 
 
@@ -57,9 +63,13 @@ def work(
     model: str | None,
     security: Mapping[str, Any] | None = None,
     debug: bool = False,
+    health: str | None = None,
+    log_json: bool = False,
 ) -> int:
     """Join the run as `role` and do its work; SIGTERM and SIGINT end it in an orderly way."""
     make_files_private()
+    if log_json:
+        os.environ[LOG_JSON] = "1"
     stop = threading.Event()
     stop_on_signals(stop)
     worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
@@ -74,18 +84,19 @@ def work(
         if session is None:
             return ENDED
         session.reporter.say(f"joined run {run}")
+        serve(Health(session.reporter, stop), health)
         threading.Thread(target=session.announce_stop, daemon=True, name="announce-stop").start()
         importlib.import_module(ROLES[role].module).main(session)
         session.close(status="stopped" if stop.is_set() else "finished")
         session.reporter.say("done")
         return ENDED
     except (PenstockError, OSError, *MISTAKES) as error:
-        return _failed(role, session, error, debug=debug)
+        return _failed(role, session, error, run=run, debug=debug)
     except ModuleNotFoundError as error:
         missing = Unrecoverable(f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it")
-        return _failed(role, session, missing, debug=debug)
+        return _failed(role, session, missing, run=run, debug=debug)
     except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
-        return _failed(role, session, error, debug=True)
+        return _failed(role, session, error, run=run, debug=True)
     finally:
         sys.stdout.flush()
 
@@ -99,12 +110,15 @@ def _log(bootstrap: str, security: Mapping[str, Any] | None, *, client_id: str) 
         raise ConfigError(f"--bootstrap, --security: {error}") from error
 
 
-def _failed(role: str, session: Session | None, error: BaseException, *, debug: bool) -> int:
+def _failed(role: str, session: Session | None, error: BaseException, *, run: str, debug: bool) -> int:
     """Print the cause, tell the run, and end without waiting for client threads that may be stuck."""
     if debug or os.environ.get("PENSTOCK_DEBUG"):
         traceback.print_exception(error)
     text = f"{error}: is the run attended twice?" if isinstance(error, Fenced) else str(error)
-    print(f"penstock: {role}: {text}", file=sys.stderr, flush=True)
+    name = role if session is None else session.worker
+    as_json = bool(os.environ.get(LOG_JSON))
+    line = log_line(text, run=run, worker=name, level="error", as_json=True) if as_json else f"penstock: {role}: {text}"
+    print(line, file=sys.stderr, flush=True)
     if session is not None:
         with contextlib.suppress(Exception):  # the run may be beyond reach: the cause is already printed
             session.reporter.labels["error"] = text

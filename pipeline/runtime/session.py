@@ -21,7 +21,8 @@ from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.ownership import Place, given_token, new_token
-from penstock.pipeline.runtime.reporter import Reporter, say
+from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.topics.runs import RunRecord
@@ -116,7 +117,7 @@ def join(
     said = False
     while (record := find(log, run)) is None:
         if not said:
-            print(f"{role}: waiting for run {run!r} to be created (penstock create CONFIG --run-id {run})", flush=True)
+            say(run, worker or role, f"waits for the run to be created (penstock create CONFIG --run-id {run})")
             said = True
         if stop.wait(1.0):
             return None
@@ -125,7 +126,7 @@ def join(
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     token = given_token()
     name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
-    log.wait_out(config.kafka.give_up_s, say=partial(say, name))  # before any client is made: it holds for those that follow
+    log.wait_out(config.kafka.give_up_s, say=partial(say, run, name))  # before any client is made: it holds for those that follow
     session = Session(
         run=run,
         role=role,

@@ -10,8 +10,8 @@ def test_a_run_owns_nine_topics_in_a_fixed_order_under_its_own_prefix():
     specs = topics_of("demo-1", partitions=8)
     assert list(specs) == [f"demo-1.{topic}" for topic in (*TOPICS, OWNERS)]
     assert all(name == spec.name for name, spec in specs.items())
-    assert [spec.partitions for spec in specs.values()] == [1, 8, 8, 8, 2, 1, 1, 1, 1]
-    assert sum(spec.partitions for spec in specs.values()) == 31
+    assert [spec.partitions for spec in specs.values()] == [1, 8, 8, 8, 3, 1, 1, 1, 1]
+    assert sum(spec.partitions for spec in specs.values()) == 32
     assert topic_name("demo-1", "groups") in specs
 
 

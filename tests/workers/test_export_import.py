@@ -23,7 +23,7 @@ from penstock.pipeline.audit.report import audit
 from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables.timeline import timeline
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.recorded_run import RecordedRun
 
 
@@ -110,7 +110,7 @@ def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
         assert read_planned(log, run_id, entry.plan) == read_planned(log, recorded.run, original.plan)
     for version, manifest in here.story.manifests.items():
         assert manifest.digest == there.story.manifests[version].digest
-        fetch(log, manifest, run=run_id)  # raises for another digest
+        fetch(log, here.story.manifests, version, run=run_id)  # raises for another digest
     archived = audit(ArchivedSource(ArchivedLog(find_archive(archive[0]))))
     assert archived.clean, archived
     judged = audit(KafkaSource(recorded.bootstrap, run_id))

@@ -15,7 +15,7 @@ from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps
 from penstock.pipeline.replay.rescore.run import Wish, score_run
 from penstock.pipeline.runtime.run_registry import find
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.recorded_run import JUDGE, RecordedRun
 
 STRICT = """
@@ -166,9 +166,9 @@ def test_a_repaired_reward_judges_groups_that_had_failed_and_is_written_as_a_new
         assert all(texts[row["group"], row["sample"]] in (None, row["completion"]) for row in rows)
         past = read_past(log, run_id)
         assert past.steps == []
-        original = read_past(log, recorded.run).story.manifests[0]
-        assert past.story.manifests[0].digest == original.digest
-        assert fetch(log, past.story.manifests[0], run=run_id) == fetch(log, original, run=recorded.run)
+        original = read_past(log, recorded.run).story.manifests
+        assert past.story.manifests[0].digest == original[0].digest
+        assert fetch(log, past.story.manifests, 0, run=run_id) == fetch(log, original, 0, run=recorded.run)
         capsys.readouterr()
         words = ["replay", "train", run_id, "--bootstrap", recorded.bootstrap, "--to-step", "1", "--no-mlflow", "--json"]
         assert cli.main(words) == 0

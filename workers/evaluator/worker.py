@@ -23,7 +23,7 @@ from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.sampling import episode_request
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import metrics
 from penstock.topics.samples import cause_of
 from penstock.topics.wire.errors import Unusable
@@ -120,7 +120,7 @@ class Evaluator:
         """What `measures` gives of one version; None when the worker was stopped meanwhile."""
         session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
         started = time.monotonic()
-        self.engine.load_weights(version, fetch(session.log, state.manifests[version], run=session.run))
+        self.engine.load_weights(version, fetch(session.log, state.manifests, version, run=session.run))
         longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
         scores: dict[bool, dict[int, Score]] = {}
         turns: list[int] = []

@@ -38,6 +38,7 @@ def main(session: Session) -> None:
     state = _nothing_admitted(session, data)
     session.finishing = lambda: "nothing is left to finish (about 1 s)"
     tail = _catch_up(session, state)
+    session.reporter.outage = lambda: tail.outage_s
     session.reporter.ready()
     committed, clock = time.monotonic(), WorkingClock()
     while state.ledger.closed is None and not session.stop.is_set():
@@ -115,6 +116,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         reporter.doing(f"more than {schedule.max_drops_per_step} groups were dropped since the last step")
         return batch
     limit = rules.admission_limit(schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps)
+    reporter.values["admissible"] = float(max(0, limit - state.admitted))
     while state.admitted < limit:
         partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=state.presence.owners)
         number = state.admitted

@@ -40,9 +40,10 @@ def main(session: Session) -> None:
     session.check_model()
     session.reporter.doing("loading the model", now=True)
     engine = make_engine(session.config, say=session.reporter.say)
-    weights = WeightPrefetch(session.log, session.run)
+    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say)
     worker = RolloutWorker.open(session, engine, weights)
     session.finishing = worker.finishing
+    session.reporter.outage = lambda: worker.member.outage_s
     session.reporter.ready()
     try:
         while weights.state.closed is None and not session.stop.is_set():
@@ -211,7 +212,8 @@ class RolloutWorker:
             if wanted is not None:
                 if not self.engine.idle and schedule.loads_at != "step":
                     return  # the weights change between groups
-                self._load()
+                if not self._load():
+                    return
             self._begin(task)
 
     def _begin(self, task: GroupTask) -> None:
@@ -224,15 +226,18 @@ class RolloutWorker:
             stop_ids = self.session.info["digests"]["stop_ids"]
             self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
 
-    def _load(self) -> None:
-        """Load the newest weights that are here into the engine."""
-        version, tensors = self.weights.take()
-        started = time.monotonic()
-        if self.engine.idle:
-            self.session.reporter.doing(f"loading version {version}")
-        self.engine.load_weights(version, tensors)
+    def _load(self) -> bool:
+        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
+        with self.weights.taken() as (version, tensors):
+            if version <= self.engine.version:
+                return False
+            started = time.monotonic()
+            if self.engine.idle:
+                self.session.reporter.doing(f"loading version {version}")
+            self.engine.load_weights(version, tensors)
         self.session.reporter.add("load_s", time.monotonic() - started)
         self.session.reporter.values["version"] = version
+        return True
 
     def _wait(self) -> None:
         """Nothing can be drawn: wait for what is missing, weights or prompts."""

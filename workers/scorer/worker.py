@@ -58,6 +58,7 @@ def main(session: Session) -> None:
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
     polled = 0.0
+    session.reporter.outage = lambda: member.outage_s
     session.reporter.ready()
     try:
         while follower.state.closed is None and not session.stop.is_set():

@@ -29,6 +29,7 @@ from penstock.topics.secrets import without_password
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.tracker.metrics_file import MetricsFile
+from penstock.workers.tracker.sinks import sinks
 
 POLL_S = 0.5
 QUIET_S = 10.0
@@ -74,6 +75,7 @@ class Tracker:
         self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
+        self.sinks = sinks(session.config, session.run, directory, say=session.reporter.say)
         self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), session.topic("groups")]
         counts = {name: session.log.partitions(name) or 0 for name in names}
@@ -129,6 +131,7 @@ class Tracker:
         """Stop reading and close the file."""
         self._tail.close()
         self.file.close()
+        self.sinks.close()
 
     def _read_to_end(self) -> bool:
         """Apply the existing records in batches, because a long run's records do not fit into memory together; False if cut short."""
@@ -184,7 +187,9 @@ class Tracker:
 
     def _write_down(self, lines: Iterable[Line]) -> None:
         for line in lines:
-            if self.file.write(line):
+            new = self.file.write(line)
+            self.sinks.write(line, new=new)
+            if new:
                 self.session.reporter.add("points", len(line.values))
 
     def _flush(self) -> None:

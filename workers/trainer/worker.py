@@ -20,7 +20,7 @@ from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import metrics
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["follow", "main"]
 
 POLL_S = 0.5
+PUBLISHING_POLL_S = 0.02
+"""The same while a version is on its way, which others wait for."""
+LOOK_S = 60.0
+"""A trainer that has waited this long for groups looks whether the workers can read the newest weights at all."""
 
 
 def main(session: Session) -> None:
@@ -51,6 +55,7 @@ def main(session: Session) -> None:
     session.reporter.doing("loading the model", now=True)
     with other_ranks(session) as processes:
         trainer = Trainer.open(session, transactions, past, processes)
+        session.reporter.outage = lambda: trainer.tail.outage_s
         session.reporter.ready()
         mark(session.log, session.record, status="running")
         trainer.begin(past)
@@ -81,6 +86,8 @@ class Trainer:
     _drops: int = 0
     """Dropped groups when the last step was committed."""
     _wait_s: float = 0.0
+    _look_s: float = 0.0
+    """After waiting this long within one step the newest weights are looked at."""
     _compute_s: float | None = None
     """How long the newest step computed."""
 
@@ -91,7 +98,7 @@ class Trainer:
         policy = PolicyTrainer.open(
             session.config,
             steps=session.steps,
-            weights_of=lambda version: fetch(session.log, manifests[version], run=session.run),
+            weights_of=lambda version: fetch(session.log, manifests, version, run=session.run),
             processes=processes,
         )
         writer = RunWriter(session, transactions, past.story)
@@ -125,7 +132,7 @@ class Trainer:
         """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile."""
         schedule, number, started = self.session.schedule, self.policy.steps_done, time.time()
         version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
-        self._wait_s = 0.0
+        self._wait_s, self._look_s = 0.0, LOOK_S
         if not self._round_is_ready():
             return False
         step, plan = self.policy.step(), list[Planned]()
@@ -139,11 +146,14 @@ class Trainer:
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
                 continue
+            self.writer.finish_publishing(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
             self.session.reporter.doing(f"training step {number}")
             step.add(group, plan[-1])
+        self.writer.finish_publishing(wait=False)
         outcome = step.finish(learner_version=version)
+        self.writer.finish_publishing()  # a step is never committed before the version that the last one completed
         self._commit(outcome, plan, version=version, started=started)
         self.policy.steps_done += 1
         self.writer.after_step(self.policy)
@@ -154,10 +164,12 @@ class Trainer:
         """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""
         session, done = self.session, self.policy.steps_done
         if session.stop.is_set() and done < session.steps and self.asked_to_end is None:
+            self.writer.finish_publishing()
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
             session.reporter.say(f"stopped after step {self.committed - 1}; the run can be resumed")
             return
+        self.writer.finish_publishing()
         self.writer.export(self.policy)
         self._close_run(status="finished", reason=self.asked_to_end or "all steps done")
 
@@ -193,11 +205,15 @@ class Trainer:
         reporter = self.session.reporter
         reporter.doing(why)
         started = time.monotonic()
-        for record in self.tail.poll(POLL_S):
+        self.writer.finish_publishing(wait=False)
+        for record in self.tail.poll(PUBLISHING_POLL_S if self.writer.publishing else POLL_S):
             self._receive(record)
         waited = time.monotonic() - started
         self._wait_s += waited
         reporter.add("wait_s", waited)
+        if self._wait_s > self._look_s:
+            self._look_s = 2 * self._wait_s
+            self.writer.repair_newest()
         self._check_drops()
         reporter.status()
         return not self.session.stop.is_set() and self.asked_to_end is None

@@ -52,7 +52,7 @@ def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[
     manifests, newest = facts.first_manifests(), max(entries, default=-1)
     for fact in facts.manifests:
         version, violation = fact.manifest.version, partial(Violation, version=fact.manifest.version, where=fact.where)
-        if fact is not manifests[version]:
+        if fact.manifest.digest != manifests[version].manifest.digest:
             yield violation(text=f"version {version} has another manifest at {manifests[version].where}")
         elif version not in entries and (facts.closed is not None or version < newest):
             yield violation(text=f"the manifest of version {version} has no entry in the ledger")

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, InHand
-from penstock.infra.sandbox.sessions import Sessions
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.envs.agents.draw import Draw
-from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
+from penstock.pipeline.envs.agents.driver import Limits
+from penstock.pipeline.envs.agents.episodes import Playing, open_episodes
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
-from penstock.pipeline.envs.environments.child import CHILD
 
 WAIT_S = 0.02
 """How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
@@ -52,12 +51,12 @@ class _Asked:
 class _Running:
     """A trajectory under way."""
 
-    episode: Episode
+    episode: Playing
     task: "Future[Trajectory]"
     oldest: int | None = None
     tokens: int = 0
-    turn: int | None = None
-    """The number of the turn that is drawn for it."""
+    turns: set[int] = field(default_factory=set)
+    """Numbers of the turns that are drawn for it: an agent may ask for several at a time."""
 
 
 class TrajectoryEngine:
@@ -74,7 +73,7 @@ class TrajectoryEngine:
         in_flight: int,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._inner, self._template, self._limits, self._in_flight = inner, template, limits, in_flight
+        self._inner, self._in_flight = inner, in_flight
         self._say = say
         self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]]] = queue.SimpleQueue()
         self._running: dict[tuple[int, int], _Running] = {}
@@ -83,7 +82,7 @@ class TrajectoryEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
         self._thread.start()
-        self._sessions = self._in_loop(_made(source, processes))
+        self._episodes = self._in_loop(open_episodes(source, template=template, limits=limits, processes=processes, on_loss=self._lost))
 
     @property
     def version(self) -> int:
@@ -105,17 +104,7 @@ class TrajectoryEngine:
         assert isinstance(request, EpisodeRequest), "a group of trajectories says what its environment begins with"
         for sample in request.samples:
             key = (request.group, sample)
-            episode = Episode(
-                request=request,
-                sample=sample,
-                seed=seed_of(request.row, seed=request.seed, group=request.drawn_as),
-                template=self._template,
-                sessions=self._sessions,
-                limits=self._limits,
-                draw=_Asker(self, key, request),
-                on_loss=self._lost,
-                version=self._inner.version,
-            )
+            episode = self._episodes.episode(request, sample, draw=_Asker(self, key, request), version=self._inner.version)
             task = asyncio.run_coroutine_threadsafe(episode.run(), self._loop)
             self._running[key] = _Running(episode, task)
             task.add_done_callback(partial(self._finished, key))
@@ -131,9 +120,9 @@ class TrajectoryEngine:
         aborted: list[Completion] = []
         for key in [key for key in self._running if key[0] == group]:
             running = self._running.pop(key)
-            if running.turn is not None:
-                self._inner.abort(running.turn)
-                self._flying.pop(running.turn, None)
+            for turn in running.turns:
+                self._inner.abort(turn)
+                self._flying.pop(turn, None)
             aborted.append(self._in_loop(_ended(running)))
         return aborted
 
@@ -141,23 +130,21 @@ class TrajectoryEngine:
         drawing = {held.group: held for held in self._inner.in_hand()}
         groups: dict[int, list[InHand]] = {}
         for (group, _), running in self._running.items():
-            now = drawing.get(running.turn) if running.turn is not None else None
-            versions = [version for version in (running.oldest, now.oldest_version if now else None) if version is not None]
-            tokens = running.tokens + (now.tokens if now else 0)
-            groups.setdefault(group, []).append(InHand(group=group, tokens=tokens, oldest_version=min(versions, default=None)))
+            before = InHand(group=group, tokens=running.tokens, oldest_version=running.oldest)
+            groups.setdefault(group, []).extend([before, *(drawing[turn] for turn in running.turns if turn in drawing)])
         return [_together(group, held) for group, held in sorted(groups.items())]
 
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         self._inner.load_weights(version, tensors)
 
     def stats(self) -> dict[str, float]:
-        waiting = float(sum(running.turn is None for running in self._running.values()))
+        waiting = float(sum(not running.turns for running in self._running.values()))
         return self._inner.stats() | self._counts | {"waiting_for_environments": waiting}
 
     def close(self) -> None:
         for running in self._running.values():
             running.task.cancel()
-        self._in_loop(self._sessions.close())
+        self._in_loop(self._episodes.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
         self._running.clear()
@@ -183,7 +170,7 @@ class TrajectoryEngine:
             wait = False
             if isinstance(event, _Asked):
                 if (running := self._running.get(event.key)) is not None:
-                    running.turn = event.request.group
+                    running.turns.add(event.request.group)
                     self._flying[event.request.group] = event
                     self._inner.submit(event.request)
             elif event[0] in self._running and self._running[event[0]].task is event[1]:
@@ -197,7 +184,8 @@ class TrajectoryEngine:
         if asked is None or running is None:
             return
         drawn = draw_of(completion)
-        running.turn, running.tokens = None, running.tokens + len(drawn.token_ids)
+        running.turns.discard(completion.group)
+        running.tokens += len(drawn.token_ids)
         running.oldest = min([version for version in (running.oldest, completion.spans[0].version) if version is not None])
         self._loop.call_soon_threadsafe(_resolve, asked.answer, drawn)
 
@@ -260,10 +248,6 @@ def draw_of(completion: Completion) -> Draw:
         started_ns=completion.started_ns,
         ended_ns=completion.ended_ns,
     )
-
-
-async def _made(source: str, processes: int) -> Sessions:
-    return Sessions(CHILD, size=processes, init={"source": source})
 
 
 async def _ended(running: _Running) -> Trajectory:

@@ -30,6 +30,10 @@ class Template(Protocol):
         """
         ...
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        ...
+
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> Said:
         """The answer in the drawn ids; `before` are the last ids of its context, `calls` the tool calls so far, which number new ones."""
         ...

@@ -35,6 +35,10 @@ class PlainTemplate:
             ids += self._tokenizer.encode(text_of(message), add_special_tokens=False).ids
         return ids
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> Said:
         """The text without special tokens."""
         return Said({"role": "assistant", "content": str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))})

@@ -4,6 +4,7 @@ The rule: what the engine drew is trained once, in the sequence it was drawn in,
 repaired. A turn whose context begins with all ids of a segment extends it; any other turn begins a segment of its own.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,6 +82,8 @@ class Answer:
     malformed: tuple[str, ...]
     """What is wrong with tool calls that cannot be read, a line each, to be told to the policy."""
     finish: Finish
+    tokens: int
+    """How many of the drawn tokens are kept: all, unless a text ended the answer."""
 
     @property
     def finish_reason(self) -> str:
@@ -150,9 +153,19 @@ class Conversation:
         number, self._asked = self._asked, self._asked + 1
         return Context(number, ids, history[-1], parent, held, source, tuple(messages), tools)
 
-    def drawn(self, context: Context, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, versions: npt.ArrayLike, finish: Finish) -> Answer:
+    def drawn(
+        self,
+        context: Context,
+        token_ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike,
+        versions: npt.ArrayLike,
+        finish: Finish,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Answer:
         """Keep what the engine drew for a context: T token ids with the stop id, T logprobs (nats), T policy versions.
 
+        `stop` are texts that end an answer: tokens after the first one are as if they had not been drawn, and the message ends before it.
         Nothing is kept of an answer without tokens. Raises `ValueError` if the lengths differ.
         """
         ids, nats, policy = np.array(token_ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32)
@@ -160,7 +173,11 @@ class Conversation:
             raise ValueError(
                 f"turn {context.number}: {ids.shape} token ids, {nats.shape} logprobs and {policy.shape} versions do not match"
             )
+        if ended := _stopped(ids.tolist(), stop, self._template):
+            ids, nats, policy, finish = ids[: ended[0]], nats[: ended[0]], policy[: ended[0]], "stop"
         said = self._template.parse(ids.tolist(), context.token_ids[-16:].tolist(), context.tools, self._tool_calls)
+        if ended:
+            _cut(said.message, ended[1])
         self._tool_calls += len(said.message.get("tool_calls", ()))
         if len(ids):
             # A copy: a view would keep the whole context of every turn in memory.
@@ -169,7 +186,7 @@ class Conversation:
             self._turns.append(turn)
             heard = digests([*context.messages, said.message], context.tools)[-1]
             self._heard.setdefault(heard, []).append(turn)
-        return Answer(said.message, said.malformed, finish)
+        return Answer(said.message, said.malformed, finish, len(ids))
 
     def segments(self) -> tuple[Segment, ...]:
         """The sequences to train, in the order in which their first questions were asked."""
@@ -214,6 +231,21 @@ class Conversation:
             fit = (ends[turn], not turn.asked_on, turn.number, turn)
             best = fit if best is None or fit[:3] > best[:3] else best
         return (None, 0) if best is None else (best[3], best[0])
+
+
+def _stopped(ids: Sequence[int], stop: Sequence[str], template: Template) -> tuple[int, str] | None:
+    """The least number of tokens whose text contains one of `stop`, and which; None if there is none."""
+    if not any(text in template.decode(ids) for text in stop):
+        return None
+    fewest = bisect_left(range(len(ids)), True, key=lambda count: any(text in template.decode(ids[:count]) for text in stop))
+    text = template.decode(ids[:fewest])
+    return fewest, min((word for word in stop if word in text), key=text.index)
+
+
+def _cut(message: dict[str, Any], stop: str) -> None:
+    for key in ("reasoning_content", "content"):
+        if text := message.get(key):
+            message[key] = text.partition(stop)[0]
 
 
 def _segment(chain: list[_Turn]) -> Segment:

@@ -111,16 +111,19 @@ class ChatTemplate:
         # The model drew the end of its turn itself. Another one than the template writes cannot be exchanged.
         return ids[1:] if ids[0] == last else None
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def parse(self, token_ids: Sequence[int], before: Sequence[int], tools: Tools | None, calls: int) -> Said:
         """The answer in the drawn ids: reasoning apart, tool calls read if there are `tools`."""
         ids = list(token_ids[:-1] if token_ids and token_ids[-1] in self._stop_ids else token_ids)
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        text = self.decode(ids)
         reasoning: str | None = None
         if self._format == "harmony":
             reasoning, text = split_harmony(text)
         elif self._thinks:
-            context = str(self._tokenizer.decode(list(before), skip_special_tokens=False))
-            reasoning, text = split_reasoning(text, opened=context.rstrip().endswith("<think>"))
+            reasoning, text = split_reasoning(text, opened=self.decode(before).rstrip().endswith("<think>"))
         text, found, malformed = read_calls(text, self._format, calls) if tools else (text, [], [])
         content = self._special.sub("", text)
         message: dict[str, Any] = {"role": "assistant", "content": (content or None) if found else content}

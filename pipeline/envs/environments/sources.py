@@ -4,12 +4,20 @@ The rule: what is loaded here runs in a child process only; `check` loads it onc
 """
 
 import importlib.metadata
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError, load, source_digest, split_options
 from penstock.pipeline.envs.environments.interfaces import Episode, episode_of, waits
+
+AGENT = "agent:"
+"""What the name of an agent's command begins with; agents are programs, which no child loads."""
+PYTHON = {"python": sys.executable, "python3": sys.executable}
+"""An agent in Python has the worker's own packages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,15 @@ SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
     "tiny": _tiny,
 }
 """Scheme of a source -> the function that opens it."""
+
+
+def check_agent(source: str) -> None:
+    """Raises `PluginError` if the program of `agent:COMMAND` is not on this machine."""
+    program = next(iter(shlex.split(source.removeprefix(AGENT))), None)
+    if program is None:
+        raise PluginError('environment.source: "agent:" names no program; expected agent:COMMAND, such as agent:python agent.py')
+    if shutil.which(program) is None and program not in PYTHON:
+        raise PluginError(f"environment.source: there is no program {program} on PATH, nor a file of that name that can be run")
 
 
 def open_environment(source: str) -> EnvironmentKind:

@@ -6,7 +6,6 @@ The rule: the first problem is raised as one line that says what to do; what was
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import PenstockError
@@ -50,7 +49,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
         tell(name, text)
 
     check_devices(config)
-    if Path(config.model.path).is_dir():
+    if config.model_directory.is_dir():
         check_engine(config)
     try:
         info = check_inputs(config, say=say)
@@ -62,7 +61,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
         raise
     for name, text in arithmetic(config, rows=info["rows"]):
         note(name, text)
-    count = parameters(Path(config.model.path))
+    count = parameters(config.model_directory)
     note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
     check_disk(config, info, note)
     if config.environment.source is None:  # which alone knows what an episode is worth
@@ -83,7 +82,7 @@ def check_devices(config: Config) -> None:
 
 def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
     """Compare what the run will write with what is free, where the log is on this machine. Raises `PenstockError`."""
-    count = parameters(Path(config.model.path))
+    count = parameters(config.model_directory)
     if count is None:
         return
     published, checkpoints = needed_bytes(config, count=count, steps=info["steps"], versions=info["versions"])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.config.schema import absolute_source
@@ -87,12 +88,13 @@ def propose(
 def _loaded(text: str, base: Path) -> Config:
     """The configuration, with paths made absolute as `load` does it."""
     table = tomllib.loads(text)
-    table["model"]["path"] = str((base / table["model"]["path"]).expanduser())
+    if not is_hub_name(table["model"]["path"]):
+        table["model"]["path"] = str((base / table["model"]["path"]).expanduser())
     return from_table(table)
 
 
 def _look(model: str, data: str, functions: Sequence[str], *, base: Path, prompt_field: str | None, answer_field: str | None) -> Found:
-    folder = model_folder(base / Path(model).expanduser())
+    folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
     source = absolute_source(data, base)
     names = open_dataset(source, prompt_field="", answer_field="").names
     prompt = _field("prompt", prompt_field, PROMPTS, names, source)

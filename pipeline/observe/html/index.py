@@ -65,7 +65,7 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
         "workers": [{"name": name, "role": _role(view, name)} for name in names],
         "labels": labels,
         "causes": causes,
-        "time_spent": time_spent(view, history),
+        "time_spent": time_spent(view),
         "roles": list(ROLES),
         "prompts": prompts,
         "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in groups.rows if row.reason},

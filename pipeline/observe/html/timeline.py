@@ -3,7 +3,6 @@
 The rule: a moment is counted in ticks from when the run was created, as whole numbers, in the finest tick that its length allows.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +11,10 @@ import numpy as np
 from penstock.pipeline.observe.html.groups import Row
 from penstock.pipeline.observe.html.pack import Column
 from penstock.pipeline.observe.html.run_history import RunHistory, kind_of
+from penstock.pipeline.observe.report.time_spent import by_role
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.tables.timeline import Drawn, Ended, Facts, Interval, intervals
+from penstock.pipeline.runtime.reporting.time_uses import USES
 
 KINDS = ("rollout", "score", "train", "wait", "publish", "load", "checkpoint", "eval", "start")
 TICKS_MS = (0.1, 1.0, 10.0, 100.0)
@@ -98,10 +99,16 @@ def activity_columns(history: RunHistory, *, workers: Mapping[str, int], clock: 
     return [(label, kind_of(label)) for label in labels], columns
 
 
-def time_spent(view: RunView, history: RunHistory) -> list[dict[str, Any]]:
-    """Seconds by role and by what its workers said they did, most first within a role; statuses come once a second."""
-    spent: dict[tuple[str, str], float] = defaultdict(float)
-    for activity in history.activities:
-        spent[view.workers[activity.worker].role, activity.label] += (activity.ended_ns - activity.started_ns) / 1e9
-    rows = [{"role": role, "doing": label, "kind": kind_of(label), "seconds": round(took, 3)} for (role, label), took in spent.items()]
+def time_spent(view: RunView) -> list[dict[str, Any]]:
+    """Seconds by role and by what its workers' time was spent on, most first within a role, as in the report."""
+    rows = [
+        {"role": role, "doing": use.replace("_", " "), "kind": _kind(use), "seconds": round(seconds[f"{use}_s"], 3)}
+        for role, seconds in by_role(view).items()
+        for use in USES
+        if f"{use}_s" in seconds
+    ]
     return sorted(rows, key=lambda row: (row["role"], -row["seconds"]))
+
+
+def _kind(use: str) -> str:
+    return {"busy": "work", "save": "work", "start": "load"}.get(use, "wait")

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
-from penstock.pipeline.observe.report import staleness
+from penstock.pipeline.observe.report import staleness, time_spent
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.observe.report.staleness import practice, weighted
@@ -27,6 +27,7 @@ from penstock.pipeline.observe.run_status import (
 )
 from penstock.pipeline.observe.run_view import RunView, load
 from penstock.pipeline.observe.run_view_types import StepFacts, together
+from penstock.pipeline.observe.status import bottleneck, bottleneck_as_json
 from penstock.pipeline.runtime.roles import HELPERS
 from penstock.pipeline.scheduling.fates import FATES, OPEN
 from penstock.pipeline.scheduling.schedule import MODES
@@ -79,6 +80,8 @@ def summarise(view: RunView) -> dict[str, Any]:
         "engines": staleness.engines(view),
         "episodes": episodes(view),
         **_lengths(view),
+        **time_spent.as_json(view, steps, per_version=steps_per_version(view)),
+        "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),
         "filtered": _filtered(view),
         "practice": practice(steps),
         "weights": {
@@ -137,7 +140,7 @@ def _groups(view: RunView) -> dict[str, int]:
 
 def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
     """Completion tokens of the samples, by what became of their group: `length` is the mean, then the 95 % quantile and the longest."""
-    tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "abandoned": [], "unused": []}
+    tokens: dict[str, list[int]] = {"admitted": [], "trained": [], "filtered": [], "stale": [], "failed": [], "abandoned": [], "unused": []}
     for group, fate in fates(view).items():
         drawn = view.samples.get(group, {}).values()
         tokens["admitted"] += drawn

@@ -3,8 +3,10 @@
 The rule: it shows what the report holds and computes nothing of its own; a figure that is not known is left out.
 """
 
+import contextlib
 import io
 import itertools
+import sqlite3
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from rich.text import Text
 
 from penstock.pipeline.observe.report.episodes import episodes_line
 from penstock.pipeline.observe.report.rebases import rebased_line
+from penstock.pipeline.observe.report.time_spent import as_line
+from penstock.pipeline.observe.report.verdict import verdict
 
 BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
@@ -36,8 +40,9 @@ def render(report: Mapping[str, Any], *, directory: Path | None = None) -> Rende
     parts: list[RenderableType] = [Rule(title, style="dim"), table]
     if report.get("reason") and status != "finished":
         parts.insert(1, Text(f"{status}: {report['reason']}", style=STATUS_STYLES.get(status, "")))
-    wastes = [Text(f"{waste['why']}: {waste['advice']}", style="yellow") for waste in report["waste"]]
-    return Group(parts[0], *wastes, *parts[1:], _next(report, directory), Rule(style="dim"))
+    first, *others = verdict(report)
+    said = [Text(first, style="bold"), *(Text(line, style="yellow") for line in others)]
+    return Group(parts[0], *said, *parts[1:], _next(report, directory), Rule(style="dim"))
 
 
 def as_text(report: Mapping[str, Any], *, directory: Path | None = None) -> str:
@@ -150,6 +155,10 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if time["trainer_waiting_ratio"] is not None:
         split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
         lines.append(("trainer", Text(split)))
+    for place, (role, seconds) in enumerate(report["time_spent"].items()):
+        lines.append(("time of" if place == 0 else "", Text(f"{role}: {as_line(seconds)}")))
+    if (slowest := report["bottleneck"]) is not None:
+        lines.append(("bottleneck", Text(f"{slowest['who']}: {slowest['why']}; {slowest['advice']}")))
     tokens = report["trainer_tokens"]
     if tokens["computed"]:
         saved = f"{tokens['real']:,} real tokens, {tokens['padded']:,} with padding, {tokens['computed']:,} computed"
@@ -221,7 +230,7 @@ def _next(report: Mapping[str, Any], directory: Path | None) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    rows = [("topics", f"penstock topics list {report['run']}")]
+    rows = [("a group", f"penstock explain {report['run']} 0"), ("browser", "penstock ui")]
     if directory is not None:
         wanted = (("page", "report.html"), ("model", "model"), ("points", "metrics.jsonl"), ("logs", "logs"))
         rows += [(name, str(directory / file)) for name, file in wanted if (directory / file).exists()]
@@ -229,9 +238,24 @@ def _next(report: Mapping[str, Any], directory: Path | None) -> Table:
     if uri and number:
         remote = str(uri).startswith(("http:", "https:", "databricks"))
         rows.append(("mlflow", f"{uri}, run {number}" if remote else f"mlflow ui --backend-store-uri {uri}"))
+        if not remote and (experiment := experiment_of(str(uri), str(number))) is not None:
+            rows.append(("", f"then http://127.0.0.1:5000/#/experiments/{experiment}?workflowType=machine_learning"))
     for place, (name, line) in enumerate(rows):
         table.add_row("look next" if place == 0 else "", Text(name, style="dim"), Text(line, style="cyan"))
     return table
+
+
+def experiment_of(uri: str, run: str) -> str | None:
+    """The experiment of an MLflow run in a local database, None where that does not say."""
+    path = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or not path.is_file():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            row = database.execute("select experiment_id from runs where run_uuid = ?", (run,)).fetchone()
+    except sqlite3.Error:
+        return None
+    return None if row is None else str(row[0])
 
 
 def _number(value: float | None) -> str:

@@ -19,7 +19,7 @@ from penstock.pipeline.replay.rescore.cases import read_prompts
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.sampling import request_of
 from penstock.pipeline.runtime.topic_reader import deleted
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
 
@@ -68,7 +68,7 @@ def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Ite
     try:
         for version, mine in sorted(by_version.items()):
             say(f"version {version}: {len(mine)} samples")
-            engine.load_weights(version, fetch(log, past.story.manifests[version], run=run))
+            engine.load_weights(version, fetch(log, past.story.manifests, version, run=run))
             for completion in draw(engine, asked, mine, config=config, stop_ids=stop_ids):
                 yield compare(mine[completion.group, completion.sample], completion, version=version)
     finally:

@@ -18,7 +18,8 @@ from penstock.pipeline.replay.rescore.cases import Left
 from penstock.pipeline.replay.rescore.judge import Rescored
 from penstock.pipeline.runtime.run_registry import find, write
 from penstock.pipeline.runtime.topic_reader import Read, place_of
-from penstock.pipeline.runtime.weight_sync import fetch, manifest_record, send_chunks
+from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import groups, ledger, prompts, rollouts
 from penstock.topics.catalogue import check_run_id, topics_of
 from penstock.topics.groups import Group
@@ -61,7 +62,8 @@ class NewRun:
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.story.manifests:
             raise LogError(f"{source.run} has no topics, or its version 0 was never published: no run can be made of it")
-        log.create_topics(topics_of(run, partitions=count), copies=config.kafka.copies)
+        specs = topics_of(run, partitions=count, weight_partitions=config.weight_partitions)
+        log.create_topics(specs, copies=config.kafka.copies)
         return cls(
             log=log,
             source=source,
@@ -131,11 +133,16 @@ class NewRun:
     def _tell_story(self, info: dict[str, Any]) -> None:
         """A ledger without a step, and the weights of version 0, which a training begins with, in chunks of their own."""
         story = self.source.past.story
-        tensors = fetch(self.log, story.manifests[0], run=self.source.run)
-        chunks = (self.log.partitions(f"{self.run}.weights") or 2) - 1
-        size = self.config.weights.chunk_mib * 2**20
-        manifest = send_chunks(
-            self._producer, tensors, run=self.run, version=0, step=0, partitions=chunks, max_bytes=size, digest=story.manifests[0].digest
+        tensors = fetch(self.log, story.manifests, 0, run=self.source.run)
+        manifest = send_version(
+            self._producer,
+            tensors,
+            run=self.run,
+            version=0,
+            step=0,
+            partitions=chunk_partitions(0, count=self.log.partitions(f"{self.run}.weights") or 0),
+            max_bytes=self.config.weights.chunk_mib * 2**20,
+            digest=story.manifests[0].digest,
         )
         told = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
         end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}

@@ -279,7 +279,7 @@ def test_an_example_of_the_tiny_model_passes_a_dry_run(name: str, tmp_path: Path
 def test_an_example_of_another_model_says_what_it_needs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--set", f"model.path={tmp_path}/none"]) in (FAILED, USAGE)
     line = last_line(capsys)
-    assert "hf download" in line or "GPUs are wanted" in line
+    assert "of the hub is hf:" in line or "GPUs are wanted" in line
 
 
 def test_security_settings_come_from_words_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

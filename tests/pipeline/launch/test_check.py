@@ -80,7 +80,7 @@ def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, rew
         ({"trainer": {"device": "cuda"}}, "no GPU is visible here"),
         ({"trainer": {"gpus": 1}}, "1 GPUs are wanted"),
         ({"sampling": {"max_new_tokens": 4000}}, "the model's context is 512 tokens"),
-        ({"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}}, "hf download HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ({"model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"}}, "is hf:HuggingFaceTB/SmolLM2-135M-Instruct;"),
     ],
     ids=["column", "reward file", "device", "GPUs", "context", "hub name"],
 )

@@ -10,7 +10,7 @@ from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Outgoing
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, session_of
@@ -42,6 +42,7 @@ def step(policy: PolicyTrainer, writer: RunWriter) -> None:
     writer.write("step", step=policy.steps_done, digest=writer.step_digest(policy), metrics={"dropped": 0.0})
     policy.steps_done += 1
     writer.after_step(policy)
+    writer.finish_publishing()
 
 
 def kinds(log: MemoryLog) -> list[str]:
@@ -62,7 +63,7 @@ def test_a_run_is_opened_with_version_0_and_each_step_is_followed_by_its_version
     assert [entry.seq for entry in past.entries] == list(range(13))
     assert past.story.newest_version == STEPS
     assert past.entries[-1].digest == past.steps[-1].digest == past.story.manifests[STEPS].digest
-    assert fetch(log, past.story.manifests[STEPS], run=RUN) == policy.backend.weights()
+    assert fetch(log, past.story.manifests, STEPS, run=RUN) == policy.backend.weights()
 
 
 def test_a_version_that_is_published_is_not_sent_again_and_must_be_the_same(log: MemoryLog) -> None:
@@ -91,12 +92,13 @@ def test_what_others_wrote_among_the_chunks_is_set_aside_once_or_counted_as_a_du
     writer.begin(policy)
     chunk = log.read(f"{RUN}.weights", 1, [0])[0]
     producer = log.producer()
+    step(policy, writer)
     for value, headers in ((b"noise", ()), (chunk.value, chunk.headers)):
-        producer.send(Outgoing(topic=f"{RUN}.weights", partition=1, key=b"", headers=tuple(headers), value=value))
+        producer.send(Outgoing(topic=f"{RUN}.weights", partition=2, key=b"", headers=tuple(headers), value=value))
     step(policy, writer)
     step(policy, writer)
     letters = [dead_letters.read(record, run=RUN)[1] for record in log.tail({(f"{RUN}.dead-letters", 0): "earliest"}).read_to_end()]
-    assert [(letter.topic, letter.partition, letter.value) for letter in letters] == [(f"{RUN}.weights", 1, b"noise")]
+    assert [(letter.topic, letter.partition, letter.value) for letter in letters] == [(f"{RUN}.weights", 2, b"noise")]
     assert writer.session.reporter.values["duplicates"] == 1
 
 

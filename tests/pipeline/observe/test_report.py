@@ -182,7 +182,7 @@ def test_the_text_says_what_was_learned_and_where_to_look_next(report: dict[str,
     assert "greedy 0.000 → 0.900" in text
     assert "22 admitted: 20 trained · 1 filtered · 1 unused" in text
     assert "mlflow ui --backend-store-uri sqlite:////state/mlflow.db" in text
-    assert f"penstock topics list {RUN}" in text
+    assert f"penstock explain {RUN} 0" in text
     assert max(map(len, text.splitlines())) <= 110
 
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.runtime import reporter
-from penstock.pipeline.runtime.reporter import ThrottledLog
+from penstock.pipeline.runtime.reporting import reporter
+from penstock.pipeline.runtime.reporting.reporter import ThrottledLog
 from penstock.topics import dead_letters, metrics
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable

@@ -1,17 +1,19 @@
-"""Weights are fetched by a thread of their own: the newest version counts, each is handed out once, a failure reaches the owner."""
+"""Weights are fetched by a thread of their own: the newest version counts, and one that cannot be read is waited for."""
 
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
-from penstock.infra.errors import LogError
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.weights.read import ChunkReader
+from penstock.topics import weights
 from penstock.workers.rollout import weight_prefetch
 from penstock.workers.rollout.weight_prefetch import WeightPrefetch
 from tests.support.number_run import RUN, config_of, log_with, session_of
@@ -20,8 +22,12 @@ pytest.importorskip("torch")
 LIMIT_S = 10.0
 
 
+def content(version: int) -> bytes:
+    return bytes([version]) + bytes(255)
+
+
 def tensors_of(version: int) -> list[TensorBytes]:
-    return [TensorBytes(name="number", dtype="int8", shape=(1,), data=bytes([version]))]
+    return [TensorBytes(name="number", dtype="int8", shape=(256,), data=content(version))]
 
 
 class Published:
@@ -29,12 +35,13 @@ class Published:
 
     def __init__(self) -> None:
         self.log: MemoryLog = log_with()
-        session = session_of(self.log, config_of())
+        session = session_of(self.log, config_of(weights={"anchor_every": 3}))
         self.writer = RunWriter(session, self.log.transactions(f"{RUN}.trainer"), LedgerState(RUN))
         self.writer.write("run-opened", details="{}")
 
     def version(self, number: int) -> None:
         self.writer.publish(Weights(partial(tensors_of, number)), version=number, step=number)
+        self.writer.finish_publishing()
 
 
 @pytest.fixture
@@ -50,39 +57,62 @@ def wait_for(prefetch: WeightPrefetch, version: int) -> None:
         assert time.monotonic() < deadline, f"version {version} did not come"
 
 
-def test_a_joiner_fetches_the_newest_version_and_none_before_it(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched: list[int] = []
-    fetch = weight_prefetch.fetch
-    monkeypatch.setattr(
-        weight_prefetch, "fetch", lambda log, manifest, *, run: fetched.append(manifest.version) or fetch(log, manifest, run=run)
-    )
-    for version in range(3):
-        published.version(version)
-    prefetch = WeightPrefetch(published.log, RUN)
-    wait_for(prefetch, 2)
-    version, tensors = prefetch.take()
-    assert (version, bytes(tensors[0].data), fetched) == (2, b"\x02", [2])
-    with pytest.raises(AssertionError, match="version 2 was taken already"):
-        prefetch.take()
-    published.version(3)
-    wait_for(prefetch, 3)
-    assert prefetch.take()[0] == 3
-    prefetch.close()
+def bytes_of(prefetch: WeightPrefetch) -> tuple[int, bytes]:
+    with prefetch.taken() as (version, tensors):
+        return version, b"".join(bytes(tensor.data) for tensor in tensors)
 
 
-def test_a_version_that_cannot_be_fetched_is_raised_where_the_weights_are_used(
+def lose_chunks(published: Published, version: int) -> None:
+    """Cut off the partitions of a version's chunks before them."""
+    for partition, offset in weights.chunk_places(published.writer.state.manifests[version]):
+        published.log.truncate((f"{RUN}.weights", partition), offset)
+
+
+def test_a_joiner_reads_the_newest_anchor_and_the_deltas_after_it_and_nothing_older(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: object, **__: object) -> list[TensorBytes]:
-        raise LogError("chunk 0 is gone")
-
-    monkeypatch.setattr(weight_prefetch, "fetch", gone)
-    published.version(0)
+    chunks: list[int] = []
+    read = ChunkReader.read
+    monkeypatch.setattr(ChunkReader, "read", lambda self, manifest: chunks.append(manifest.version) or read(self, manifest))
+    for version in range(7):  # anchors are 0, 3 and 6
+        published.version(version)
     prefetch = WeightPrefetch(published.log, RUN)
-    with pytest.raises(LogError, match="chunk 0 is gone"):
-        wait_for(prefetch, 0)
-    with pytest.raises(LogError, match="chunk 0 is gone"):
-        prefetch.check()
+    wait_for(prefetch, 6)
+    assert (bytes_of(prefetch), chunks) == ((6, content(6)), [6])
+    for version in (7, 8):
+        published.version(version)
+        wait_for(prefetch, version)
+    assert (bytes_of(prefetch), chunks) == ((8, content(8)), [6, 7, 8])
+    prefetch.close()
+    joiner = WeightPrefetch(published.log, RUN)
+    wait_for(joiner, 8)
+    assert (bytes_of(joiner), chunks[3:]) == ((8, content(8)), [6, 7, 8])
+    assert sorted(joiner.state.manifests) == [0, 3, 4, 5, 6, 7, 8]
+    joiner.close()
+
+
+def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_is_published_again(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, gate, bring = list[str](), threading.Event(), weight_prefetch.bring
+    monkeypatch.setattr(weight_prefetch, "bring", lambda *given, **named: gate.wait(LIMIT_S) and bring(*given, **named))
+    gate.set()
+    published.version(0)
+    prefetch = WeightPrefetch(published.log, RUN, say=said.append)
+    wait_for(prefetch, 0)
+    gate.clear()
+    published.version(1)
+    lose_chunks(published, 1)
+    gate.set()
+    deadline = time.monotonic() + LIMIT_S
+    while not said:
+        prefetch.wait(0.01)
+        assert time.monotonic() < deadline
+    assert said[0].startswith(f"version 1 cannot be read: weights of version 1: no chunk at {RUN}.weights/")
+    assert bytes_of(prefetch) == (0, content(0))
+    published.writer.repair_newest()
+    wait_for(prefetch, 1)
+    assert (bytes_of(prefetch), said[1:]) == ((1, content(1)), ["version 1 is here"])
     prefetch.close()
 
 

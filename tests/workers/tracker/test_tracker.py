@@ -17,7 +17,7 @@ from penstock.infra.memory.readers import MemoryTail
 from penstock.infra.mlflow.tracking import MlflowRun, Target
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.reporter import Reporter
+from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing

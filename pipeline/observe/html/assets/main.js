@@ -43,7 +43,7 @@ function buildFlow() {
   const groups = data.report.groups, all = Math.max(1, groups.admitted);
   const rows = data.fates.filter((fate) => groups[fate]).map((fate) => [el("span", {}, swatch(`var(--${fate})`), ` ${fate}`), count(groups[fate]), `${((100 * groups[fate]) / all).toFixed(1)} %`, el("span", { className: "bar" }, bar(groups[fate] / all, fate))]);
   $("fates").append(table([["fate"], ["groups", "n"], ["share", "n"], ["", "bar"]], rows));
-  $("waiting").append(spentTable(), el("p", { className: "dim small" }, "Seconds between two statuses count for what the first one said; the trainer's waiting is measured exactly too: see the key figures and “Time of a step”."));
+  $("waiting").append(spentTable(), el("p", { className: "dim small" }, "Each second of a worker counts for one use; they add up to its time, as in the report."));
   if (!data.report.dead_letters.total) return;
   const letters = data.letters.map(([kind, topic, partition, offset, worker, when, reason]) => [kind, `${topic}/${partition}/${offset}`, worker, `${((when - data.zero_ms) / 1000).toFixed(1)} s`, reason]);
   const more = data.report.dead_letters.total > letters.length ? `, the first ${letters.length} of them` : "";
@@ -60,7 +60,7 @@ function spentTable() {
     role = one.role;
     return [shown, one.doing, one.kind === "work" ? "" : one.kind, lasting(1000 * one.seconds), `${(100 * share).toFixed(0)} %`, el("span", { className: "bar" }, bar(share, one.kind === "work" ? WORK[one.role] ?? "open" : one.kind))];
   });
-  return table([["role"], ["said it was"], ["counts as"], ["time", "n"], ["share", "n"], ["", "bar"]], rows);
+  return table([["role"], ["time spent on"], ["counts as"], ["time", "n"], ["share", "n"], ["", "bar"]], rows);
 }
 
 function buildLegend() {

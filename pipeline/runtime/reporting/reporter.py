@@ -13,6 +13,8 @@ import psutil
 
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
+from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.time_uses import use_of
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 
@@ -22,11 +24,6 @@ SAID_AT_FIRST = 5
 """Lines of one sort that are printed one by one."""
 SUM_EVERY_S = 10.0
 """How often the lines that were only counted are summed up."""
-
-
-def say(worker: str, text: str) -> None:
-    """Print one line with the time and a worker's name."""
-    print(f"{time.strftime('%H:%M:%S')} {worker}: {text}", flush=True)
 
 
 class CodecTimer:
@@ -88,20 +85,28 @@ class Reporter:
     values: dict[str, float] = field(default_factory=dict)
     """Cumulative numbers, sent with every status."""
     labels: dict[str, str] = field(default_factory=dict)
+    turned_s: float = field(default_factory=time.monotonic)
+    """When the worker's loop last turned, on the monotonic clock."""
     throttled: ThrottledLog = field(init=False)
     """For lines that may be needed once or ten thousand times."""
+    outage: Callable[[], float] = lambda: 0.0
+    """For how many seconds the broker has not answered the worker; set by workers that follow topics."""
     _sequence: int = 0
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
     _last_status: float = 0.0
     _started: float = field(default_factory=time.monotonic)
+    _counted: float = field(init=False)
+    """Up to when the time is counted."""
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self._counted = self._started
         self.throttled = ThrottledLog(self.say)
 
-    def say(self, text: str) -> None:
-        """Print one line with the time and the worker's name."""
-        say(self.worker, text)
+    def say(self, text: str, *, level: str = "info") -> None:
+        """Print one line of the worker's log."""
+        say(self.run, self.worker, text, level=level)
 
     def add(self, name: str, amount: float = 1.0) -> None:
         """Raise one of the cumulative numbers."""
@@ -110,9 +115,19 @@ class Reporter:
     def doing(self, text: str, *, now: bool = False) -> None:
         """Set what the worker does; sent with the next status, or with `now` at once."""
         changed = self.labels.get("doing") != text
+        if changed:
+            self._count_time()
         self.labels["doing"] = text
         if now and changed:
             self.status(force=True)
+
+    def _count_time(self) -> None:
+        """Add the time since the last call to what the worker has been doing meanwhile."""
+        with self._counting:
+            now = time.monotonic()
+            use = "broker" if self.outage() > 0 else use_of(self.labels.get("doing", ""))
+            self.add(f"time_{use}_s", now - self._counted)
+            self._counted = now
 
     def ready(self) -> None:
         """Report that everything is loaded: `startup_s` counts from the process's creation."""
@@ -124,15 +139,21 @@ class Reporter:
         self.add("duplicates")
         self.throttled.say("ignored duplicates", f"ignored a duplicate: {what}")
 
+    def numbers(self) -> dict[str, float]:
+        """The worker's numbers, its process's included."""
+        return {**self.values, **self._process_values()}
+
     def status(self, *, force: bool = False) -> None:
         """Report the worker's state once in each second of the clock: reports that are sent together are read together."""
+        self.turned_s = time.monotonic()
         second = time.time() // STATUS_EVERY_S
         if not force and second == self._last_status:
             return
         self._last_status = second
         self.throttled.sum_up()
         self.producer.check()
-        self.send(kind="status", values={**self.values, **self._process_values()}, labels=self.labels)
+        self._count_time()
+        self.send(kind="status", values=self.numbers(), labels=self.labels)
 
     def send(
         self,
@@ -166,7 +187,8 @@ class Reporter:
         """Send the last measurement."""
         self.throttled.sum_up(now=True)
         self.labels["status"] = status
-        self.send(kind="final", values={**self.values, **self._process_values()}, labels=self.labels)
+        self._count_time()
+        self.send(kind="final", values=self.numbers(), labels=self.labels)
 
     def _process_values(self) -> dict[str, float]:
         spent, process = self.log.costs(), psutil.Process()
@@ -177,7 +199,7 @@ class Reporter:
             "cost_send_s": spent["send_s"],
             "cost_poll_s": spent["poll_s"],
             "cost_io_s": spent["io_s"],
-            "uptime_s": time.monotonic() - self._started,
+            "uptime_s": self._counted - self._started,
             "cpu_s": times.user + times.system,
             "rss_mib": process.memory_info().rss / 2**20,
         }

@@ -1,0 +1,39 @@
+"""`penstock ui`: runs in a browser. The rule: it changes nothing, and only this machine reaches it."""
+
+import secrets
+from typing import Annotated
+
+import typer
+
+from penstock.pipeline.cli.options import Bootstrap, Security, at, say
+
+PORT = 8265
+
+
+def ui(
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 takes a free one.")] = PORT,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+) -> None:
+    """Runs in a browser: live pages, comparison, groups, SQL, logs; read-only, until Ctrl-C."""
+    from penstock.infra.errors import PenstockError
+    from penstock.infra.paths import make_files_private, state_directory
+    from penstock.pipeline.cli.ui.server import Server
+    from penstock.pipeline.launch.attended import UI_ADDRESS
+
+    make_files_private()
+    with at(bootstrap, security) as log:
+        try:
+            server = Server(log, port=port, token=secrets.token_urlsafe(16))
+        except OSError as error:
+            raise PenstockError(f"port {port} cannot be listened on ({error.strerror}): give another --port, or 0") from error
+        note = state_directory() / UI_ADDRESS
+        note.write_text(server.address, encoding="utf-8")
+        print(server.address, flush=True)
+        say("open it in a browser of this machine; Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        finally:
+            note.unlink(missing_ok=True)
+            server.server_close()

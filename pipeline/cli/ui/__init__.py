@@ -1,0 +1,1 @@
+"""`penstock ui`: runs in a browser, read-only, from this machine alone."""

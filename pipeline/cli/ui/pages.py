@@ -1,0 +1,230 @@
+"""The pages of `penstock ui`, each a function of the runs and of what its address asks for.
+
+The rule: a page shows what the commands print, by the same functions.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.archive.sql import LiveTables, ask
+from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
+from penstock.pipeline.cli.ui.watched import Watching
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.launch.attended import log_files
+from penstock.pipeline.launch.check.preflight import cut, size
+from penstock.pipeline.observe.explain import as_json
+from penstock.pipeline.observe.explain.text import as_page
+from penstock.pipeline.observe.html.build import build
+from penstock.pipeline.observe.records import browse, format
+from penstock.pipeline.observe.records.picked import newest_samples
+from penstock.pipeline.observe.records.runs import list_runs
+from penstock.pipeline.observe.report.summary import summarise
+from penstock.pipeline.observe.report.text import duration
+from penstock.pipeline.observe.report.verdict import verdict
+from penstock.pipeline.observe.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
+from penstock.pipeline.observe.status import elapsed_s
+from penstock.pipeline.runtime.run_registry import resolve
+
+REFRESH_S = 5
+ROWS = 200
+LOG_LINES = 300
+COMPARED = 4
+QUESTIONS: Mapping[str, str] = {
+    "worst completions": "select group_id, reward, answer, completion from samples where reward is not null order by reward limit 20",
+    "why groups were dropped": "select fate, reason, count(*) as groups from groups where fate <> 'trained' group by all order by 3 desc",
+    "cut-off completions": "select group_id, sample, tokens, completion from samples where finish = 'length' limit 20",
+    "reward by prompt": "select prompt, avg(reward_mean) as reward, count(*) as groups from groups group by 1 order by 2 limit 30",
+    "slowest groups": "select group_id, epoch_ms(scored) - epoch_ms(admitted) as ms, fate from groups order by 2 desc nulls last limit 20",
+}
+"""Name -> a question that is often asked."""
+
+Query = Mapping[str, Sequence[str]]
+
+
+def one(query: Query, name: str, default: str = "") -> str:
+    """The first value that an address gives a name."""
+    return (query.get(name) or [default])[0]
+
+
+def index(runs: Watching, _query: Query) -> bytes:
+    """All runs, newest first; up to four can be chosen to be compared."""
+    rows = [
+        (
+            Html(f'<input type="checkbox" name="run" value="{text(row["run"])}" aria-label="compare {text(row["run"])}">'),
+            link(row["run"], "run", id=row["run"]),
+            row["status"],
+            f"{row['steps_done']:,} of {row['steps'] or '?'}",
+            "" if row["reward"] is None else f"{row['reward']:.3f}",
+            chart([Curve("reward", curve_of(runs, row["run"]))], width=120, height=24, axes=False),
+            size(row["bytes"]),
+            row["model"],
+            row["parent"] and link(row["parent"], "run", id=row["parent"]),
+            row["age"],
+        )
+        for row in reversed(list_runs(runs.log))
+    ]
+    head = ("", "run", "status", "#steps", "#reward", "", "#size", "model", "parent", "age")
+    listed = Html(f'<form action="compare">{table(head, rows)}<p><button>compare</button></p></form>')
+    return page("runs", [Html("<h1>Runs</h1>"), listed if rows else Html("<p>no run is registered on this broker</p>")])
+
+
+def curve_of(runs: Watching, run: str) -> Sequence[float | None]:
+    """Mean reward by version."""
+    view = runs.view(run)
+    return [view.rewards[version].mean for version in sorted(view.rewards)]
+
+
+def run(runs: Watching, query: Query) -> bytes:
+    """A run at this moment; loads itself again while the run goes on."""
+    name = resolve(runs.log, one(query, "id", "latest"))
+    view, now_s = runs.view(name), time.time()
+    report, elapsed, planned = summarise(view), elapsed_s(view, now_s=now_s), steps_planned(view)
+    reward = last_reward(view)
+    facts = {
+        "status": status_of(view),
+        "step": f"{len(view.steps):,} of {planned or '?'}",
+        "reward, last tenth of the steps": "-" if reward is None else f"{reward:.3f}",
+        "groups": ", ".join(f"{count:,} {fate}" for fate, count in report["groups"].items() if count),
+        "time": "-" if elapsed is None else duration(elapsed),
+        "dead letters": f"{len(view.dead_letters):,}",
+    }
+    body = [
+        navigation(name),
+        Html(f"<h1>{text(name)}</h1>"),
+        *(Html(f"<p>{text(line)}</p>") for line in verdict(report)),
+        pairs(facts),
+        Html("<h2>Reward</h2>"),
+        chart([Curve("all scored samples, by version", curve_of(runs, name))]),
+        Html("<h2>Newest samples</h2>"),
+        *map(_card, newest_samples(runs.log, name)),
+        Html("<h2>Workers</h2>"),
+        table(("worker", "now"), [(w.worker, "ended" if w.ended else w.labels.get("doing", "starting")) for w in view.workers.values()]),
+        Html("<h2>Groups</h2>"),
+        Html("<p>" + " ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in _newest_fates(view)) + "</p>"),
+    ]
+    return page(name, body, refresh_s=None if has_ended(view) else REFRESH_S)
+
+
+def _newest_fates(view: Any) -> list[tuple[int, str]]:
+    return sorted(fates(view).items())[-24:]
+
+
+def _card(picked: Any) -> Html:
+    answer = "" if picked.answer is None else f'<p><span class="dim">answer </span>{text(picked.answer)}</p>'
+    head = f"{picked.which}: reward {picked.reward:g}, group {picked.group}"
+    completion = f'<p><span class="dim">completion </span>{text(picked.completion)}</p>'
+    return Html(f'<div class="card"><p class="dim">{head}</p><p>{text(cut(picked.prompt))}</p>{answer}{completion}</div>')
+
+
+def navigation(name: str) -> Html:
+    """Links to the other pages of a run."""
+    pages = (("run", "run"), ("page with timeline and tokens", "page"), ("SQL", "sql"), ("logs", "logs"), ("dead letters", "letters"))
+    return Html(f"<nav>{link('runs', './')}" + "".join(link(title, path, id=name) for title, path in pages) + "</nav>")
+
+
+def whole(runs: Watching, query: Query) -> bytes:
+    """The page that `penstock report --html` writes."""
+    return build(runs.log, resolve(runs.log, one(query, "id"))).html
+
+
+def group(runs: Watching, query: Query) -> bytes:
+    """The life of a group."""
+    name, number = resolve(runs.log, one(query, "id")), one(query, "group")
+    if not number.isdecimal():
+        raise ConfigError(f"group {number!r} is no number")
+    life = as_json.explain(runs.log, name, int(number), say=lambda _: None)
+    return page(f"group {number}", [navigation(name), Html(f"<h1>Group {number}</h1>"), Html(f"<pre>{text(as_page(life))}</pre>")])
+
+
+def sql(runs: Watching, query: Query) -> bytes:
+    """A question in SQL, and its answer."""
+    name = resolve(runs.log, one(query, "id"))
+    asked = one(query, "q") or QUESTIONS["worst completions"]
+    saved = " · ".join(link(title, "sql", id=name, q=question) for title, question in QUESTIONS.items())
+    area = f'<textarea name="q" aria-label="SQL">{text(asked)}</textarea>'
+    form = Html(f'<form action="sql"><input type="hidden" name="id" value="{text(name)}">{area}<p><button>ask</button></p></form>')
+    try:
+        found = ask(LiveTables(cast(KafkaLog, runs.log), name), asked)
+        rows = [tuple(str(value) if value is not None else "" for value in row.values()) for row in found.slice(0, ROWS).to_pylist()]
+        more = f"the first {ROWS} of {found.num_rows:,} rows" if found.num_rows > ROWS else f"{found.num_rows:,} rows"
+        answer = Html(f'{table(found.column_names, rows)}<p class="dim">{more}</p>')
+    except ValueError as error:
+        answer = Html(f'<p class="bad">{text(error)}</p>')
+    return page("SQL", [navigation(name), Html(f"<h1>{text(name)} in SQL</h1><p>{saved}</p>"), form, answer])
+
+
+def logs(runs: Watching, query: Query) -> bytes:
+    """The last lines of each worker on this machine."""
+    name = resolve(runs.log, one(query, "id"))
+    try:
+        files = log_files(runs.folder(name), one(query, "worker") or None)
+    except ConfigError as error:
+        return page("logs", [navigation(name), Html(f"<p>{text(error)}</p>")])
+    parts = [Html(f"<h2>{text(file.stem)}</h2><pre>{text(_end_of(file))}</pre>") for file in files]
+    again = None if has_ended(runs.view(name)) else REFRESH_S
+    return page("logs", [navigation(name), Html(f"<h1>Logs of {text(name)}</h1>"), *parts], refresh_s=again)
+
+
+def _end_of(file: Path) -> str:
+    return "\n".join(file.read_text("utf-8", "replace").splitlines()[-LOG_LINES:])
+
+
+def letters(runs: Watching, query: Query) -> bytes:
+    """The newest records that nobody could use, with the reasons."""
+    name = resolve(runs.log, one(query, "id"))
+    lines = [format.as_line(record, run=name) for record in browse.tail(runs.log, name, "dead-letters", count=ROWS, follow=False)]
+    said = Html(f"<pre>{text(chr(10).join(lines))}</pre>" if lines else "<p>none</p>")
+    return page("dead letters", [navigation(name), Html(f"<h1>Dead letters of {text(name)}</h1>"), said])
+
+
+def compare(runs: Watching, query: Query) -> bytes:
+    """The rewards of up to four runs as curves, and what their configurations have different."""
+    names = [resolve(runs.log, name) for name in list(dict.fromkeys(query.get("run", ())))]
+    if not 1 < len(names) <= COMPARED:
+        raise ConfigError(f"choose two to {COMPARED} runs to compare, not {len(names)}")
+    flat = {name: _flat(config_of(runs.view(name))) for name in names}
+    keys = sorted({key for table_ in flat.values() for key in table_})
+    different = [key for key in keys if len({str(flat[name].get(key)) for name in names}) > 1]
+    body = [
+        Html(f"<nav>{link('runs', './')}</nav><h1>Compared</h1>"),
+        chart([Curve(name, curve_of(runs, name)) for name in names], width=900, height=260),
+        table(
+            ("run", "#reward", "#steps", "status"),
+            [
+                (link(name, "run", id=name), _number(last_reward(runs.view(name))), len(runs.view(name).steps), status_of(runs.view(name)))
+                for name in names
+            ],
+        ),
+        Html("<h2>What is different</h2>"),
+        table(("key", *names), [(key, *(flat[name].get(key, "") for name in names)) for key in different]),
+    ]
+    return page("compare", body)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, str]:
+    return {f"{section}.{key}": str(value) for section, keys in config.items() if isinstance(keys, dict) for key, value in keys.items()}
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def problem(error: Exception) -> bytes:
+    """An error in one line."""
+    return page("problem", [Html(f"<nav>{link('runs', address('./'))}</nav>"), Html(f'<p class="bad">{text(error)}</p>')])
+
+
+PAGES: Mapping[str, Callable[[Watching, Query], bytes]] = {
+    "": index,
+    "run": run,
+    "page": whole,
+    "group": group,
+    "sql": sql,
+    "logs": logs,
+    "letters": letters,
+    "compare": compare,
+}
+"""Path below the token -> the function that makes the page."""

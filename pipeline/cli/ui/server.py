@@ -1,0 +1,82 @@
+"""The server of `penstock ui`: pages for one person's browser on this machine.
+
+The rule: it listens on loopback, answers only addresses that begin with its token, has no page that changes anything, and allows pages
+neither scripts nor anything from elsewhere; the page of a run brings a policy of its own.
+"""
+
+import hmac
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.log import Log
+from penstock.pipeline.cli.ui import pages
+from penstock.pipeline.cli.ui.markup import POLICY
+from penstock.pipeline.cli.ui.watched import Watching
+
+HOST = "127.0.0.1"
+IDLE_S = 10.0
+OWN_POLICY = frozenset({"page"})
+"""Pages whose policy stands in them, as they have scripts of their own."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the runs of a log below `address`, until `shutdown`."""
+
+    daemon_threads = True
+
+    def __init__(self, log: Log, *, port: int, token: str) -> None:
+        super().__init__((HOST, port), Handler)
+        self.runs, self.token, self.reading = Watching(log), token, threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """The address to open; who knows it may look."""
+        return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+
+    def answer(self, target: str, host: str) -> tuple[int, bytes, str | None]:
+        """Status, page and its policy for the address that a browser asks for under this host name."""
+        asked = urlsplit(target)
+        _, token, name = [*asked.path.split("/", 2), "", ""][:3]
+        ours = {f"{name}:{self.server_address[1]}" for name in (HOST, "localhost")}
+        # The host name too: another site's name that resolves to this machine is no address of ours.
+        if host not in ours or not hmac.compare_digest(token.encode(), self.token.encode()) or name not in pages.PAGES:
+            return 404, b"", POLICY
+        make: Callable[..., bytes] = pages.PAGES[name]
+        try:
+            with self.reading:
+                return 200, make(self.runs, parse_qs(asked.query)), None if name in OWN_POLICY else POLICY
+        except (PenstockError, ValueError) as error:
+            return 400, pages.problem(error), POLICY
+
+    def server_close(self) -> None:
+        """Stop listening and reading."""
+        super().server_close()
+        self.runs.close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request of a browser."""
+
+    timeout = IDLE_S
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer with a page."""
+        status, page, policy = self.server.answer(self.path, self.headers.get("Host", ""))
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(page)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        if policy is not None:
+            self.send_header("Content-Security-Policy", policy)
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A request is not worth a line."""

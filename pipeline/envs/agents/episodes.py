@@ -1,0 +1,72 @@
+"""What plays the trajectories of a run: environments in child processes, or an agent's programs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.sandbox.sessions import Sessions
+from penstock.pipeline.envs.agents.draw import Drawing
+from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
+from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
+from penstock.pipeline.envs.conversation import Template
+from penstock.pipeline.envs.environments.child import CHILD
+from penstock.pipeline.envs.environments.sources import AGENT
+
+
+class Playing(Protocol):
+    """One trajectory."""
+
+    async def run(self) -> Trajectory:
+        """Play it to its end."""
+        ...
+
+    def ended(self, finish: Literal["stop", "length", "abort"]) -> Trajectory:
+        """The trajectory as it stands."""
+        ...
+
+
+class Episodes(Protocol):
+    """Makes trajectories of one source; used in one asyncio loop."""
+
+    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> Playing:
+        """A trajectory that asks `draw` for its turns; `version`: the newest weights."""
+        ...
+
+    async def close(self) -> None:
+        """End all that runs for them."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvironmentEpisodes:
+    """Trajectories of an environment whose sessions are in child processes."""
+
+    sessions: Sessions
+    template: Template
+    limits: Limits
+    on_loss: Callable[[str], None]
+
+    def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> Episode:
+        seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
+        return Episode(
+            request=request, sample=sample, seed=seed, template=self.template, sessions=self.sessions, limits=self.limits,
+            draw=draw, on_loss=self.on_loss, version=version,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self.sessions.close()
+
+
+async def open_episodes(
+    source: str, *, template: Template, limits: Limits, processes: int, on_loss: Callable[[str], None] = lambda _: None
+) -> Episodes:
+    """What plays `source` with at most `processes` child processes, in the running loop; `on_loss` gets a line for each loss made good."""
+    if source.startswith(AGENT):
+        try:
+            from penstock.pipeline.envs.agents.gateway.episode import AgentEpisodes
+        except ImportError as error:
+            raise PenstockError(f"{source!r} needs the endpoint for agents: pip install 'penstock[agents]' ({error})") from error
+        return AgentEpisodes.open(source, template=template, limits=limits, processes=processes, on_loss=on_loss)
+    sessions = Sessions(CHILD, size=processes, init={"source": source})
+    return EnvironmentEpisodes(sessions=sessions, template=template, limits=limits, on_loss=on_loss)

@@ -1,0 +1,134 @@
+"""Publishes versions in the background: a thread compares, cuts and sends while the next step is computed.
+
+The rule: one version at a time. Its chunks are sent by the thread; what commits it is done by whoever owns the ledger, who asks for it.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.infra.errors import LogError, LogUnreachable
+from penstock.infra.log import Producer
+from penstock.infra.tensors.weight_copy import WeightCopy
+from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
+from penstock.pipeline.runtime.weights.read import ChunkReader, bring
+from penstock.topics import weights
+from penstock.topics.weights import Manifest
+
+IN_FLIGHT_BYTES = 32 << 20
+"""Sent chunks that are not acknowledged yet."""
+
+
+@dataclass(slots=True)
+class Publication:
+    """A version on its way."""
+
+    content: Weights
+    version: int
+    step: int
+    base: Base | None
+    started: float = field(default_factory=time.monotonic)
+    manifest: Manifest | None = None
+    """What is to be committed, once all chunks are acknowledged."""
+    failure: BaseException | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def sent(self) -> bool:
+        """True once the thread has ended."""
+        return self.thread is not None and not self.thread.is_alive()
+
+
+@dataclass(slots=True)
+class WeightPublisher:
+    """Sends versions, whole or as changes to the last one, whose tensors it keeps for that."""
+
+    session: Session
+    count: int
+    """Partitions of `weights`."""
+    base: Base | None = None
+    """The newest version; without it the next one is sent whole."""
+    _producer: Producer | None = None
+
+    def begin(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], whole: bool = False) -> Publication:
+        """Start to send a version, whose tensors are copied already."""
+        base = None if whole or not self._may_be_delta(manifests) else self.base
+        publication = Publication(content, version, step, base)
+        publication.thread = threading.Thread(target=self._send, args=(publication,), daemon=True, name="publish")
+        publication.thread.start()
+        return publication
+
+    def finish(self, publication: Publication) -> Manifest:
+        """Wait for the chunks of a version; returns the manifest to commit, or raises what has gone wrong."""
+        assert publication.thread is not None
+        publication.thread.join()
+        if publication.failure is not None:
+            raise publication.failure
+        assert publication.manifest is not None
+        return publication.manifest
+
+    def committed(self, publication: Publication) -> None:
+        """Compare the next version with this one."""
+        ordered = sorted(publication.content.tensors, key=lambda tensor: tensor.name)
+        self.base = Base(version=publication.version, tensors=ordered)
+
+    def read_back(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
+        """Read a published version, to compare the next one with it; returns why that is not possible. Raises `LogUnreachable`."""
+        copy = WeightCopy()
+        try:
+            bring(copy, self.session.log, manifests, version, run=self.session.run)
+        except LogUnreachable:
+            raise
+        except LogError as error:
+            return error
+        self.base = Base(version=version, tensors=copy.tensors())
+        return None
+
+    def look_through(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
+        """Read all chunks that a published version is put together from, without keeping them; returns what is wrong with them."""
+        reader = ChunkReader(self.session.log, self.session.run)
+        try:
+            for manifest in weights.chain(manifests, version):
+                for _ in reader.read(manifest):
+                    pass
+        except LogUnreachable:
+            raise
+        except LogError as error:
+            return error
+        finally:
+            reader.close()
+        return None
+
+    def close(self) -> None:
+        """Close the producer."""
+        if self._producer is not None:
+            self._producer.close()
+
+    def _may_be_delta(self, manifests: Mapping[int, Manifest]) -> bool:
+        """Whether whoever joins after the next version has not too much to read, if that is a delta."""
+        if self.base is None or self.base.version != max(manifests, default=-1):
+            return False
+        anchor, *deltas = weights.chain(manifests, self.base.version)
+        return len(deltas) + 1 < self.session.config.weights.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
+
+    def _send(self, publication: Publication) -> None:
+        session = self.session
+        try:
+            if self._producer is None:
+                self._producer = session.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
+            publication.manifest = send_version(
+                self._producer,
+                publication.content.tensors,
+                run=session.run,
+                version=publication.version,
+                step=publication.step,
+                partitions=chunk_partitions(publication.version, count=self.count),
+                max_bytes=session.config.weights.chunk_mib * 2**20,
+                digest=publication.content.digest,
+                base=publication.base,
+            )
+        except BaseException as error:  # this thread's edge: its owner raises it again
+            publication.failure = error

@@ -1,0 +1,60 @@
+"""The best, the median and the worst sample among the newest scored groups: what a model writes, at a glance.
+
+The rule: only the ends of the topic are read, however long a run is.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.infra.log import Log
+from penstock.pipeline.observe.records import browse
+from penstock.topics import groups
+from penstock.topics.wire.errors import Unusable
+
+NEWEST = 16
+"""Records of groups that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picked:
+    """One sample, and what its prompt's row says is the answer."""
+
+    which: str
+    group: int
+    prompt: str
+    answer: str | None
+    completion: str
+    reward: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def newest_samples(log: Log, run: str) -> list[Picked]:
+    """Best, median and worst by reward, of the newest groups that have rewards; [] before there are any."""
+    scored = []
+    for record in browse.tail(log, run, "groups", count=NEWEST, follow=False):
+        try:
+            group = groups.read(record, run=run)[1]
+        except Unusable:
+            continue  # the trainer sets it aside
+        scored += [(sample.reward, group, sample.completion) for sample in group.samples]
+    if not scored:
+        return []
+    ordered = sorted(scored, key=lambda found: -found[0])
+    places = {"best": 0, "median": len(ordered) // 2, "worst": len(ordered) - 1}
+    return [_picked(which, *ordered[place]) for which, place in places.items()]
+
+
+def _picked(which: str, reward: float, group: groups.Group, completion: str) -> Picked:
+    answer = json.loads(group.columns).get("answer")
+    return Picked(
+        which=which,
+        group=group.group,
+        prompt=group.prompt,
+        answer=None if answer is None else str(answer),
+        completion=completion,
+        reward=reward,
+    )

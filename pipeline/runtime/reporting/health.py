@@ -1,0 +1,153 @@
+"""What a worker says of itself over HTTP: whether it lives, whether it is ready, and its numbers for Prometheus.
+
+The rule: it answers from what the worker reports anyway, on a thread of its own, and only where a port is given; nobody waits for it.
+"""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import psutil
+
+from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.runtime.reporting.reporter import Reporter
+
+HEALTH = "PENSTOCK_HEALTH"
+"""The environment variable with [HOST:]PORT; the host is loopback if absent."""
+TURN_S = 120.0
+"""A main loop that has not turned for so long, in a process that computes nothing meanwhile, hangs: loads and steps keep a core busy."""
+BUSY_SHARE = 0.05
+
+Answer = tuple[str, str, bytes]
+"""Status, content type, body."""
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Host and port. Raises `ConfigError`.
+
+    Example:
+        address_of("9100")  # -> ("127.0.0.1", 9100)
+    """
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 2**16:
+        raise ConfigError(f"--health {text}: expected PORT or HOST:PORT")
+    return host or "127.0.0.1", int(port)
+
+
+@dataclass(slots=True, eq=False)
+class Health:
+    """Answers of one worker."""
+
+    reporter: Reporter
+    stopping: threading.Event
+    _seen: tuple[float, float, float] = (-1.0, 0.0, 0.0)
+    """A turn of the loop, and the time and the CPU seconds when a probe first found it the newest."""
+
+    def answer(self, path: str) -> Answer:
+        """The answer to a request."""
+        if path == "/livez":
+            return _answer(self.hangs())
+        if path == "/readyz":
+            return _answer(self.unready())
+        if path == "/metrics":
+            return "200 OK", "text/plain; version=0.0.4; charset=utf-8", self._metrics()
+        return "404 Not Found", "text/plain", b"there are /livez, /readyz and /metrics\n"
+
+    def hangs(self) -> str | None:
+        """Why the process should be killed; None if it lives."""
+        now_s, spent_s, turned_s = time.monotonic(), cpu_s(), self.reporter.turned_s
+        if turned_s != self._seen[0]:
+            self._seen = turned_s, now_s, spent_s
+        _, since_s, before_s = self._seen
+        silent_s, busy = now_s - turned_s, spent_s - before_s > BUSY_SHARE * (now_s - since_s)
+        if silent_s <= TURN_S or now_s - since_s < TURN_S / 2 or busy:
+            return None
+        return f"the main loop has not turned for {silent_s:.0f} s, and the process computes nothing"
+
+    def unready(self) -> str | None:
+        """Why nothing should be expected of the worker; None if it works."""
+        if self.stopping.is_set():
+            return "it was asked to stop"
+        return None if "startup_s" in self.reporter.values else self.reporter.labels.get("doing", "starting")
+
+    def _metrics(self) -> bytes:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(self)  # type: ignore[arg-type]
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Any]:
+        """The worker's numbers under the names of its reports, as `penstock_NAME`."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        labels = {"run": self.reporter.run, "role": self.reporter.role, "worker": self.reporter.worker}
+        for name, value in sorted(self.reporter.numbers().items()):
+            plain = re.sub("[^a-zA-Z0-9_]", "_", name)
+            family = GaugeMetricFamily(f"penstock_{plain}", f"{name} of a worker's report", labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of its children."""
+    spent = 0.0
+    for process in (own := psutil.Process(), *own.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        spent += times.user + times.system
+    return spent
+
+
+def serve(health: Health, text: str | None = None) -> Callable[[], None]:
+    """Answer at `text`, or else where the environment says, until the returned function is called.
+
+    Raises `ConfigError` for what is no address, and for a port that is taken.
+    """
+    chosen = text or os.environ.get(HEALTH)
+    if not chosen:
+        return lambda: None
+    host, port = address_of(chosen)
+    try:
+        server = make_server(host, port, _application(health), server_class=_Server, handler_class=_Silent)
+    except OSError as error:
+        raise ConfigError(f"--health {chosen}: {error.strerror or error}; take another port") from error
+    threading.Thread(target=server.serve_forever, daemon=True, name="health").start()
+    health.reporter.say(f"health and metrics at http://{host}:{server.server_port}")
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return close
+
+
+def _application(health: Health) -> Callable[..., Iterable[bytes]]:
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        status, kind, body = health.answer(environ["PATH_INFO"])
+        start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer
+
+
+def _answer(problem: str | None) -> Answer:
+    status = "200 OK" if problem is None else "503 Service Unavailable"
+    return status, "text/plain; charset=utf-8", f"{problem or 'ok'}\n".encode()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Probes leave no line in the worker's log."""

@@ -1,0 +1,31 @@
+"""The lines that a worker prints: with date, level, run and worker, as text or as one JSON object each.
+
+The rule: one event is one line, so that a log collector needs to know nothing of ours.
+"""
+
+import json
+import os
+import time
+from datetime import UTC, datetime
+
+LOG_JSON = "PENSTOCK_LOG_JSON"
+"""The environment variable under which lines are JSON; `--log-json` sets it."""
+
+
+def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: float | None = None, as_json: bool = False) -> str:
+    """One line of a worker's log; times are local in text and UTC in JSON.
+
+    Example:
+        log_line("done", run="r", worker="feeder", time_s=0.0, as_json=True)
+        # -> '{"time": "1970-01-01T00:00:00.000Z", "level": "info", "run": "r", "worker": "feeder", "text": "done"}'
+    """
+    now = time.time() if time_s is None else time_s
+    if as_json:
+        stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return json.dumps({"time": stamp, "level": level, "run": run, "worker": worker, "text": text})
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {run} {worker}: {text}"
+
+
+def say(run: str, worker: str, text: str, *, level: str = "info") -> None:
+    """Print one line of a worker's log."""
+    print(log_line(text, run=run, worker=worker, level=level, as_json=bool(os.environ.get(LOG_JSON))), flush=True)

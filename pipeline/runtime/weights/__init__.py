@@ -1,0 +1,1 @@
+"""Weights through the log: how a version is written, read and put together."""

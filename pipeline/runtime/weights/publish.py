@@ -1,0 +1,159 @@
+"""Writes a version's chunks and describes them in a manifest, which the caller commits.
+
+The rule: chunks first, manifest last; beside the version itself and the one before it, no more than some chunks are in memory.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.infra import faults
+from penstock.infra.log import Pending, Producer
+from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
+from penstock.infra.tensors.stream import digest as tensors_digest
+from penstock.topics import weight_delta, weights
+from penstock.topics.weights import Chunk, Manifest
+from penstock.topics.wire.record import Outgoing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A published version that the next one is compared with."""
+
+    version: int
+    tensors: Sequence[TensorBytes]
+    """In name order."""
+
+
+def send_version(
+    producer: Producer,
+    tensors: Sequence[TensorBytes],
+    *,
+    run: str,
+    version: int,
+    step: int,
+    partitions: Sequence[int],
+    max_bytes: int,
+    digest: str | None = None,
+    base: Base | None = None,
+) -> Manifest:
+    """Send a version, whole or as what differs from `base`, and describe its chunks once every one is acknowledged.
+
+    `partitions` take the chunks in turn. `digest` is that of the tensors, where it is known already.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    if base is not None and _layout(ordered) != _layout(base.tensors):
+        base = None
+    writer = ChunkWriter(producer=producer, run=run, version=version, partitions=partitions, max_bytes=max_bytes)
+    if base is None:
+        for tensor in ordered:
+            writer.add(tensor.data)
+    else:
+        _send_changes(writer, base.tensors, ordered)
+    writer.finish()
+    described = ordered if base is None else []
+    return Manifest(
+        version=version,
+        step=step,
+        encoding="full" if base is None else "delta",
+        base_version=None if base is None else base.version,
+        digest=digest or tensors_digest(ordered),
+        nbytes=sum(writer.sizes),
+        names=tuple(tensor.name for tensor in described),
+        dtypes=tuple(tensor.dtype for tensor in described),
+        shapes=tuple(tensor.shape for tensor in described),
+        chunk_partitions=tuple(writer.partition(index) for index in range(len(writer.sizes))),
+        chunk_offsets=tuple(one.offset() for one in writer.pending),
+        chunk_sizes=tuple(writer.sizes),
+        chunk_sha256=tuple(writer.hashes),
+        created_ns=time.time_ns(),
+    )
+
+
+def chunk_partitions(version: int, *, count: int) -> list[int]:
+    """The partitions that a version's chunks go to, in their order, of a topic with `count` partitions.
+
+    Version 0 has one of its own, so that what follows it can be deleted; the others begin at a different one each.
+
+    Example:
+        chunk_partitions(4, count=5)  # -> [3, 4, 2]
+    """
+    if version == 0 or count <= weights.FIRST:
+        return [weights.ORIGIN]
+    others = list(range(weights.FIRST, count))
+    turn = version % len(others)
+    return others[turn:] + others[:turn]
+
+
+def manifest_record(manifest: Manifest, *, run: str) -> Outgoing:
+    """The manifest as it is written to partition 0."""
+    value = weights.encode(manifest)
+    headers = weights.headers(manifest, run=run).encode(value)
+    return Outgoing(topic=f"{run}.weights", partition=weights.MANIFESTS, key=str(manifest.version).encode(), headers=headers, value=value)
+
+
+@dataclass(slots=True, kw_only=True)
+class ChunkWriter:
+    """Cuts a stream of bytes into chunks and sends each once it is full."""
+
+    producer: Producer
+    run: str
+    version: int
+    partitions: Sequence[int]
+    max_bytes: int
+    sizes: list[int] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    _chunk: bytearray = field(default_factory=bytearray)
+
+    def partition(self, index: int) -> int:
+        """Where a chunk goes."""
+        return self.partitions[index % len(self.partitions)]
+
+    def add(self, data: Any) -> None:
+        """Append a buffer to the stream."""
+        view, start = memoryview(data).cast("B"), 0
+        while start < len(view):
+            taken = view[start : start + self.max_bytes - len(self._chunk)]
+            self._chunk += taken
+            start += len(taken)
+            if len(self._chunk) == self.max_bytes:
+                self._send()
+
+    def finish(self) -> None:
+        """Send the last chunk, which may be shorter; none is empty."""
+        if self._chunk:
+            self._send()
+
+    def _send(self) -> None:
+        index, data = len(self.sizes), bytes(self._chunk)
+        self._chunk.clear()
+        chunk = Chunk(version=self.version, index=index, data=data)
+        value = weights.encode_chunk(chunk)
+        headers = weights.chunk_headers(chunk, run=self.run).encode(value)
+        topic, key = f"{self.run}.weights", str(self.version).encode()
+        self.pending.append(
+            self.producer.send(Outgoing(topic=topic, partition=self.partition(index), key=key, headers=headers, value=value))
+        )
+        faults.reach("chunk.sent")
+        self.sizes.append(len(data))
+        self.hashes.append(hashlib.sha256(data).hexdigest())
+
+
+def _send_changes(writer: ChunkWriter, old: Sequence[TensorBytes], new: Sequence[TensorBytes]) -> None:
+    """Send what turns the tensors of one version into those of another, piece by piece."""
+    start = 0
+    for before, after in zip(old, new, strict=True):
+        item = ITEM_BYTES[after.dtype]
+        was, becomes = memoryview(before.data).cast("B"), memoryview(after.data).cast("B")
+        for low, nbytes, _ in weight_delta.pieces([(after.nbytes, item)]):
+            piece = slice(low, low + nbytes)
+            for part in weight_delta.encode(was[piece], becomes[piece], start=start + low, item=item):
+                writer.add(part)
+        start += after.nbytes
+
+
+def _layout(tensors: Sequence[TensorBytes]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]

@@ -1,0 +1,178 @@
+"""Reads a version from the log: its anchor and the deltas after that, or the deltas since the version that is here already.
+
+The rule: a reader gets a version when it is whole and its digest fits, or not at all. Silence is limited, not how long a reading takes.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from penstock.infra.errors import LogError, RecordMissing
+from penstock.infra.log import Log, Start, Tail
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.weight_copy import WeightCopy
+from penstock.topics import weight_delta, weights
+from penstock.topics.weights import Chunk, Manifest
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+SILENCE_S = 60.0
+"""A version of which no chunk comes for this long cannot be read for the time being; a slow link may take any time for all of them."""
+POLL_S = 0.2
+POLL_RECORDS = 8
+"""Records taken at once: each may be as long as a chunk."""
+LOOK_AFTER_S = 1.0
+"""After this long without a chunk it is asked whether the partitions still hold those that are missing."""
+
+
+def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> list[TensorBytes]:
+    """The tensors of a version, checked against its digest. Raises `LogError` naming what is gone or broken."""
+    copy = WeightCopy()
+    bring(copy, log, manifests, version, run=run)
+    return copy.tensors()
+
+
+def bring(copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> int:
+    """Bring a copy to a version; returns the bytes of chunks that were read.
+
+    A whole version is verified by its digest; a delta, by the digest of the version that it changes and the hashes of its chunks. Raises
+    `LogError`; the copy then holds the version it held before, or none.
+    """
+    try:
+        chain = weights.chain(manifests, version)
+    except ValueError as error:
+        raise LogError(str(error)) from error
+    held = next((index for index, link in enumerate(chain) if (link.version, link.digest) == (copy.version, copy.digest)), -1)
+    missing, reader = chain[held + 1 :], ChunkReader(log, run)
+    try:
+        for link in missing:
+            if link.encoding == "delta":
+                _apply(copy, link, reader)
+            else:
+                _replace(copy, link, reader)
+    finally:
+        reader.close()
+    if held < 0:
+        _verify(copy, chain[-1])
+    return reader.nbytes
+
+
+def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
+    """Read a whole version chunk by chunk into the copy."""
+    try:
+        copy.begin(names=manifest.names, dtypes=manifest.dtypes, shapes=manifest.shapes)
+    except ValueError as error:
+        raise LogError(f"weights of version {manifest.version}: {error}") from error
+    if manifest.nbytes != len(copy.data):
+        raise LogError(f"weights of version {manifest.version}: its chunks have {manifest.nbytes} bytes, its tensors {len(copy.data)}")
+    starts = [sum(manifest.chunk_sizes[:index]) for index in range(len(manifest.chunk_sizes))]
+    for chunk in reader.read(manifest):
+        copy.data[starts[chunk.index] : starts[chunk.index] + len(chunk.data)] = chunk.data
+    copy.hold(manifest.version, manifest.digest)
+
+
+def _apply(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
+    """Read a delta and, once all of it is here and well formed, overwrite what it changes."""
+    chunks = {chunk.index: chunk.data for chunk in reader.read(manifest)}
+    stream = weight_delta.joined([chunks.pop(index) for index in range(len(manifest.chunk_sizes))])
+    assert copy.version == manifest.base_version, f"a delta on version {manifest.base_version}, version {copy.version} is here"
+    try:
+        copy.change(partial(weight_delta.apply, stream), version=manifest.version, recorded=manifest.digest)
+    except ValueError as error:
+        raise LogError(f"weights of version {manifest.version}: {error}") from error
+
+
+def _verify(copy: WeightCopy, manifest: Manifest) -> None:
+    if (found := copy.computed()) != manifest.digest:
+        copy.hold(-1, "")
+        raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
+
+
+@dataclass(slots=True)
+class ChunkReader:
+    """Reads the chunks of versions from all their partitions at once."""
+
+    log: Log
+    run: str
+    silence_s: float = SILENCE_S
+    nbytes: int = 0
+    """Bytes of chunks that were read."""
+    _tail: Tail | None = field(default=None, repr=False)
+
+    def read(self, manifest: Manifest) -> Iterator[Chunk]:
+        """The chunks of a version as they come, in any order, each checked. Raises `LogError`."""
+        topic = f"{self.run}.weights"
+        left = {place: index for index, place in enumerate(weights.chunk_places(manifest))}
+        starts: dict[tuple[str, int], Start] = {}
+        for partition, offset in sorted(left, reverse=True):
+            starts[topic, partition] = offset
+        self._check_kept(manifest, left)
+        if not left:
+            return
+        if self._tail is None:
+            self._tail = self.log.tail(starts)
+        else:
+            self._tail.add(starts)
+        last = time.monotonic()
+        looked = last
+        while left:
+            records = self._tail.poll(POLL_S, max_records=POLL_RECORDS)
+            for record in records:
+                if (record.partition, record.offset) in left:
+                    yield self._checked(record, manifest, left.pop((record.partition, record.offset)))
+            now = time.monotonic()
+            if records:
+                last = looked = time.monotonic()
+            elif self._tail.outage_s > 0:
+                last = now
+            elif now - looked > LOOK_AFTER_S:
+                looked = now
+                self._check_kept(manifest, left)
+            if now - last > self.silence_s:
+                raise LogError(f"weights of version {manifest.version}: no chunk came for {self.silence_s:g} s, {len(left)} are missing")
+            self._check_passed(manifest, left)
+
+    def close(self) -> None:
+        """Close the reader."""
+        if self._tail is not None:
+            self._tail.close()
+
+    def _checked(self, record: Record, manifest: Manifest, index: int) -> Chunk:
+        what = f"weights of version {manifest.version}: chunk at partition {record.partition} offset {record.offset}"
+        try:
+            chunk = weights.read_chunk(record, run=self.run)[1]
+        except Unusable as error:
+            raise LogError(f"{what} is broken: {error}") from error
+        if (chunk.version, chunk.index) != (manifest.version, index):
+            raise LogError(f"{what} is chunk {chunk.index} of version {chunk.version}, expected is chunk {index}")
+        if len(chunk.data) != manifest.chunk_sizes[index] or hashlib.sha256(chunk.data).hexdigest() != manifest.chunk_sha256[index]:
+            raise LogError(f"{what} is broken: its bytes are not those that the manifest lists")
+        self.nbytes += len(chunk.data)
+        return chunk
+
+    def _check_kept(self, manifest: Manifest, left: Mapping[tuple[int, int], int]) -> None:
+        """Raise `RecordMissing` where a partition begins after a chunk, or ends before it."""
+        topic = f"{self.run}.weights"
+        partitions = [(topic, partition) for partition in {partition for partition, _ in left}]
+        begins, ends = self.log.begin_offsets(partitions), self.log.end_offsets(partitions, committed=False)
+        lost = [(p, offset) for p, offset in left if not begins[topic, p] <= offset < ends[topic, p]]
+        _require_none(manifest, lost, topic, lambda p: f"which holds offsets {begins[topic, p]} to {ends[topic, p] - 1}")
+
+    def _check_passed(self, manifest: Manifest, left: Mapping[tuple[int, int], int]) -> None:
+        """Raise `RecordMissing` where reading has passed a chunk without seeing it."""
+        assert self._tail is not None
+        topic = f"{self.run}.weights"
+        positions = {partition: self._tail.position((topic, partition)) for partition, _ in left}
+        lost = [(partition, offset) for partition, offset in left if offset < positions[partition]]
+        _require_none(manifest, lost, topic, lambda _: "where no record is at that offset")
+
+
+def _require_none(manifest: Manifest, lost: list[tuple[int, int]], topic: str, why: Callable[[int], str]) -> None:
+    if lost:
+        partition, offset = min(lost)
+        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise RecordMissing(
+            f"weights of version {manifest.version}: no chunk at {topic}/{partition} offset {offset}{more}, {why(partition)}"
+        )

@@ -1,0 +1,105 @@
+"""The time of every role: each second has one use, the uses add up to the whole, and the bottleneck says what to change."""
+
+import threading
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.report import time_spent
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import StepFacts
+from penstock.pipeline.observe.status import bottleneck
+from penstock.pipeline.runtime.reporting.reporter import Reporter
+from penstock.pipeline.runtime.reporting.time_uses import USES, use_of
+from penstock.topics.catalogue import topics_of
+from tests.support.a_run import RUN, Teller, as_records
+
+
+@pytest.mark.parametrize(
+    ("doing", "use"),
+    [
+        ("", "start"),
+        ("loading the model", "start"),
+        ("generating", "busy"),
+        ("loading version 3", "no_weights"),
+        ("waiting for version 3", "no_weights"),
+        ("waiting for prompts", "no_prompts"),
+        ("step 4: 3 of 8 groups are here", "no_group"),
+        ("training step 4", "busy"),
+        ("waiting for new weights", "full_window"),
+        ("group 7 waits for a rollout worker with room", "no_room"),
+        ("all prompts of the run are out", "done"),
+        ("writing checkpoint of step 8", "save"),
+    ],
+)
+def test_what_a_worker_says_it_does_has_one_use(doing: str, use: str) -> None:
+    assert use_of(doing) == use
+    assert use in USES
+
+
+def test_a_workers_uses_add_up_to_its_time_and_an_outage_counts_as_the_brokers() -> None:
+    log, away = MemoryLog(), [0.0]
+    log.create_topics(topics_of(RUN, partitions=1))
+    reporter = Reporter(run=RUN, role="rollout", worker="rollout-0", log=log, producer=log.producer(), outage=lambda: away[0])
+    pause = threading.Event()
+    for doing, outage in (("generating", 0.0), ("waiting for prompts", 0.0), ("generating", 3.0), ("waiting for version 2", 0.0)):
+        reporter.doing(doing)
+        away[0] = outage
+        pause.wait(0.02)
+        reporter.status(force=True)
+    reporter.close(status="finished")
+    view = RunView(run=RUN)
+    for record in log.tail({(f"{RUN}.metrics", 0): "earliest"}).read_to_end(5.0):
+        view.fold(record)
+    seconds = time_spent.by_role(view)["rollout"]
+    uses = {name: value for name, value in seconds.items() if name not in ("workers", "total_s")}
+    assert set(uses) >= {"busy_s", "no_prompts_s", "broker_s", "no_weights_s"}
+    assert all(value >= 0.02 for name, value in uses.items() if name != "start_s")
+    assert sum(uses.values()) == pytest.approx(seconds["total_s"], rel=0.01)
+
+
+def test_a_rounds_parts_add_up_to_its_time() -> None:
+    steps = []
+    for number in range(4):
+        begun = 10.0 * number
+        metrics = {"started_at": begun, "wait_s": 4.0, "compute_s": 5.0, "first_sample_at": begun + 0.5, "last_sample_at": begun + 6.0}
+        steps.append(StepFacts(number, number // 2, begun + 10.0, (number,), metrics | {"first_backward_at": begun + 4.0}))
+    first, second = time_spent.rounds(steps, per_version=2)
+    for one in (first, second):
+        assert sum(one[name] or 0.0 for name in ("wait_s", "compute_s", "other_s")) == pytest.approx(20.0)
+        assert one["waiting_ratio"] == pytest.approx(8 / 18)
+        assert one["rollout_to_train_end_s"] == pytest.approx(19.5)
+        assert one["first_dispatch_s"] == pytest.approx(3.5)
+        assert one["rollout_s"] == pytest.approx(15.5)
+
+
+def trained_in(order: list[int], lengths: dict[int, int]) -> float | None:
+    view = RunView(run=RUN)
+    view.samples = {group: {0: length, 1: length + 2} for group, length in lengths.items()}
+    view.steps = {number: StepFacts(number, 0, float(number), (group,), {}) for number, group in enumerate(order)}
+    return time_spent.length_order_correlation(view)
+
+
+def test_training_in_order_of_length_is_told_from_training_in_order_of_submission() -> None:
+    lengths = {0: 90, 1: 10, 2: 80, 3: 20, 4: 70, 5: 30}
+    assert trained_in([0, 1, 2, 3, 4, 5], lengths) == 0.0
+    short_first = trained_in([1, 3, 5, 4, 2, 0], lengths)
+    assert short_first is not None
+    assert short_first > 0.6
+    assert trained_in([0, 1], lengths) is None
+
+
+def test_the_bottleneck_of_a_whole_run_is_told_after_its_end_with_what_to_change() -> None:
+    teller, view = Teller(), RunView(run=RUN)
+    told = [teller.record(), teller.opened()]
+    told.append(teller.measured_by("rollout-0", "final", generate_s=9.5, uptime_s=12.0, time_start_s=2.0))
+    told.append(teller.entry("step", step=0, version=0, metrics={"wait_s": 7.0, "compute_s": 3.0}))
+    told.append(teller.entry("run-closed"))
+    for record in as_records(told):
+        view.fold(record)
+    found = bottleneck(view, whole=True)
+    assert found is not None
+    assert found.who == "rollout"
+    assert "95%" in found.why
+    assert "more rollout workers" in found.advice
+    assert bottleneck(view) is None

@@ -1,0 +1,54 @@
+"""A run's verdict: what it learned, what held it back; noise is no change."""
+
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.observe.report.summary import summarise
+from penstock.pipeline.observe.report.verdict import noise, verdict
+from penstock.pipeline.observe.run_view import RunView
+from tests.support.a_run import RUN, Teller, as_records
+
+RISING = [0.1, 0.2, 0.3, 0.4, 0.5]
+NOISY = [0.30, 0.38, 0.29, 0.40, 0.33]
+
+
+def report(curve: list[float], **changes: Any) -> dict[str, Any]:
+    """As much of a report as a verdict looks at."""
+    reward = {"first": curve[0], "last": curve[-1], "curve": curve}
+    return {"steps": 40, "reward": reward, "groups": {"failed": 0}, "waste": [], "eval": [], "time": {}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        (RISING, "It learned: the reward rose from 0.100 to 0.500 in 40 steps."),
+        (RISING[::-1], "It got worse: the reward fell from 0.500 to 0.100 in 40 steps; try a smaller trainer.lr."),
+        (NOISY, "No clear change: the reward was 0.300 at first and 0.330 at last in 40 steps."),
+        ([0.2, 0.2, 0.2, 0.2], "No clear change: the reward was 0.200 at first and 0.200 at last in 40 steps."),
+    ],
+)
+def test_the_first_sentence_says_whether_it_learned(curve: list[float], said: str) -> None:
+    assert verdict(report(curve)) == [said]
+
+
+def test_held_out_accuracy_failures_waste_and_waiting_are_said() -> None:
+    evals = [{"greedy_accuracy": 0.03}, {"greedy_accuracy": 1.0}]
+    assert verdict(report(RISING, eval=evals))[0].endswith("held-out accuracy from 3% to 100%.")
+    waste = [{"fate": "filtered", "share": 0.9, "why": "90% of the groups are filtered", "advice": "take easier prompts"}]
+    assert verdict(report(RISING, waste=waste))[1:] == ["90% of the groups are filtered: take easier prompts."]
+    assert "3 groups failed" in verdict(report(RISING, groups={"failed": 3}))[1]
+    assert "waited 80%" in verdict(report(RISING, time={"trainer_waiting_ratio": 0.8}))[1]
+    assert verdict(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was taken."]
+
+
+def test_a_straight_line_has_no_noise() -> None:
+    assert noise(RISING) == pytest.approx(0.0, abs=1e-9)
+    assert noise(NOISY) > 0.03
+
+
+def test_a_whole_run_has_a_verdict() -> None:
+    view = RunView(run=RUN)
+    for record in as_records(list(Teller(steps=30).whole())):
+        view.fold(record)
+    assert verdict(summarise(view))[0].startswith("It learned")

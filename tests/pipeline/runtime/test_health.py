@@ -1,0 +1,106 @@
+"""A worker's answers over HTTP, and the lines of its log."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.runtime.reporting import health as module
+from penstock.pipeline.runtime.reporting.health import HEALTH, TURN_S, Health, address_of, serve
+from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
+from penstock.pipeline.runtime.reporting.reporter import Reporter
+
+
+@pytest.fixture
+def health() -> Health:
+    log = MemoryLog()
+    reporter = Reporter(run="r", role="scorer", worker="scorer-0", log=log, producer=log.producer())
+    return Health(reporter, threading.Event())
+
+
+@pytest.fixture
+def url(health: Health, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    close = serve(health, "0")
+    yield "http://" + capsys.readouterr().out.rpartition("http://")[2].strip()
+    close()
+
+
+def asked(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10.0) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_worker_is_ready_once_it_has_said_so_and_until_it_is_asked_to_stop(health: Health, url: str) -> None:
+    health.reporter.labels["doing"] = "loading the model"
+    assert asked(f"{url}/readyz") == (503, "loading the model\n")
+    health.reporter.values["startup_s"] = 3.0
+    assert asked(f"{url}/readyz") == (200, "ok\n")
+    health.stopping.set()
+    assert asked(f"{url}/readyz") == (503, "it was asked to stop\n")
+    assert asked(f"{url}/what")[0] == 404
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_loop_that_stands_still_is_dead_unless_its_process_computes(
+    health: Health, url: str, monkeypatch: pytest.MonkeyPatch, *, busy: bool
+) -> None:
+    clock = {"now": health.reporter.turned_s, "spent": 0.0}
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(module, "cpu_s", lambda: clock["spent"])
+    assert health.hangs() is None
+    clock["now"] += TURN_S + 1.0
+    clock["spent"] += TURN_S if busy else 1.0
+    assert (health.hangs() is None) == busy
+    monkeypatch.undo()
+    assert asked(f"{url}/livez") == (200, "ok\n")
+
+
+def test_prometheus_reads_the_numbers_of_the_newest_report_with_run_role_and_worker(health: Health, url: str) -> None:
+    health.reporter.add("samples", 12.0)
+    health.reporter.values["engine_tokens/s"] = 7.5
+    code, text = asked(f"{url}/metrics")
+    samples = {one.name: one for family in text_string_to_metric_families(text) for one in family.samples}
+    assert code == 200
+    assert samples["penstock_samples"].value == 12.0
+    assert samples["penstock_samples"].labels == {"run": "r", "role": "scorer", "worker": "scorer-0"}
+    assert samples["penstock_engine_tokens_s"].value == 7.5
+    assert samples["penstock_rss_mib"].value > 1.0
+
+
+def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_one_line(
+    health: Health, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(HEALTH, raising=False)
+    before = threading.active_count()
+    serve(health)()
+    assert threading.active_count() == before
+    assert (address_of("9100"), address_of("0.0.0.0:80")) == (("127.0.0.1", 9100), ("0.0.0.0", 80))
+    for text in ("http", "host:", "70000"):
+        with pytest.raises(ConfigError, match=r"--health .*: expected PORT or HOST:PORT"):
+            address_of(text)
+    monkeypatch.setenv(HEALTH, url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="Address already in use; take another port"):
+        serve(health)
+
+
+def test_a_line_of_the_log_has_date_level_run_and_worker_as_text_and_as_json(
+    health: Health, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    assert log_line("done", run="r", worker="feeder", time_s=0.5).endswith(" INFO r feeder: done")
+    found: dict[str, Any] = json.loads(log_line("a\nb", run="r", worker="w", level="error", time_s=0.5, as_json=True))
+    assert found == {"time": "1970-01-01T00:00:00.500Z", "level": "error", "run": "r", "worker": "w", "text": "a\nb"}
+    monkeypatch.setenv(LOG_JSON, "1")
+    health.reporter.say("hello")
+    line = json.loads(capsys.readouterr().out)
+    assert (line["level"], line["run"], line["worker"], line["text"]) == ("info", "r", "scorer-0", "hello")

@@ -1,0 +1,202 @@
+"""Lossless changes between two versions of the weights: which elements differ, and what they are afterwards.
+
+A version's bytes are its tensors' joined in name order. A block replaces elements of one piece of them: a header, the coded positions,
+the new values. The rule: values are overwritten, never added, so applying a delta a second time changes nothing.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PIECE_BYTES = 8 << 20
+"""Longest piece that one block changes: it bounds what is held in memory beside the two versions."""
+WIDTHS = (1, 2, 4)
+"""Bytes of a coded gap; 0 stands for a block without positions, whose values replace the whole piece."""
+
+_HEADER = struct.Struct("<QIIIBB")
+
+Buffer = memoryview | bytes | bytearray
+
+
+class Block(NamedTuple):
+    """The header of a block, followed by `positions` bytes and `count` values of `item` bytes."""
+
+    start: int
+    """Where the piece begins, in bytes from the version's first."""
+    nbytes: int
+    """Length of the piece."""
+    changes: int
+    """Elements that are replaced."""
+    positions: int
+    """Bytes of their coded positions."""
+    item: int
+    """Bytes of an element."""
+    width: int
+    """Bytes of a coded gap; 0 if all elements are replaced."""
+
+    @property
+    def body(self) -> int:
+        """Bytes after the header."""
+        return self.positions + self.changes * self.item
+
+
+def pieces(sizes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(start, bytes, item) of the pieces of tensors of these (bytes, bytes of an element), joined; no piece spans two tensors."""
+    start = 0
+    for nbytes, item in sizes:
+        longest = PIECE_BYTES // item * item
+        yield from ((start + low, min(longest, nbytes - low), item) for low in range(0, nbytes, longest))
+        start += nbytes
+
+
+def encode(old: Buffer, new: Buffer, *, start: int, item: int) -> list[Any]:
+    """A block that turns the piece `old` into `new`, as buffers to be joined; none where both are equal.
+
+    `new` is not copied where the whole piece is replaced: use the result before it changes.
+    """
+    before, after = _elements(old, item), _elements(new, item)
+    changed = _changed(before, after, item)
+    if changed is None:
+        return [_HEADER.pack(start, after.nbytes, len(after), 0, item, 0), after]
+    if not len(changed):
+        return []
+    gaps = np.diff(changed, prepend=np.int32(-1)) - 1
+    longest = int(gaps.max())
+    size, width = min((width * (len(gaps) + _skips(gaps, longest, width)), width) for width in WIDTHS)
+    if size + len(changed) * item >= after.nbytes:
+        return [_HEADER.pack(start, after.nbytes, len(after), 0, item, 0), after]
+    coded = code_gaps(gaps, width)
+    return [_HEADER.pack(start, after.nbytes, len(changed), coded.nbytes, item, width), coded, after[changed]]
+
+
+def apply(stream: Buffer, target: memoryview) -> None:
+    """Overwrite in `target`, a whole version, what the blocks of `stream` change.
+
+    Raises `ValueError`, with nothing overwritten, for a stream whose blocks do not fit together or lie outside of `target`.
+    """
+    blocks = list(read(stream, size=len(target)))
+    for block, positions, values in blocks:
+        piece = _elements(target[block.start : block.start + block.nbytes], block.item)
+        if positions is None:
+            piece[:] = values
+        else:
+            piece[positions()] = values
+
+
+def read(stream: Buffer, *, size: int) -> Iterator[tuple[Block, Any, npt.NDArray[Any]]]:
+    """The blocks of a stream for a version of `size` bytes: header, a function that decodes positions (None: all), new values.
+
+    Raises `ValueError` where they are not well formed. Positions are decoded twice, here to check them, so that they need not be kept.
+    """
+    view, at, end = memoryview(stream).cast("B"), 0, 0
+    while at < len(view):
+        if len(view) - at < _HEADER.size:
+            raise ValueError(f"a delta of {len(view)} bytes ends within the header of a block at {at}")
+        block = Block(*_HEADER.unpack_from(view, at))
+        at += _HEADER.size
+        if problem := _flaw(block, left=len(view) - at, after=end, size=size):
+            raise ValueError(f"block of a delta at {at - _HEADER.size}: {problem}")
+        coded, values = view[at : at + block.positions], view[at + block.positions : at + block.body]
+        decode = None if not block.width else _Positions(coded, block)
+        if decode is not None:
+            decode()
+        yield block, decode, _elements(values, block.item)
+        at, end = at + block.body, block.start + block.nbytes
+
+
+class _Positions:
+    """Decodes the positions of a block when they are needed."""
+
+    def __init__(self, coded: memoryview, block: Block) -> None:
+        self._coded, self._block = coded, block
+
+    def __call__(self) -> npt.NDArray[np.int64]:
+        block = self._block
+        positions = positions_of(self._coded, block.width)
+        if len(positions) != block.changes or (len(positions) and positions[-1] >= block.nbytes // block.item):
+            raise ValueError(
+                f"block of a delta from byte {block.start} on: {len(positions)} positions, expected {block.changes} in the piece"
+            )
+        return positions
+
+
+def code_gaps(gaps: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """Gaps between changed elements in `width` bytes each; the largest number stands for so many elements without a change.
+
+    Example:
+        code_gaps(np.array([3, 300]), 1)  # -> [3, 255, 45]
+    """
+    largest = _largest(width)
+    if not len(gaps) or int(gaps.max()) < largest:
+        return gaps.astype(f"<u{width}")
+    skips = gaps // largest
+    ends = np.cumsum(skips + 1) - 1
+    coded = np.full(int(ends[-1]) + 1, largest, dtype=f"<u{width}")
+    coded[ends] = gaps - skips * largest
+    return coded
+
+
+def positions_of(coded: Buffer, width: int) -> npt.NDArray[np.int64]:
+    """The positions, ascending, that `code_gaps` has coded.
+
+    Example:
+        positions_of(bytes([3, 255, 45]), 1)  # -> [3, 304]
+    """
+    codes = np.frombuffer(coded, dtype=f"<u{width}")
+    present = codes != _largest(width)
+    positions: npt.NDArray[np.int64] = (np.cumsum(codes + present.astype(np.int64)) - 1)[present]
+    return positions
+
+
+def _flaw(block: Block, *, left: int, after: int, size: int) -> str | None:
+    """Why a block with `left` bytes behind its header cannot follow what ends at `after` in a version of `size` bytes."""
+    if block.item not in (1, 2, 4, 8) or block.width not in (0, *WIDTHS):
+        return f"elements of {block.item} bytes and gaps of {block.width} are not known"
+    if block.start < after or block.start + block.nbytes > size or block.nbytes % block.item:
+        return f"bytes {block.start} to {block.start + block.nbytes} of a version of {size} bytes, of which {after} are passed"
+    if block.body > left:
+        return f"it has {block.body} bytes, {left} are left"
+    if block.width and block.positions % block.width:
+        return f"{block.positions} bytes of positions are not gaps of {block.width}"
+    if not block.width and (block.positions or block.changes * block.item != block.nbytes):
+        return f"{block.changes} values for a piece of {block.nbytes} bytes"
+    return None
+
+
+def _changed(before: npt.NDArray[Any], after: npt.NDArray[Any], item: int) -> npt.NDArray[np.int32] | None:
+    """Positions where two arrays differ, None where more than half of the elements do.
+
+    Eight bytes are compared at a time: few of them differ, and only those are looked at element by element.
+    """
+    several = 8 // item
+    whole = len(after) // several * several
+    old, new = before[:whole].view("<u8"), after[:whole].view("<u8")
+    words = np.flatnonzero(old != new).astype(np.int32)
+    if len(words) > len(new) // 2 and int(np.count_nonzero(before != after)) > len(after) // 2:
+        return None
+    nearby = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype)).astype(np.int32)
+    places = words[nearby // several] * several + nearby % several
+    rest = whole + np.flatnonzero(before[whole:] != after[whole:]).astype(np.int32)
+    return np.concatenate([places, rest]) if len(rest) else places
+
+
+def _elements(buffer: Buffer, item: int) -> npt.NDArray[Any]:
+    return np.frombuffer(buffer, dtype=f"<u{item}")
+
+
+def _skips(gaps: npt.NDArray[Any], longest: int, width: int) -> int:
+    """How many codes beside those of the elements `code_gaps` needs."""
+    largest = _largest(width)
+    return int((gaps // largest).sum()) if longest >= largest else 0
+
+
+def _largest(width: int) -> int:
+    return int(256**width) - 1
+
+
+def joined(parts: Sequence[Any]) -> bytes:
+    """The buffers of blocks as one stream."""
+    return b"".join(memoryview(part).cast("B") for part in parts)
