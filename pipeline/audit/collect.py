@@ -178,7 +178,6 @@ class Gatherer:
                 rollout.worker,
                 sample_hash(rollout),
                 len(rollout.segments or ((),)),
-                sum(turn.source == "model" for turn in rollout.turns or ()),
                 trajectory_flaw(rollout),
                 rollout.broken,
             )

@@ -56,8 +56,6 @@ class SampleFact(NamedTuple):
     """Hash of all its fields."""
     sequences: int = 1
     """Sequences that are trained of it: the segments of a trajectory."""
-    turns: int = 0
-    """Turns of the policy; 0 for a single completion."""
     flaw: str | None = None
     """What is wrong with the turns of a trajectory."""
     broken: str | None = None

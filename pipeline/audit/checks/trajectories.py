@@ -31,15 +31,15 @@ CHECKS = (
     Check(
         name="trajectory-turns",
         promise="in a trajectory turns follow each other, and the policy's tokens alone are trained",
-        counts="turns",
-        examined=lambda facts: sum(sample.turns for sample in facts.samples),
+        counts="samples",
+        examined=lambda facts: len(facts.samples),
         rule=turns,
     ),
     Check(
         name="broken-environments",
         promise="no outcome holds a sample whose environment broke",
-        counts="trajectories",
-        examined=lambda facts: sum(bool(sample.turns or sample.broken) for sample in facts.samples),
+        counts="samples",
+        examined=lambda facts: sum(len(outcome.samples) for outcome in facts.outcomes),
         rule=broken,
     ),
 )
