@@ -91,6 +91,7 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/python tests/test_readme.py
 	$(BIN)/python -m tests.pipeline.algorithms.test_defaults_table
+	$(BIN)/python -m tests.pipeline.config.test_device_defaults
 
 # No index URL, so that no host name gets into the lock.
 lock: $(STAMP)/environment

@@ -21,7 +21,7 @@ import torch
 from penstock.infra.tensors.torch_copy import copy_into
 from penstock.pipeline.cli.options import reading
 from penstock.pipeline.runtime.topic_reader import RunReader
-from penstock.pipeline.runtime.weight_sync import fetch
+from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics.rollouts import Rollout
 
 
@@ -41,7 +41,7 @@ def main() -> None:
         model = _model(chosen.model)
         differences: list[float] = []
         for version in sorted({int(version) for sample in samples for version in sample.token_versions[sample.loss_mask]}):
-            copy_into(model, fetch(log, manifests[version], run=run))
+            copy_into(model, fetch(log, manifests, version, run=run))
             found = [value for sample in samples for value in _differences(model, sample, prompts[sample.group], version)]
             print(f"version {version}: {len(found)} tokens, at most {max(found, default=0.0):.2e} apart", flush=True)
             differences += found

@@ -151,6 +151,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
         return [TensorBytes(name=name, dtype="float32", shape=value.shape, data=(value * scale).tobytes()) for name, value in held.items()]
 
     writer.publish(Weights(partial(version_of, 0)), version=0, step=0)
+    writer.finish_publishing()
     print("ready", flush=True)
     on, version = threading.Event(), 0
 
@@ -164,6 +165,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
         on.wait()
         version, began = version + 1, time.monotonic()
         writer.publish(Weights(partial(version_of, version)), version=version, step=version)
+        writer.finish_publishing()
         time.sleep(max(0.0, every_s - (time.monotonic() - began)))
 
 

@@ -8,6 +8,7 @@ import json
 import operator
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from openai import OpenAI
 
@@ -52,9 +53,9 @@ def _value(node: ast.expr) -> float:
 
 
 def solve(question: str) -> str:
-    """Ask until the model answers without calling the tool."""
+    """Ask until the model gives an answer in a box."""
     client = OpenAI()  # the address and the key are in the environment
-    messages = [
+    messages: list[Any] = [
         {"role": "system", "content": "Solve the problem. Use the calculator. End with the answer in the form \\boxed{number}."},
         {"role": "user", "content": question},
     ]
@@ -63,9 +64,11 @@ def solve(question: str) -> str:
         message = client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR]).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         answer = message.content or ""
-        if not message.tool_calls:
+        if "\\boxed{" in answer:
             break
-        for call in message.tool_calls:
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "Now give the number alone, in the form \\boxed{number}."})
+        for call in message.tool_calls or []:
             try:
                 result = calculate(str(json.loads(call.function.arguments)["expression"]))
             except (ValueError, KeyError) as error:

@@ -8,7 +8,7 @@ Example:
         table = run.samples()  # pyarrow
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["launch", "open"]
 
 
-def launch(config: "str | PathLike[str] | Config", *, overrides: Sequence[str] = (), run_id: str | None = None) -> dict[str, Any]:
+def launch(
+    config: "str | PathLike[str] | Mapping[str, Mapping[str, Any]] | Config",
+    *,
+    overrides: Sequence[str] = (),
+    run_id: str | None = None,
+    reward: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
     """See a run through as `penstock run` does, with plain lines on stderr, and return its report: the keys of `report --json`.
 
-    `overrides` are `"section.key=value"` as in `--set`.
+    `config` is a file, or its tables as a dict: `{"run": {"steps": 10}, …}`. `overrides` are `"section.key=value"` as in `--set`.
+    `reward` is a function in TRL's shape, also one of a notebook: it runs in processes of its own, from its source, so it has to import
+    inside of itself what it needs there.
 
     Raises:
         ConfigError: a mistake in the configuration, in one line.
@@ -31,7 +39,7 @@ def launch(config: "str | PathLike[str] | Config", *, overrides: Sequence[str] =
     """
     from penstock.launched import see_through
 
-    return see_through(config, overrides=overrides, run_id=run_id)
+    return see_through(config, overrides=overrides, run_id=run_id, reward=reward)
 
 
 def open(run: str, *, bootstrap: str = "embedded", security: dict[str, str] | None = None) -> "Run":

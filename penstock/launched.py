@@ -1,14 +1,21 @@
 """`penstock.launch`: the launcher called from a program. The rule: it does what `penstock run` does and prints nothing on stdout."""
 
+import hashlib
+import inspect
+import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.load import Config, load, override
+from penstock.infra.paths import state_directory
+from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, with_paths
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
+from penstock.pipeline.launch.placement import visible_gpus
 from penstock.pipeline.observe.report.summary import collect
 
 
@@ -17,9 +24,49 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def see_through(config: str | PathLike[str] | Config, *, overrides: Sequence[str], run_id: str | None) -> dict[str, Any]:
+def configured(
+    config: str | PathLike[str] | Mapping[str, Mapping[str, Any]] | Config, overrides: Sequence[str], reward: Callable[..., Any] | None
+) -> Config:
+    """The configuration of a file, of tables or of an object, with a reward that is a function. Raises `ConfigError`."""
+    named = [] if reward is None else [f"reward.functions={json.dumps([spec_of(reward)])}"]
+    if isinstance(config, Mapping):
+        return override(from_table(with_paths(config, Path.cwd())), [*overrides, *named])
+    if isinstance(config, Config):
+        return override(config, [*overrides, *named])
+    return load(str(config), [*overrides, *named], gpus=len(visible_gpus()))
+
+
+def spec_of(function: Callable[..., Any]) -> str:
+    """A function as `file.py:function`: by its module's file, or, of a notebook or a prompt, by a file with its source.
+
+    Raises:
+        ConfigError: it has no name or no source, or stands inside of another function.
+    """
+    name, place = getattr(function, "__qualname__", ""), inspect.getsourcefile(function) if inspect.isfunction(function) else None
+    if not name.isidentifier():
+        raise ConfigError(f"reward: {name or function!r} is no function at the top of a module or a notebook's cell; define it there")
+    if function.__module__ != "__main__" and place is not None and Path(place).is_file():
+        return f"{Path(place).resolve()}:{name}"
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"reward: there is no source of {name} here; write it to a file and name it file.py:{name}") from error
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    file = state_directory() / "functions" / f"{digest[:16]}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(source, encoding="utf-8")
+    return f"{file}:{name}"
+
+
+def see_through(
+    config: str | PathLike[str] | Mapping[str, Mapping[str, Any]] | Config,
+    *,
+    overrides: Sequence[str],
+    run_id: str | None,
+    reward: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
     """Create a run, attend it to its end, and report on it from the log. Raises as `penstock.launch`."""
-    loaded = override(config, overrides) if isinstance(config, Config) else load(str(config), overrides)
+    loaded = configured(config, overrides, reward)
     checked = check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
     log = launcher.connect(loaded.kafka, say=say)
     try:

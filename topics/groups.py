@@ -246,6 +246,10 @@ class GroupAssembler:
         self._held[outcome] = [*held, record]
         return self._held.pop(outcome) if len(held) + 1 == headers.parts else None
 
+    def held(self) -> Iterator[Record]:
+        """The first parts of the outcomes that are not whole yet."""
+        return (parts[0] for parts in self._held.values())
+
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
     """Where each part begins and ends in the samples; sizes are upper bounds, as texts may take four bytes a character."""

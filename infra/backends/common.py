@@ -52,6 +52,8 @@ def fix_arithmetic(settings: BackendSettings) -> None:
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     torch.use_deterministic_algorithms(True, warn_only=settings.deterministic != "strict")
+    torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = settings.tf32
     torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
     _keep_freed_memory()
 
@@ -226,6 +228,7 @@ class LocalModel:
             "forward": str(self.forward),
             "threads": self.settings.threads,
             "deterministic": self.settings.deterministic,
+            **({"tf32": "on"} if self.settings.tf32 else {}),
             **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}"} if self.adapters else {}),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }

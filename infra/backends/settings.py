@@ -33,6 +33,8 @@ class BackendSettings:
     """CPU threads for the arithmetic; another number changes the last bits."""
     deterministic: str = "warn"
     """"strict" refuses operations without a deterministic form, "warn" only warns, and leaves GPU attention without one."""
+    tf32: bool = False
+    """Whether a GPU computes float32 products with 10 bits of mantissa."""
     seed: int = 0
     gradient_checkpointing: bool = False
     share_prompts: str = "auto"

@@ -32,6 +32,8 @@ class Sampling:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     greedy: bool = False
+    seeded: bool = True
+    """Whether a sample's random numbers follow from the request; engines that know no other way draw so whatever is asked."""
 
     def __post_init__(self) -> None:
         if not self.greedy and not self.temperature > 0:

@@ -190,6 +190,14 @@ class Admin:
         )
         return {(tp.topic, tp.partition): value.offset for tp, value in offsets.items()}
 
+    def delete_records(self, before: Mapping[Partition, int]) -> None:
+        """Delete the records before these offsets."""
+        if not before:
+            return
+        self.require(before)
+        offsets = {TopicPartition(topic, partition): offset for (topic, partition), offset in before.items()}
+        self._ask(f"cannot delete records of {next(iter(before))[0]}", lambda client: client.delete_records(offsets, timeout_ms=15_000))
+
     def holder(self, transactional_id: str) -> Holder:
         """The producer that took a transactional id last."""
         descriptions = self._ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))

@@ -89,6 +89,10 @@ class KafkaLog:
         """Partition -> the first offset that is still kept."""
         return self._admin.offsets(partitions, end=False, committed=True)
 
+    def delete_records(self, before: Mapping[Partition, int]) -> None:
+        """Delete the records before these offsets for good; disk is freed by whole segments, soon after."""
+        self._admin.delete_records(before)
+
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
         """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
         return self._admin.offsets(partitions, end=True, committed=committed)

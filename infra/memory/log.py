@@ -70,7 +70,15 @@ class MemoryLog:
     def begin_offsets(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Partition -> the first offset that is still kept."""
         with self._state.change:
-            return {partition: 0 for partition in partitions if self._state.part(partition) is not None}
+            return {partition: self._state.part(partition).begin for partition in partitions}
+
+    def delete_records(self, before: Mapping[Partition, int]) -> None:
+        """Delete the records before these offsets for good."""
+        with self._state.change:
+            for partition, offset in before.items():
+                part = self._state.part(partition)
+                part.begin = max(part.begin, min(offset, part.end))
+                part.records = [record for record in part.records if record.offset >= part.begin]
 
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]:
         """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""

@@ -23,6 +23,8 @@ class Part:
     """One partition."""
 
     records: list[Record] = field(default_factory=list)
+    begin: int = 0
+    """The first offset that is kept."""
     end: int = 0
     """The offset of the next record."""
     undecided: dict["Transaction", int] = field(default_factory=dict)

@@ -41,6 +41,7 @@ def run(
     """Run everything on this machine: broker, topics, workers, live view, report."""
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
+    from penstock.pipeline.launch.placement import visible_gpus
 
     make_files_private()
     if resume is not None:
@@ -60,7 +61,7 @@ def run(
             *(f'kafka.security.{key}="{value}"' for key, value in security_settings(security).items()),
         ]
         overrides = [*settings, *(overrides or [])]
-    loaded = load(config, overrides or [])
+    loaded = load(config, overrides or [], gpus=len(visible_gpus()))
     if dry_run:
         # Only looking downloads nothing: a data set that is not here is reported as such.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -76,8 +77,9 @@ def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = N
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register
+    from penstock.pipeline.launch.placement import visible_gpus
 
-    loaded = load(config, overrides or [])
+    loaded = load(config, overrides or [], gpus=len(visible_gpus()))
     with connected(loaded.kafka) as log:
         checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
         record = register(loaded, log=log, run_id=run_id, checked=checked.info, say=say)

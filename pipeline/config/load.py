@@ -14,17 +14,20 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from penstock.pipeline.config import synonyms
+from penstock.pipeline.config.device_defaults import with_device_defaults
 from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.config.schema import PATHS_OF, Resolve, Section
 from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.secrets import without_passwords
 
-__all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json"]
+__all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json", "with_paths"]
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0) -> Config:
     """Read a TOML file and apply `a.b=c` overrides; relative paths are relative to the file (overrides: to the working directory).
+
+    `gpus` is how many this machine has: with them, absent keys stand for other values.
 
     Raises:
         ConfigError: one line naming key, value and the nearest valid key.
@@ -42,7 +45,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _apply(table, override)
     _refuse_passwords(table)
-    return from_table(table)
+    return from_table(with_device_defaults(table, gpus=gpus))
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
@@ -55,6 +58,13 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     return changed.model_copy(
         update={"kafka": changed.kafka.model_copy(update={"security": config.kafka.security | changed.kafka.security})}
     )
+
+
+def with_paths(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """A plain table of sections with relative paths made absolute, from the folder `base` on."""
+    copied = {name: dict(values) if isinstance(values, Mapping) else values for name, values in table.items()}
+    _make_absolute(copied, base)
+    return copied
 
 
 def from_json(text: str) -> Config:

@@ -24,7 +24,7 @@ from penstock.pipeline.config.schema import (
     TrainerSection,
     WeightsSection,
 )
-from penstock.pipeline.config.services import KafkaSection, MlflowSection, TensorboardSection, WandbSection
+from penstock.pipeline.config.services import KafkaSection, LaunchSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
 from penstock.topics.weights import FIRST
 
@@ -60,6 +60,7 @@ class Config(Section):
     weights: WeightsSection = WeightsSection()
     kafka: KafkaSection = KafkaSection()
     mlflow: MlflowSection = MlflowSection()
+    launch: LaunchSection = LaunchSection()
     tensorboard: TensorboardSection = TensorboardSection()
     wandb: WandbSection = WandbSection()
 

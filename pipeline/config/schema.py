@@ -197,6 +197,7 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0
     max_new_tokens: Positive = 256
+    seeded: bool = Field(True, description="whether each sample has random numbers of its own; vLLM draws faster without")
 
 
 class AlgorithmSection(Section):
@@ -281,6 +282,7 @@ class TrainerSection(Section):
     deterministic: Literal["warn", "strict"] = Field(
         "warn", description="strict refuses operations without a deterministic form; GPU attention is deterministic only under it"
     )
+    tf32: bool = Field(False, description="whether a GPU computes float32 products in TF32; on GPUs if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
         None, description="what a restarted trainer does where a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
     )
@@ -297,7 +299,7 @@ class TrainerSection(Section):
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto", description="whether a group's samples compute their common beginning once: where it gives the same logprobs, or else fail"
     )
-    export: bool = Field(True, description="write the final model as a Hugging Face directory")
+    export: bool = Field(True, description="write the model as a Hugging Face directory, with each checkpoint and at the end")
     checkpoint_every: NonNegative = Field(50, description="optimizer steps between two checkpoints; 0 writes none")
     checkpoint_keep_last: Positive = Field(2, description="newest checkpoints that stay")
     checkpoint_keep_every: Positive | None = Field(None, description="those whose number of steps it divides stay as well")
@@ -333,6 +335,9 @@ class WeightsSection(Section):
     chunk_mib: Annotated[int, Field(ge=1, le=8)] = 8
     partitions: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="of the topic `weights` that take the chunks of versions from 1 on"
+    )
+    keep: Literal["chain", "all"] = Field(
+        "all", description="chain deletes, once a whole version is out, those before the whole one before it; replaying them needs all"
     )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
 

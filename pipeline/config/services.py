@@ -41,6 +41,13 @@ class KafkaSection(Section):
         return Copies(replicas=self.replication_factor, in_sync=self.min_insync_replicas, loss_allowed=self.allow_loss)
 
 
+class LaunchSection(Section):
+    pin: Literal["auto", "off"] = Field(
+        "off",
+        description="whether `penstock run` keeps rollout workers and trainer on cores of their own",
+    )
+
+
 class TensorboardSection(Section):
     enabled: bool = Field(False, description="event files in the run's folder")
 

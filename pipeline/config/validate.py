@@ -159,6 +159,12 @@ def _sources(config: Config) -> str | None:
     return None
 
 
+def _seeded(config: Config) -> str | None:
+    if not config.sampling.seeded and config.rollout.engine != "vllm":
+        return f"sampling.seeded: false is for rollout.engine = 'vllm'; {config.rollout.engine!r} draws every sample by its own numbers"
+    return None
+
+
 def _skips(config: Config) -> str | None:
     solved, unsolved = config.data.skip_solved, config.data.skip_unsolved
     if solved is not None and unsolved is not None and solved <= unsolved:
@@ -247,6 +253,7 @@ CHECKS: tuple[Check, ...] = (
     _combine,
     _sources,
     _skips,
+    _seeded,
     _samples,
     _reward_weights,
     _eval_weights,

@@ -22,7 +22,7 @@ from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
 

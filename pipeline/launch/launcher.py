@@ -23,7 +23,7 @@ from penstock.pipeline.launch.attended import ui_address
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
-from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output

@@ -19,7 +19,7 @@ from penstock.infra.paths import IMPORT_ROOT
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch import restart_policy, run_lock
-from penstock.pipeline.launch.gpu_placement import NOT_PLACED, Placement
+from penstock.pipeline.launch.placement import NOT_PLACED, Placement, pin, pinning_of
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S
 from penstock.pipeline.launch.worker_process import Worker
@@ -187,6 +187,10 @@ class Supervisor:
 
     def _start(self, worker: Worker, *, moved: int) -> None:
         worker.start(moved=moved)
+        pinning = pinning_of(self.config)
+        cores = pinning.get(worker.name, pinning.get(""))
+        if cores:
+            pin(worker.pid, cores)
         self._write_pids()
 
     def _write_pids(self) -> None:

@@ -5,7 +5,7 @@ The rule: every record between two of our own chunks is read once, and reading h
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.pipeline.runtime.session import Session
@@ -27,6 +27,11 @@ class ChunkGaps:
     """Chunk partition -> offset after our newest chunk there."""
     _unread: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Partition, first offset and end of the gaps that are not read yet."""
+
+    @property
+    def ends(self) -> Mapping[int, int]:
+        """Chunk partition -> offset after our newest chunk there."""
+        return self._next
 
     def skip(self, manifests: Iterable[Manifest]) -> None:
         """Begin after the chunks of these versions: whoever published them has read the gaps before."""

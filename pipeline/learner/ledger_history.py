@@ -24,21 +24,28 @@ READ_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """The ledger's entries, in order, and what they add up to with the published versions."""
+    """The ledger's entries, in order, or those from a checkpoint on; and what they add up to with the published versions."""
 
     entries: Sequence[Entry]
     story: LedgerState
+    first_step: int = 0
+    """The first step among the entries: those before are not here."""
 
     def __post_init__(self) -> None:
         """Refuse a ledger in which a step is missing or stands twice."""
-        for expected, entry in enumerate(self.steps):
+        for expected, entry in enumerate(self.steps, start=self.first_step):
             if entry.step != expected:
                 raise Unrecoverable(f"entry {entry.seq} of the ledger commits step {entry.step} where step {expected} was expected")
 
     @property
     def steps(self) -> list[Entry]:
-        """The committed steps."""
+        """The committed steps, from `first_step` on."""
         return [entry for entry in self.entries if entry.kind == "step"]
+
+    @property
+    def steps_done(self) -> int:
+        """Committed steps of the whole run."""
+        return self.first_step + len(self.steps)
 
     @property
     def stale(self) -> list[int]:
@@ -70,7 +77,7 @@ class Past:
                 digests.setdefault(entry.step, set()).add(entry.digest)
         return Recorded(
             run=self.story.run,
-            steps=len(self.steps),
+            steps=self.steps_done,
             seq=self.story.last_seq,
             versions=self.story.manifests.keys(),
             digests=digests,

@@ -17,13 +17,18 @@ from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.topics.ledger import Entry
 
 
+class OlderNeeded(Exception):
+    """No checkpoint that the end of the ledger goes back to can be used: all of it has to be read."""
+
+
 def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
     """Bring a policy that was just opened to where the ledger ends; returns early when the worker is asked to stop.
 
-    Raises `Unrecoverable` when a repetition differs and `trainer.on_mismatch` says so, `LogError` when the log does not answer.
+    Raises `Unrecoverable` when a repetition differs and `trainer.on_mismatch` says so, `LogError` when the log does not answer,
+    `OlderNeeded` when `past` begins too late.
     """
-    steps, reporter, started = past.steps, writer.session.reporter, time.monotonic()
-    if not steps:
+    done, reporter, started = past.steps_done, writer.session.reporter, time.monotonic()
+    if not done:
         return
     now = arithmetic_of(policy.backend, policy.config)
     if changed := changed_arithmetic(past.entries, now):
@@ -40,16 +45,18 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
                 writer.publish(policy.weights(), version=writer.lost.version, step=state.steps)
         policy.release_weights()
     loaded, loading_s = policy.steps_done, time.monotonic() - started
+    if loaded < past.first_step:
+        raise OlderNeeded(f"the steps before step {past.first_step} have to be repeated")
     faults.reach("recovery.loaded")
-    differences = _repeat(policy, writer, steps[loaded:], stop=not rebases(policy.config, changed, now))
-    if policy.steps_done < len(steps):
+    differences = _repeat(policy, writer, past.steps[loaded - past.first_step :], stop=not rebases(policy.config, changed, now))
+    if policy.steps_done < done:
         return
     if differences or changed:
         writer.rebase(policy, differences=differences, changed=changed, fingerprint=now)
-    took, repeated = time.monotonic() - started, len(steps) - loaded
+    took, repeated = time.monotonic() - started, done - loaded
     reporter.values.update(recovered_from_step=loaded, repeated_steps=repeated, recovery_s=took)
     origin = f"checkpoint of step {loaded} loaded in {loading_s:.1f} s" if loaded else "no checkpoint to start from"
-    reporter.say(f"recovered in {took:.1f} s: {origin}, {repeated} of {len(steps)} steps repeated from the log")
+    reporter.say(f"recovered in {took:.1f} s: {origin}, {repeated} of {done} steps repeated from the log")
 
 
 def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, stop: bool) -> list[tuple[Entry, Difference]]:

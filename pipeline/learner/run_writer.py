@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.infra import faults
 from penstock.infra.checkpoints import CheckpointStore, State
-from penstock.infra.errors import Unrecoverable
+from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
 from penstock.pipeline.learner.chunk_gaps import ChunkGaps
@@ -24,6 +25,7 @@ from penstock.pipeline.learner.weight_publisher import Publication, WeightPublis
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.publish import manifest_record
+from penstock.pipeline.runtime.weights.retention import deletable
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
@@ -31,6 +33,8 @@ from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
+MODEL = "model"
+"""The folder of a checkpoint, and of a run's directory, that transformers and vLLM load."""
 BYTES_PER_PARAMETER = 12
 """A checkpoint's float32 masters and AdamW's two moments."""
 DIGEST_BELOW = 100_000_000
@@ -47,6 +51,8 @@ class RunWriter:
     """The ledger and the versions as this writer has left them."""
     store: CheckpointStore | None = field(init=False)
     """None where the run wants no checkpoints."""
+    newest_offset: int = -1
+    """Where the newest entry of this writer stands."""
     saved_steps: int | None = None
     """Steps done at the newest checkpoint that can be used."""
     lost: Manifest | None = None
@@ -140,7 +146,7 @@ class RunWriter:
             headers = ledger.headers(entry, run=session.run).encode(value)
             record = Outgoing(topic=session.topic("ledger"), partition=0, key=kind.encode(), headers=headers, value=value)
         faults.reach(f"ledger.{kind}.before")
-        self.transactions.commit([*also, record])
+        self.newest_offset = self.transactions.commit([*also, record])[-1]
         faults.reach(f"ledger.{kind}.after")
         self.state.last_seq = entry.seq
         return entry
@@ -185,6 +191,7 @@ class RunWriter:
         measured = {
             "bytes": float(manifest.nbytes),
             "full_bytes": float(whole),
+            "delta": float(manifest.encoding == "delta"),
             "publish_s": now - publication.started,
             "stall_s": self._stalled_s + now - began,
         }
@@ -193,6 +200,22 @@ class RunWriter:
         self.state.add(manifest)
         self._publisher.committed(publication)
         self.session.reporter.values.update(version=manifest.version)
+        if manifest.encoding == "full" and self.session.config.weights.keep == "chain":
+            self._release()
+
+    def _release(self) -> None:
+        """Delete the chunks of versions that nobody needs any more; where that is refused the run goes on."""
+        per_version = self.session.schedule.steps_per_version
+        steps = self.store.steps() if self.store is not None and per_version > 1 else []  # a snapshot within a version is read again
+        needed = {rules.version_after(done, steps_per_version=per_version) for done in steps} & self.state.manifests.keys()
+        before = deletable(self.state.manifests, ends=self._gaps.ends, needed=needed)
+        topic = self.session.topic("weights")
+        try:
+            self.session.log.delete_records({(topic, partition): offset for partition, offset in before.items()})
+        except LogUnreachable:
+            raise
+        except LogError as error:
+            self.session.reporter.throttled.say("weights that stay", f"old weights stay: {error}")
 
     def repair_newest(self) -> None:
         """Send the newest version again if its chunks cannot be read, as far as it is still in memory. Raises `LogError`."""
@@ -246,14 +269,21 @@ class RunWriter:
             measured = {"bytes": float(size), "write_s": time.monotonic() - started}
             self.write("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured)
 
-        size = self.store.write(state, save=policy.backend.save, record=record, about_bytes=BYTES_PER_PARAMETER * self._parameters)
+        exports, about_bytes = self.session.config.trainer.export, BYTES_PER_PARAMETER * self._parameters
+
+        def save(directory: Path) -> None:
+            policy.backend.save(directory)
+            if exports:
+                policy.backend.export(directory.parent / MODEL)
+
+        size = self.store.write(state, save=save, record=record, about_bytes=about_bytes + exports * published.nbytes)
         self.saved_steps = done
         reporter.values.update(checkpoint_step=done, checkpoint_bytes=size, checkpoint_s=time.monotonic() - started)
 
     def export(self, policy: PolicyTrainer) -> None:
         """Write the model as a Hugging Face directory, if the run wants it."""
         if self.session.config.trainer.export:
-            target = run_directory(self.session.run) / "model"
+            target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing("writing the final model")
             policy.backend.export(target)
             self.session.reporter.say(f"final model in {target}")

@@ -104,6 +104,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             max_grad_norm=chosen.max_grad_norm,
             threads=chosen.threads,
             deterministic=chosen.deterministic,
+            tf32=chosen.tf32,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
             share_prompts=chosen.share_prompts,

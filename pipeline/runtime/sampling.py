@@ -29,6 +29,7 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
         top_k=chosen.top_k,
         max_new_tokens=chosen.max_new_tokens,
         stop_ids=tuple(stop_ids),
+        seeded=chosen.seeded,
     )
     rows = prompt.samples_per_prompt + config.schedule.oversample
     request = GroupRequest(

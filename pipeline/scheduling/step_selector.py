@@ -5,6 +5,7 @@ numbers and outcomes alone, so two runs that score the same groups train the sam
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.pipeline.scheduling.rules import DROPPED, is_fresh
@@ -37,47 +38,72 @@ class Selector:
     schedule: Schedule
     next_number: int = 0
     """Submission order: the lowest number that was neither handed out nor dropped."""
+    below: int = 0
+    """Every group with a lower number has ended and is forgotten, its outcome too."""
     drops: int = 0
     """Distinct groups that were dropped, stale ones included."""
     outcomes: dict[int, str] = field(default_factory=dict)
-    """The first outcome of every group that was seen."""
+    """The first outcome of every group that was seen, from `below` on."""
     settled: set[int] = field(default_factory=set)
-    """Groups handed out, or stale."""
+    """Groups handed out, or stale, from `below` on."""
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Partition and offset of the outcomes."""
     newly_stale: list[Candidate] = field(default_factory=list)
     _waiting: dict[int, Candidate] = field(default_factory=dict)
     _arrived: deque[int] = field(default_factory=deque)
 
     def add(self, candidate: Candidate) -> bool:
         """Add an outcome; False for a duplicate, which is ignored."""
-        if candidate.group in self.outcomes:
+        if self.knows(candidate.group):
             return False
         self.outcomes[candidate.group] = candidate.outcome
-        if candidate.group in self.settled:
-            return True
-        if candidate.outcome in DROPPED:
-            self.drops += 1
-        else:
-            self._waiting[candidate.group] = candidate
-            self._arrived.append(candidate.group)
+        self.places[candidate.group] = candidate.partition, candidate.offset
+        if candidate.group not in self.settled:
+            if candidate.outcome in DROPPED:
+                self.drops += 1
+            else:
+                self._waiting[candidate.group] = candidate
+                self._arrived.append(candidate.group)
+        self._forget()
         return True
+
+    def knows(self, group: int) -> bool:
+        """Whether the outcome of a group was seen."""
+        return group < self.below or group in self.outcomes
+
+    def is_settled(self, group: int) -> bool:
+        """Whether a group was handed out, or found stale; also true for one that was dropped and is forgotten."""
+        return group < self.below or group in self.settled
+
+    def resume(self, *, below: int, settled: Iterable[int], drops: int) -> None:
+        """Go on where another selector stood: every group below `below` has ended, and these from there on are settled."""
+        self.below = self.next_number = below
+        self.settled.update(settled)
+        self.drops = drops
+
+    @property
+    def drops_to_resume(self) -> int:
+        """Dropped groups, without those from `below` on of which a selector that resumes here reads the outcome again."""
+        return self.drops - sum(outcome in DROPPED and group not in self.settled for group, outcome in self.outcomes.items())
 
     def settle(self, groups: list[int]) -> None:
         """Mark groups that recorded steps have used already, or that were found stale."""
         for group in groups:
             self.settled.add(group)
             self._waiting.pop(group, None)
+        self._forget()
 
     def refuse(self, candidate: Candidate) -> None:
         """Set a group aside whose payload nobody can read, like one that is too old."""
-        if self.add(candidate) and candidate.group not in self.settled:
+        if self.add(candidate) and not self.is_settled(candidate.group):
             self.settle([candidate.group])
             self.drops += 1
             self.newly_stale.append(candidate)
 
     @property
     def known(self) -> int:
-        """Distinct groups whose outcome was seen."""
-        return len(self.outcomes.keys() | self.settled)
+        """Distinct groups that have ended: all below `below`, and those from there on whose outcome was seen."""
+        return self.below + sum(group >= self.below for group in self.outcomes.keys() | self.settled)
 
     def take(self, *, learner_version: int) -> Candidate | None:
         """The next group to train, or None while it is not known; groups that are too old are set aside in `newly_stale`."""
@@ -99,7 +125,7 @@ class Selector:
             return len(self._waiting) >= wanted
         number, ready = self.next_number, 0
         while ready < wanted:
-            if number in self.settled or self.outcomes.get(number) in DROPPED:
+            if self._has_ended(number):
                 number += 1
             elif number in self._waiting:
                 number, ready = number + 1, ready + 1
@@ -112,6 +138,17 @@ class Selector:
             while self._arrived and self._arrived[0] not in self._waiting:
                 self._arrived.popleft()
             return self._waiting[self._arrived[0]] if self._arrived else None
-        while self.next_number in self.settled or self.outcomes.get(self.next_number) in DROPPED:
+        self.next_number = max(self.next_number, self.below)
+        while self._has_ended(self.next_number):
             self.next_number += 1
         return self._waiting.get(self.next_number)
+
+    def _has_ended(self, group: int) -> bool:
+        return self.is_settled(group) or self.outcomes.get(group) in DROPPED
+
+    def _forget(self) -> None:
+        """Raise `below` over the groups that have ended and whose outcome was seen: a run has millions of them."""
+        while self.below in self.outcomes and self._has_ended(self.below):
+            del self.outcomes[self.below], self.places[self.below]
+            self.settled.discard(self.below)
+            self.below += 1

@@ -117,6 +117,17 @@ def test_exactly_the_offsets_asked_for_are_read_in_the_order_asked(log: Log, run
         log.read(topic, 0, [3, 200, 1000])
 
 
+def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"%d" % number for number in range(10)])
+    log.delete_records({(topic, 0): 7})
+    assert (log.begin_offsets([(topic, 0)]), log.end_offsets([(topic, 0)])) == ({(topic, 0): 7}, {(topic, 0): 10})
+    assert [record.value for record in log.read(topic, 0, [7, 9])] == [b"7", b"9"]
+    with pytest.raises(LogError, match="offset"):
+        log.read(topic, 0, [6])
+    log.delete_records({})
+
+
 def test_records_of_a_transaction_can_be_read_by_offset_as_soon_as_it_returned(log: Log, run_id: str) -> None:
     a, b = make_topics(log, run_id, "a", "b")
     writer = log.transactions(f"{run_id}.writer")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
+from penstock.infra.errors import RecordMissing
 from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.run_config import source_name
@@ -59,7 +60,11 @@ def main(session: Session) -> None:
             continue
         done.add(version)
         session.reporter.doing(f"evaluating version {version}", now=True)
-        values = evaluator.evaluate(version, state)
+        try:
+            values = evaluator.evaluate(version, state)
+        except RecordMissing as error:
+            session.reporter.say(f"version {version} is not evaluated, its weights were deleted (weights.keep): {error}")
+            continue
         if values is None:
             break
         reason = stopping.note(version=version, accuracy=values.get("greedy_accuracy"))

@@ -32,6 +32,8 @@ class GroupInbox:
     """Since the last step: how many groups were dropped for which cause, for the error that stops a run which drops too many."""
     _dropped: list[Record] = field(default_factory=list)
     """The newest outcome without a group to train."""
+    ended_before: int = 0
+    """Groups with a lower number had ended when this trainer began, and are passed over."""
     _groups: dict[int, Group] = field(default_factory=dict)
     _assembler: GroupAssembler = field(default_factory=GroupAssembler)
 
@@ -43,7 +45,9 @@ class GroupInbox:
         try:
             headers = groups.check(record, run=self.run)
             assert headers.group is not None and headers.outcome is not None
-            if headers.group in self.selector.outcomes:
+            if headers.group < self.ended_before:
+                return
+            if self.selector.knows(headers.group):
                 self.duplicate(f"group {headers.group} at {record.topic}/{record.partition}/{record.offset}")
                 return
             records = self._assembler.add(record, headers)
@@ -60,7 +64,7 @@ class GroupInbox:
             mean = "" if headers.reward_mean is None else f" at reward {headers.reward_mean:.3g}"
             self.drop_causes[f"{headers.outcome}{mean}"] += 1
             self._dropped = records
-        elif group is not None and group.group not in self.selector.settled:
+        elif group is not None and not self.selector.is_settled(group.group):
             self._groups[group.group] = group
 
     def take(self, *, learner_version: int) -> tuple[Candidate, Group] | None:
@@ -80,8 +84,19 @@ class GroupInbox:
         except Unusable:
             return None
 
+    def start_over(self) -> None:
+        """Forget everything: the groups are read from their beginning."""
+        self.selector, self._assembler, self.ended_before = Selector(self.schedule), GroupAssembler(), 0
+        self._groups.clear()
+        self.drop_causes.clear()
+
+    def begins(self) -> dict[int, int]:
+        """Partition -> offset of the first record that a trainer which starts where this one stands has to read; of those with any."""
+        held = [*self.selector.places.values(), *((part.partition, part.offset) for part in self._assembler.held())]
+        return {partition: min(offset for at, offset in held if at == partition) for partition in {at for at, _ in held}}
+
     def _decode(self, records: list[Record], headers: Headers) -> Group | None:
-        if headers.outcome != "scored" or headers.group in self.selector.settled:
+        if headers.outcome != "scored" or self.selector.is_settled(headers.group or 0):
             return None  # not trained, or not again: its headers are enough
         with self.decoding(records[-1]):
             return groups.read(records, run=self.run)[1]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
-from penstock.pipeline.learner.ledger_history import Past, read_past
+from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
-from penstock.pipeline.learner.recovery import recover
+from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.runtime.run_registry import mark
@@ -29,7 +29,9 @@ from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
+from penstock.workers.trainer.marks import mark_at, note_anchor, place_name, saved_steps
 from penstock.workers.trainer.other_ranks import follow, other_ranks
+from penstock.workers.trainer.resume_mark import Places, Resumed, read_resumed
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
@@ -47,18 +49,19 @@ def main(session: Session) -> None:
     """Train until the run's steps are done, an evaluator asks for the end, or too many groups are dropped."""
     # Fence first, read afterwards: nothing an earlier trainer still had in hand can follow what is read now.
     transactions = session.transactions()
-    past = read_past(session.log, session.run)
+    resumed = read_resumed(session.log, session.run, saved=saved_steps(session))
+    past = resumed.past
     if past.story.closed is not None:
         session.reporter.say("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
     session.reporter.doing("loading the model", now=True)
     with other_ranks(session) as processes:
-        trainer = Trainer.open(session, transactions, past, processes)
+        trainer = Trainer.open(session, transactions, resumed, processes)
         session.reporter.outage = lambda: trainer.tail.outage_s
         session.reporter.ready()
         mark(session.log, session.record, status="running")
-        trainer.begin(past)
+        trainer.begin(resumed)
         while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
             if not trainer.train_step():
                 break
@@ -75,6 +78,7 @@ class Trainer:
     inbox: GroupInbox
     tail: Tail
     followed: Sequence[Partition]
+    places: Places
     asked_to_end: str | None = None
     """The reason why an evaluator wants the run to end."""
     _admitted: int | None = None
@@ -92,9 +96,9 @@ class Trainer:
     """How long the newest step computed."""
 
     @classmethod
-    def open(cls, session: Session, transactions: Transactions, past: Past, processes: "ProcessSet | None" = None) -> "Trainer":
+    def open(cls, session: Session, transactions: Transactions, resumed: Resumed, processes: "ProcessSet | None" = None) -> "Trainer":
         """Load the model and begin to follow the groups."""
-        manifests = past.story.manifests
+        past, manifests = resumed.past, resumed.past.story.manifests
         policy = PolicyTrainer.open(
             session.config,
             steps=session.steps,
@@ -113,20 +117,40 @@ class Trainer:
         follow[session.topic("weights"), 0] = "earliest"
         if session.config.eval.target is not None or session.config.eval.patience is not None or session.config.run.epochs is not None:
             follow[session.topic("metrics"), 0] = "earliest"
-        trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow))
+        if resumed.mark is not None:
+            follow.update({at: resumed.mark.positions.get(place_name(session, at), 0) for at in follow})
+        trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow), resumed.places)
         session.finishing = trainer.finishing
         return trainer
 
-    def begin(self, past: Past) -> None:
+    def begin(self, resumed: Resumed) -> None:
         """Open the run with version 0, or go back to where the ledger ends."""
-        selector = self.inbox.selector
-        selector.settle([*past.stale, *past.trained])
-        selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
-        self._drops, self.committed = past.drops, len(past.steps)
+        self._settle(resumed)
         self.writer.begin(self.policy)
-        recover(self.policy, self.writer, past)
-        if past.entries:
+        try:
+            recover(self.policy, self.writer, resumed.past)
+        except OlderNeeded as error:
+            self.session.reporter.say(f"{error}: the whole ledger is read")
+            resumed = Resumed(past=read_past(self.session.log, self.session.run))
+            self.writer.state.manifests.update(resumed.past.story.manifests)
+            self.inbox.start_over()
+            self.tail.add(dict.fromkeys(self.followed, "earliest"))
+            self._settle(resumed)
+            recover(self.policy, self.writer, resumed.past)
+        if resumed.past.entries:
             self._catch_up()
+
+    def _settle(self, resumed: Resumed) -> None:
+        """Count the groups that the ledger says have ended."""
+        selector, past, resume = self.inbox.selector, resumed.past, resumed.mark
+        if resume is None:
+            selector.settle([*past.stale, *past.trained])
+            selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
+        else:
+            later = resumed.later_stale
+            selector.resume(below=resume.below, settled=[*resume.settled, *later], drops=resume.drops + len(later))
+            self.inbox.ended_before = resume.below
+        self._drops, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
 
     def train_step(self) -> bool:
         """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile."""
@@ -149,7 +173,8 @@ class Trainer:
             self.writer.finish_publishing(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
-            self.session.reporter.doing(f"training step {number}")
+            # At once where a group may take long: nothing is reported while it is computed.
+            self.session.reporter.doing(f"training step {number}, group {len(plan)} of {schedule.prompts_per_step}", now=len(plan) == 1)
             step.add(group, plan[-1])
         self.writer.finish_publishing(wait=False)
         outcome = step.finish(learner_version=version)
@@ -235,6 +260,7 @@ class Trainer:
             self.inbox.receive(record)
         elif record.topic == self.session.topic("weights"):
             self.writer.check_manifest(record)
+            note_anchor(self.places, record, self.writer.state)
         else:
             try:
                 with self.session.dead_letters.decoding(record):
@@ -245,6 +271,12 @@ class Trainer:
                 self._admitted = int(measurement.values["admitted"])
             if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
+
+    def _mark(self) -> str:
+        """Where this step, which is about to be committed, leaves the run."""
+        positions = {at: self.tail.position(at) for at in self.followed}
+        store = self.writer.store
+        return mark_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps()).to_json()
 
     def _record_stale(self) -> None:
         stale = self.inbox.selector.newly_stale
@@ -286,8 +318,10 @@ class Trainer:
             grad_norm_bits=outcome.grad_norm_bits,
             digest=digest,
             metrics=measured,
+            details=self._mark(),
         )
         self.committed += 1
+        self.places.steps[self.committed] = self.writer.newest_offset
         self._drops = drops
         self.inbox.drop_causes.clear()
         self._compute_s = outcome.metrics["compute_s"]

@@ -202,7 +202,7 @@ class VllmEngine:
                 heapq.heappop(self._waiting)
             parameters = SamplingParams(
                 **sampling_arguments(request.sampling),
-                seed=sample_seed(request.seed, request.drawn_as, sample),
+                seed=sample_seed(request.seed, request.drawn_as, sample) if request.sampling.seeded else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt: dict[str, Any] = {"prompt_token_ids": group.prompt}

@@ -33,6 +33,7 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
     """vLLM's `LLMEngine` and the directory of its temporary files, which its owner removes. Raises `EngineError`."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with Kafka's threads may hang; it is vLLM's default on GPUs
     # Without it vLLM would also put the model into a third process. Whether the engine has one of its own is said below.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu:

@@ -1,7 +1,7 @@
 """The numbers that follow from a configuration: sizes of a step, a round and the run, workers, GPUs, loss."""
 
 from penstock.pipeline.config.load import Config, ConfigError
-from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.scheduling.rules import versions_of
 

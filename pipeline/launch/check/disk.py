@@ -45,4 +45,5 @@ def kept_checkpoints(config: Config, *, steps: int) -> int:
 def needed_bytes(config: Config, *, count: int, steps: int, versions: int) -> tuple[int, int]:
     """Bytes of the log's weights and of the checkpoints, for a model of `count` parameters."""
     published = count * BYTES_OF[config.trainer.dtype] * (versions + 1)
-    return published, count * OPTIMIZER_BYTES * kept_checkpoints(config, steps=steps)
+    of_one = OPTIMIZER_BYTES + (BYTES_OF[config.trainer.dtype] if config.trainer.export else 0)
+    return published, count * of_one * kept_checkpoints(config, steps=steps)

@@ -16,7 +16,7 @@ from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import needed_bytes, parameters
 from penstock.pipeline.launch.create import check_inputs
-from penstock.pipeline.launch.gpu_placement import place, visible_gpus
+from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.runtime.factories import check_engine
 

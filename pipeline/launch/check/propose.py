@@ -22,7 +22,7 @@ from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
 from penstock.pipeline.envs.tokenization import Renderer, chat_template_of, model_folder
 from penstock.pipeline.launch.check.disk import parameters
-from penstock.pipeline.launch.gpu_placement import visible_gpus
+from penstock.pipeline.launch.placement import visible_gpus
 from penstock.pipeline.runtime.factories import check_engine
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text")

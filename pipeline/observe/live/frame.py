@@ -23,6 +23,8 @@ from penstock.pipeline.runtime.roles import ROLES, order
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is marked."""
+LASTING = ("starting", "loading", "training", "evaluating", "repeating", "writing")
+"""How work begins to be called during which a worker reports nothing: the time it takes is said instead."""
 HEADER_LINES = 10
 WIDE = 96
 """Columns of a terminal with room for every number of a worker."""
@@ -155,12 +157,13 @@ def _workers(view: RunView, *, silent: Mapping[str, float], rows: int, all_colum
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
-    kept = [number for number, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
+    ordered = _ordered(view)
+    lines = [(worker, _row(view, worker, silent_s=silent.get(worker.worker, 0.0))) for worker in ordered[:rows]]
+    wanted = [number for number, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
+    kept = [number for number in wanted if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
     for number in kept:
         table.add_column(COLUMNS[number], justify="right", no_wrap=True)
-    ordered = _ordered(view)
-    for worker in ordered[:rows]:
-        name, doing, *numbers = _row(view, worker, silent_s=silent.get(worker.worker, 0.0))
+    for worker, (name, doing, *numbers) in lines:
         table.add_row(name, doing, *(numbers[number] for number in kept), style="dim" if worker.ended else "")
     if len(ordered) > rows:
         table.add_row(f"and {len(ordered) - rows} more", style="dim")
@@ -171,6 +174,8 @@ def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[Rend
     doing = Text(worker.labels.get("doing", "starting"))
     if worker.ended:
         doing = Text("ended" if "error" not in worker.labels else f"failed: {worker.labels['error']}")
+    elif silent_s > SILENT_S and doing.plain.startswith(LASTING):
+        doing.append(f", {silent_s:.0f} s")
     elif silent_s > SILENT_S:
         doing = Text(f"silent for {silent_s:.0f} s", style="red")
     if len(worker.incarnations) > 1:

@@ -4,6 +4,7 @@ The rule: headers and the small topics are read, a sample's payload never; a fig
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,11 +85,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),
         "filtered": _filtered(view),
         "practice": practice(steps),
-        "weights": {
-            "versions": len(view.versions),
-            "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
-            "digest": _digest(view),
-        },
+        "weights": _weights(view),
         "eval": [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())],
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),
@@ -110,6 +107,19 @@ def _schedule(view: RunView) -> dict[str, Any]:
     if mode is not None:
         fields |= {name: getattr(mode, name) for name in ("order", "max_lag") if fields[name] is None}
     return fields
+
+
+def _weights(view: RunView) -> dict[str, Any]:
+    """What was published: a delta is a version that was sent as what differs from the one before."""
+    measured = [entry.metrics for _, entry in sorted(view.versions.items())]
+    deltas = [each["bytes"] for each in measured if each.get("delta")]
+    return {
+        "versions": len(view.versions),
+        "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
+        "digest": _digest(view),
+        "delta_bytes_median": int(statistics.median(deltas)) if deltas else None,
+        "full_bytes": next((int(each["full_bytes"]) for each in reversed(measured) if "full_bytes" in each), None),
+    }
 
 
 def _reward(view: RunView, *, steps: int, per_version: int) -> dict[str, Any]:

@@ -177,7 +177,10 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if practice := _practice(report["practice"]):
         lines.append(("practice", Text(practice)))
     digest = str(weights["digest"] or "none")
-    lines.append(("weights", Text(f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB; digest {digest[:16]}")))
+    sent = f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB"
+    if weights["delta_bytes_median"] is not None:
+        sent += f" (a change {100 * weights['delta_bytes_median'] / weights['full_bytes']:.2g} % of a whole version)"
+    lines.append(("weights", Text(f"{sent}; digest {digest[:16]}")))
     return lines
 
 

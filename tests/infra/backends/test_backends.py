@@ -326,3 +326,13 @@ def test_strict_determinism_refuses_an_operation_without_a_deterministic_form_in
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
         warning.backward(batch_of(0, 4), loss, denominator=1.0)
+
+
+def test_float32_products_keep_their_mantissa_unless_tf32_is_asked_for_and_the_fingerprint_says_so(opened):
+    plain = opened("torch").fingerprint()
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+    reduced = opened("torch", tf32=True).fingerprint()
+    assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32
+    assert reduced == plain | {"tf32": "on"}
+    opened("torch")
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -335,3 +335,13 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
         process.send_signal(signal.SIGTERM)
         process.communicate()
     assert process.returncode == 130
+
+
+def test_each_worker_answers_at_a_port_of_its_own_where_the_run_has_one(tmp_path: Path) -> None:
+    table = {"run": {"steps": 1, "health_port": 9100}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
+    crew = Supervisor("r", Connection(bootstrap="127.0.0.1:1", client_id="tests"), from_table(table), tmp_path, lambda _: None)
+    for slot in range(2):
+        crew.workers.append(crew._place("rollout", slot))
+    assert [worker.environment["PENSTOCK_HEALTH"] for worker in crew.workers] == ["9100", "9101"]
+    silent = Supervisor("r", crew.connection, from_table(table | {"run": {"steps": 1}}), tmp_path, lambda _: None)
+    assert "PENSTOCK_HEALTH" not in silent._place("rollout", 0).environment

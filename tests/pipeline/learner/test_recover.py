@@ -10,6 +10,7 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_past
+from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, scored, session_of
 
@@ -27,9 +28,9 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def trainer_of(log: MemoryLog, checkpoints: Path | None, *, begin: bool = True, **chosen: Any) -> Trainer:
     past = read_past(log, RUN)
     session = session_of(log, config_of(checkpoints, trainer=chosen))
-    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), past)
+    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
     if begin:
-        trainer.begin(past)
+        trainer.begin(Resumed(past=past))
     return trainer
 
 
@@ -105,7 +106,7 @@ def test_a_request_to_stop_ends_the_repetition() -> None:
         assert first.train_step()
     second = trainer_of(log, None, begin=False)
     second.session.stop.set()
-    second.begin(read_past(log, RUN))
+    second.begin(Resumed(past=read_past(log, RUN)))
     second.end()
     assert second.policy.steps_done == 0
     assert len(read_past(log, RUN).steps) == 2

@@ -1,12 +1,15 @@
 """The trainer's writer on the in-memory log: entries in a row, versions with their manifests, what others wrote among the chunks."""
 
+import struct
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.infra.errors import Fenced, Unrecoverable
+from penstock.infra.errors import Fenced, RecordMissing, Unrecoverable
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.learner import policy_trainer
+from penstock.pipeline.learner import policy_trainer, weight_publisher
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.run_writer import RunWriter
@@ -28,8 +31,8 @@ def log() -> MemoryLog:
     return log_with()
 
 
-def writer_of(log: MemoryLog, checkpoints: Path | None = None) -> tuple[PolicyTrainer, RunWriter]:
-    config = config_of(checkpoints)
+def writer_of(log: MemoryLog, checkpoints: Path | None = None, **sections: dict[str, Any]) -> tuple[PolicyTrainer, RunWriter]:
+    config = config_of(checkpoints, **sections)
     writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story)
     return PolicyTrainer.open(config, steps=STEPS), writer
 
@@ -121,3 +124,60 @@ def test_there_is_one_checkpoint_of_a_step(log: MemoryLog, tmp_path: Path) -> No
     assert writer.saved_steps == 2
     writer.checkpoint(policy)
     assert kinds(log).count("checkpoint") == 1
+
+
+def test_old_versions_are_deleted_except_the_first_and_the_newest_two_whole_ones_with_what_follows(log: MemoryLog) -> None:
+    policy, writer = writer_of(log, weights={"keep": "chain"}, run={"steps": 200})
+    writer.begin(policy)
+    kept: list[int] = []
+    for _ in range(60):
+        step(policy, writer)
+        kept.append(sum(len(log.tail({(f"{RUN}.weights", p): "earliest"}).read_to_end()) for p in (1, 2)))
+    assert max(kept[20:]) == max(kept[40:]) <= 5
+    manifests = read_past(log, RUN).story.manifests
+    assert fetch(log, manifests, 60, run=RUN) == policy.backend.weights()
+    assert fetch(log, manifests, 0, run=RUN)
+    with pytest.raises(RecordMissing, match=r"weights of version \d+: no chunk at numbers.weights/2 offset 0"):
+        fetch(log, manifests, 1, run=RUN)
+
+
+def test_a_restarted_trainer_sends_a_newest_version_that_is_lost_again_with_the_same_digest(log: MemoryLog) -> None:
+    policy, writer = writer_of(log)
+    writer.begin(policy)
+    step(policy, writer)
+    lost = writer.state.manifests[1]
+    log.truncate((f"{RUN}.weights", 2), 0)
+    past = read_past(log, RUN)
+    with pytest.raises(RecordMissing):
+        fetch(log, past.story.manifests, 1, run=RUN)
+    again, later = writer_of(log)
+    later.begin(again)
+    assert later.lost == lost
+    again.backend.value, again.steps_done = policy.backend.value, 1  # type: ignore[attr-defined]
+    again.release_weights()
+    later.publish(again.weights(), version=1, step=1)
+    found = read_past(log, RUN)
+    assert (later.lost, found.story.manifests[1].digest) == (None, lost.digest)
+    assert fetch(log, found.story.manifests, 1, run=RUN) == policy.backend.weights()
+    assert [entry.seq for entry in found.entries] == [entry.seq for entry in past.entries]
+
+
+def test_the_next_step_goes_on_while_a_version_is_sent_and_the_ledger_keeps_their_order(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, writer = writer_of(log)
+    writer.begin(policy)
+    gate, send = threading.Event(), weight_publisher.send_version
+    monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: gate.wait(10.0) and send(*given, **named))
+    writer.write("step", step=0, digest=None, metrics={"dropped": 0.0})
+    policy.steps_done = 1
+    writer.after_step(policy)
+    before = policy.backend.value  # type: ignore[attr-defined]
+    policy.backend.value = 5.0  # type: ignore[attr-defined]
+    writer.finish_publishing(wait=False)
+    assert (writer.publishing, kinds(log)[-1]) == (True, "step")
+    gate.set()
+    writer.finish_publishing()
+    assert kinds(log)[-2:] == ["step", "version"]
+    (number,) = fetch(log, read_past(log, RUN).story.manifests, 1, run=RUN)
+    assert struct.unpack("<d", bytes(number.data)) == (before,)

@@ -75,6 +75,28 @@ def test_more_workers_than_lines_are_counted_not_shown() -> None:
     assert len(text.splitlines()) <= 20
 
 
+def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> None:
+    for doing in ("loading the model", "training step 3, group 2 of 4"):
+        _, told = begun()
+        view = view_of(told)
+        view.workers["trainer"].labels["doing"] = doing
+        found = shown(view, silent={"trainer": 31.0})
+        assert f"{doing}, 31 s" in found
+        assert "silent" not in found
+
+
+def test_columns_without_a_number_leave_their_room_to_what_workers_do() -> None:
+    _, told = begun()
+    view = view_of(told)
+    for worker in view.workers.values():
+        worker.values.clear()
+        worker.labels["doing"] = "waiting for a version that is not there"
+    for width in (60, 80, 120):
+        found = shown(view, width=width)
+        assert "waiting for a version that is not there"[: 30 if width == 60 else None] in found
+        assert max(map(len, found.splitlines())) <= width
+
+
 def test_a_worker_that_fell_silent_is_marked() -> None:
     _, told = begun()
     assert "silent for 9 s" in shown(view_of(told), silent={"trainer": 9.0})

@@ -16,6 +16,7 @@ from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.trainer import worker
+from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
@@ -56,8 +57,8 @@ def opened(log: MemoryLog) -> Trainer:
         stop=threading.Event(),
     )  # fmt: skip
     past = read_past(session.log, session.run)
-    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), past)
-    trainer.begin(past)
+    trainer = Trainer.open(session, log.transactions(f"{RUN}.trainer"), Resumed(past=past))
+    trainer.begin(Resumed(past=past))
     return trainer
 
 

@@ -11,12 +11,16 @@ import pytest
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.tensors.stream import digest
+from penstock.infra.tensors.torch_copy import to_bytes
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group
+from penstock.workers.trainer import resume_mark
+from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.crew import Crew, complete, config_of
 from tests.support.deaths import dying_at
@@ -71,6 +75,14 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
 }
 
 
+@pytest.fixture(params=["short ledger", "long ledger"])
+def ledger(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one is read from its end, a short one whole."""
+    if request.param == "long ledger":
+        monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0)
+
+
+@pytest.mark.usefixtures("ledger")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(run_id, log, tiny_model, tmp_path: Path, kind: str):
     sections, found = KINDS[kind]
@@ -93,6 +105,7 @@ def spoil(directory: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.usefixtures("ledger")
 @pytest.mark.parametrize(("spoilt", "start"), [((4,), 2), ((4, 2), 0)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_used(
     run_id, log, tiny_model, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoilt: tuple[int, ...], start: int
@@ -150,7 +163,7 @@ def session_of(log: MemoryLog, run: str, role: str) -> Session:
 def opened(session: Session) -> tuple[Trainer, Any]:
     transactions = session.log.transactions(f"{session.run}.trainer")
     past = read_past(session.log, session.run)
-    return Trainer.open(session, transactions, past), past
+    return Trainer.open(session, transactions, Resumed(past=past)), past
 
 
 @pytest.fixture
@@ -178,7 +191,7 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
             for entry in past.entries
         ]
         with pytest.raises(Unrecoverable, match=f"step 1 repeated from the log gave {told}"):
-            trainer.begin(replace(past, entries=changed))
+            trainer.begin(Resumed(past=replace(past, entries=changed)))
 
 
 def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: Callable[[], tuple[Trainer, Any]]):
@@ -186,7 +199,7 @@ def test_a_planned_group_that_is_another_one_now_stops_the_trainer(three_steps: 
     plan = [replace(planned, sha256="0" * 64) for planned in past.steps[2].plan]
     changed = [replace(entry, plan=tuple(plan)) if entry.kind == "step" and entry.step == 2 else entry for entry in past.entries]
     with pytest.raises(Unrecoverable, match=r"group 4 .* stands at .*groups/0/\d+, the ledger says group 4 \(0000"):
-        trainer.begin(replace(past, entries=changed))
+        trainer.begin(Resumed(past=replace(past, entries=changed)))
     with pytest.raises(Unrecoverable, match="commits step 2 where step 1 was expected"):
         replace(past, entries=[entry for entry in past.entries if entry.kind != "step" or entry.step != 1])
 
@@ -204,7 +217,7 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id
         crew.start("trainer")
         crew.wait(lambda: crew.report()["steps"] == 3)
     trainer, past = opened(session_of(log, run_id, "trainer"))
-    trainer.begin(past)
+    trainer.begin(Resumed(past=past))
     assert trainer.inbox.selector.drops == past.drops == 6
     write_groups(log, run_id, half(12, 6), partitions=config.partitions)
     with Crew(log, run_id) as crew:
@@ -238,7 +251,7 @@ def test_version_0_of_another_model_stops_the_trainer(three_steps: Callable[[], 
     trainer, past = three_steps()
     past.story.manifests[0] = replace(past.story.manifests[0], digest="0" * 64)
     with pytest.raises(Unrecoverable, match=r"version 0: the recorded weights digest is 0000.*the model directory holds"):
-        trainer.begin(past)
+        trainer.begin(Resumed(past=past))
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_on_when_it_can(broker, run_id, tiny_model, tmp_path: Path):
@@ -331,3 +344,16 @@ def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, ti
     measured = [one.version for one in found if one.kind == "eval"]
     assert sorted(measured) == sorted(set(measured)), measured
     assert {0, 4} <= set(measured)
+
+
+def test_each_checkpoint_holds_the_model_as_transformers_loads_it(tiny_model: Path, tmp_path: Path, run_id: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log = MemoryLog()
+    config = config_for(tiny_model, tmp_path, trainer={"export": True, "checkpoint_dir": str(tmp_path)})
+    written(log, run_id, config, [group_of(number, version=max(0, number // 2 - 1)) for number in range(12)])
+    versions = dict(trained(log, run_id)["versions"])
+    for steps in (4, 6):
+        folder = tmp_path / run_id / f"step-{steps:08d}" / "model"
+        assert digest(to_bytes(AutoModelForCausalLM.from_pretrained(folder).named_parameters())) == versions[steps]
+        assert AutoTokenizer.from_pretrained(folder)("1+2=").input_ids

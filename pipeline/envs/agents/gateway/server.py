@@ -47,8 +47,9 @@ class Gateway:
         return key
 
     def close_session(self, key: str) -> None:
-        """Answer no more under a key."""
-        self._sessions.pop(key).close()
+        """Answer no more under a key; one that is closed stays so."""
+        if (session := self._sessions.pop(key, None)) is not None:
+            session.close()
 
     async def close(self) -> None:
         """End all sessions and stop serving."""

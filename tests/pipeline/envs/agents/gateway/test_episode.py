@@ -157,6 +157,35 @@ def test_a_turn_that_the_policy_gives_up_ends_the_trajectory_though_the_agent_go
     assert (made.finish, made.turns[-1].source, made.turns[-1].finish) == ("abort", "model", "abort")
 
 
+@pytest.mark.parametrize("closed", [False, True], ids=["its trajectory ends", "the endpoint closes before"])
+def test_a_program_does_not_outlive_its_trajectory(tmp_path: Path, closed: bool) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(f"{ASK}\nopen({str(tmp_path / 'id')!r}, 'w').write(str(os.getpid()))\nask(messages)", encoding="utf-8")
+
+    async def main() -> None:
+        gateway, asked = Gateway(), asyncio.Event()
+
+        async def never(*_: Any, **__: Any) -> Draw:
+            asked.set()
+            return await asyncio.get_running_loop().create_future()
+
+        episode = AgentEpisode(
+            request=request(), sample=0, seed=5, source=f"agent:python {file}", template=template(FAMILY), gateway=gateway,
+            programs=asyncio.Semaphore(1), limits=LIMITS, draw=never,
+        )  # fmt: skip
+        running = asyncio.create_task(episode.run())
+        await asyncio.wait_for(asked.wait(), 30)
+        if closed:
+            await gateway.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not _runs(int((tmp_path / "id").read_text()))
+        if not closed:
+            await gateway.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_trajectory_that_meets_its_turn_limit_is_truncated(tmp_path: Path) -> None:
     code = "try:\n    while True:\n        messages += [ask(messages), {'role': 'user', 'content': 'Sure?'}]\nexcept Exception:\n    pass"
     made = play(tmp_path, code)

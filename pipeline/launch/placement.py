@@ -1,6 +1,7 @@
-"""Assigns this machine's GPUs to workers.
+"""Assigns this machine's GPUs and cores to workers.
 
-The rule: a GPU belongs to one worker, unless the configuration places nothing: then every worker sees all GPUs.
+The rule: a GPU belongs to one worker, unless the configuration places nothing: then every worker sees all GPUs. Under `launch.pin` rollout
+workers have cores of their own, then the trainer; all others share what is left, or the trainer's.
 """
 
 import os
@@ -83,3 +84,40 @@ def _check_parallel(config: Config) -> None:
         wanted, key = rollout.gpus_per_worker, config.engine.gpus_key
         does = f"spreads over {spread}; set {key} = {wanted}" if key else "computes on one GPU; set rollout.workers"
         raise ConfigError(f"rollout.gpus_per_worker: {wanted}, but the {rollout.engine} engine {does}")
+
+
+def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int, trainer_threads: int) -> Mapping[str, tuple[int, ...]]:
+    """Worker name or role -> its cores; "" stands for the others. Empty where no core would be left for training.
+
+    Example:
+        cores_of([0, 1], rollout_workers=1, rollout_threads=1, trainer_threads=1)  # -> {"rollout-0": (0,), "trainer": (1,), "": (1,)}
+    """
+    for_rollout = rollout_workers * rollout_threads
+    if len(cores) <= for_rollout:
+        return {}
+    left = cores[for_rollout:]
+    rollout = {
+        f"rollout-{number}": tuple(cores[number * rollout_threads : (number + 1) * rollout_threads]) for number in range(rollout_workers)
+    }
+    return {**rollout, "trainer": tuple(left[:trainer_threads]), "": tuple(left[trainer_threads:] or left)}
+
+
+def pinning_of(config: Config) -> Mapping[str, tuple[int, ...]]:
+    """The cores of this machine's workers; empty where they are not pinned: `launch.pin = "off"`, GPUs, too few cores, no Linux."""
+    on_gpus = config.trainer.gpus or config.rollout.gpus_per_worker
+    if config.launch.pin == "off" or on_gpus or not hasattr(os, "sched_getaffinity"):
+        return {}
+    return cores_of(
+        sorted(os.sched_getaffinity(0)),
+        rollout_workers=config.rollout.workers,
+        rollout_threads=config.rollout.threads,
+        trainer_threads=config.trainer.threads * config.trainer.processes,
+    )
+
+
+def pin(pid: int, cores: Sequence[int]) -> None:
+    """Keep a process that has just begun to these cores: the threads and processes that it starts inherit them."""
+    try:
+        os.sched_setaffinity(pid, cores)
+    except ProcessLookupError:
+        return  # it has ended already, which its supervisor sees

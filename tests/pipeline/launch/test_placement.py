@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.config.load import Config, ConfigError, from_table
-from penstock.pipeline.launch.gpu_placement import VISIBLE, place, visible_gpus
+from penstock.pipeline.launch.placement import VISIBLE, place, visible_gpus
 
 
 def config_of(*, trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, evaluated: bool = False) -> Config:

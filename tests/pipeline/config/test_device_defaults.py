@@ -1,0 +1,69 @@
+"""Defaults that depend on the device: one table, in the code and in docs/operations.md, which this file rewrites when run as a script."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.config.device_defaults import DEVICE_DEFAULTS, as_markdown, with_device_defaults
+from penstock.pipeline.config.load import ConfigError, from_json, load, to_json
+from penstock.pipeline.runtime.sampling import request_of
+from tests.support.strategies import a_prompt
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+BEGIN, END = "<!-- device defaults -->\n", "<!-- /device defaults -->"
+
+
+def parts() -> tuple[str, str, str]:
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
+    table, _, after = rest.partition(END)
+    return before + BEGIN, table, END + after
+
+
+def test_the_table_of_the_documentation_is_the_one_in_the_code() -> None:
+    assert parts()[1] == as_markdown()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text('[run]\nsteps = 1\n[model]\npath = "m"\n[data]\nsource = "d.jsonl"\n[rollout]\nengine = "vllm"\n')
+    return tmp_path / "run.toml"
+
+
+def values(config: Any) -> dict[str, Any]:
+    table = config.model_dump()
+    return {default.key: table[default.key.partition(".")[0]][default.key.partition(".")[2]] for default in DEVICE_DEFAULTS}
+
+
+def test_a_configuration_that_is_read_beside_a_gpu_has_its_defaults_and_keeps_them_on_every_machine(file: Path) -> None:
+    overrides = ["trainer.backend=deepspeed"]
+    assert values(load(file, overrides)) == {default.key: default.cpu for default in DEVICE_DEFAULTS}
+    here = load(file, overrides, gpus=1)
+    assert values(here) == {default.key: default.gpu for default in DEVICE_DEFAULTS}
+    assert from_json(to_json(here)) == here  # a record says all of it, whoever reads it
+    assert here.correction == "tis"  # rounding makes engine and trainer differ
+
+
+def test_what_a_person_chose_stands_and_so_does_a_device_of_its_own(file: Path) -> None:
+    chosen = load(file, ["trainer.dtype=float32", "rollout.device=cpu"], gpus=2)
+    assert (chosen.trainer.dtype, chosen.trainer.tf32) == ("float32", True)
+    assert (chosen.rollout.dtype, chosen.rollout.engine_process) == ("float32", False)
+    assert load(file, ["trainer.device=cuda"]).trainer.dtype == "bfloat16"
+
+
+def test_a_key_holds_for_its_engine_or_backend_alone() -> None:
+    filled = with_device_defaults({"rollout": {"engine": "transformers"}}, gpus=1)
+    assert "engine_process" not in filled["rollout"] and "zero_stage" not in filled["trainer"]
+
+
+def test_unseeded_samples_are_asked_of_vllm_alone(file: Path) -> None:
+    config = load(file, ["sampling.seeded=false"])
+    request = request_of(a_prompt(), [0], config=config, stop_ids=[2])
+    assert not request.sampling.seeded and request_of(a_prompt(), [0], config=load(file), stop_ids=[2]).sampling.seeded
+    with pytest.raises(ConfigError, match=r"sampling.seeded: false is for rollout.engine = 'vllm'; 'toy' draws every sample by its own"):
+        load(file, ["sampling.seeded=false", "rollout.engine=toy"])
+
+
+if __name__ == "__main__":
+    before, _, after = parts()
+    DOCS.write_text(before + as_markdown() + after, encoding="utf-8")

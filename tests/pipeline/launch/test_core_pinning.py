@@ -1,0 +1,34 @@
+"""Cores of workers: rollout apart from training wherever there are enough."""
+
+import os
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.pipeline.launch.placement import cores_of, pin
+
+SMALL = st.integers(1, 4)
+
+
+@given(count=st.integers(1, 16), workers=SMALL, rollout_threads=SMALL, trainer_threads=SMALL)
+def test_rollout_workers_share_no_core_with_anybody(count: int, workers: int, rollout_threads: int, trainer_threads: int) -> None:
+    found = cores_of(range(count), rollout_workers=workers, rollout_threads=rollout_threads, trainer_threads=trainer_threads)
+    if count <= workers * rollout_threads:
+        assert found == {}
+        return
+    taken = [core for name, cores in found.items() if name.startswith("rollout") for core in cores]
+    assert len(taken) == len(set(taken)) == workers * rollout_threads
+    assert not set(taken) & {*found["trainer"], *found[""]}
+    assert 1 <= len(found["trainer"]) <= trainer_threads
+    assert found[""]
+
+
+def test_a_process_keeps_to_its_core_and_one_that_has_ended_is_passed_over() -> None:
+    core = min(os.sched_getaffinity(0))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pin(child.pid, (core,))
+    assert os.sched_getaffinity(child.pid) == {core}
+    child.communicate(b"\n")
+    pin(child.pid, (core,))

@@ -1,0 +1,94 @@
+"""A restarted trainer reads the end of the ledger, and goes on exactly as one that has read everything."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.scheduling.schedule import Order, preset
+from penstock.pipeline.scheduling.step_selector import Candidate, Selector
+from penstock.topics.ledger import Entry
+from penstock.workers.trainer import resume_mark
+from penstock.workers.trainer.resume_mark import Places, ResumeMark, mark_of, read_resumed
+from tests.support.trainer_alone import config_for, group_of, trained, written
+
+OUTCOMES = ("scored", "filtered", "failed", "abandoned")
+
+
+def candidate(group: int, outcome: str, *, version: int, offset: int) -> Candidate:
+    return Candidate(group=group, outcome=outcome, policy_version_min=version, partition=0, offset=offset, parts=1, sha256="")
+
+
+@given(
+    outcomes=st.permutations(range(12)).flatmap(
+        lambda order: st.tuples(*(st.tuples(st.just(n), st.sampled_from(OUTCOMES), st.integers(0, 1)) for n in order))
+    ),
+    stopped=st.integers(0, 12),
+    taken=st.integers(0, 12),
+    order=st.sampled_from(["submission", "arrival"]),
+)
+def test_a_selector_that_resumes_hands_out_the_same_groups_and_counts_the_same_drops(
+    outcomes: tuple[tuple[int, str, int], ...], stopped: int, taken: int, order: Order
+) -> None:
+    schedule = preset("one_step_off", prompts_per_step=2, samples_per_prompt=2, steps_per_version=1, order=order)
+    records = [candidate(group, outcome, version=version, offset=at) for at, (group, outcome, version) in enumerate(outcomes)]
+    first = Selector(schedule)
+    for record in records[:stopped]:
+        first.add(record)
+    for _ in range(taken):
+        first.take(learner_version=1)
+    second = Selector(schedule)
+    second.resume(below=first.below, settled=first.settled, drops=first.drops_to_resume)
+    begin = min((offset for _, offset in first.places.values()), default=stopped)
+    for record in records[begin:stopped]:
+        if record.group >= first.below:
+            second.add(record)
+    ends = []
+    for selector in (first, second):
+        for record in records[stopped:]:
+            selector.add(record)
+        rest = iter(lambda chosen=selector: chosen.take(learner_version=2), None)
+        ends.append(([one.group for one in rest], selector.drops, selector.below))
+    assert ends[0] == ends[1]
+    assert len(first.outcomes) <= 12 - first.below
+
+
+def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes, too_old = {3: "filtered", 6: "failed", 9: "filtered"}, (8, 11)
+    mixed = [group_of(number, version=0 if number in too_old else 6, outcome=outcomes.get(number, "scored")) for number in range(30)]
+    log, config = MemoryLog(), config_for(tiny_model, tmp_path, schedule={"max_lag": 1}, trainer={"checkpoint_dir": str(tmp_path)})
+    written(log, "whole", config, mixed)
+    plain = trained(log, "whole")
+    assert plain["stale"], "the test wants stale groups, too"
+    monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0)
+    for number, deaths in enumerate((["ledger.step.after:5"], ["ledger.stale.after:1", "ledger.step.before:2"], ["checkpoint.some:2"])):
+        written(log, f"end-{number}", config, mixed)
+        assert trained(log, f"end-{number}", *deaths) == plain
+    resumed = read_resumed(log, "end-0", saved=[6, 4])
+    assert resumed.mark is not None
+    assert resumed.past.first_step == 4
+    assert [entry.step for entry in resumed.past.steps] == [4, 5]
+    assert resumed.past.story.newest_version == 6
+    assert read_resumed(log, "end-0", saved=[1]).past.first_step == 0, "an older checkpoint needs the whole ledger"
+
+
+def test_details_that_are_no_mark_are_passed_over() -> None:
+    made = ResumeMark(
+        below=3, settled=(5,), drops=1, dropped=2, positions={"groups/0": 7}, checkpoints=((4, 9),), manifests=2, version=1, rebased=None
+    )
+    entry = Entry(seq=1, kind="step", time_ns=1, step=4, details=made.to_json())
+    assert mark_of(entry) == made
+    for details in (None, "", "{}", "[]", '{"resume": {}}', '{"resume": {"below": 1}}', '{"resume": 3}'):
+        assert mark_of(Entry(seq=1, kind="step", time_ns=1, details=details)) is None
+
+
+def test_places_are_forgotten_below_the_oldest_checkpoint_and_anchor() -> None:
+    places = Places(steps={n: 10 * n for n in range(1, 9)}, anchors={n: 5 * n for n in range(9)})
+    assert places.checkpoints([8, 6, 4]) == ((8, 80), (6, 60))
+    assert min(places.steps) == 6
+    assert places.anchor(6) == (5, 25)
+    assert min(places.anchors) == 5

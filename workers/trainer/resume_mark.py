@@ -1,0 +1,189 @@
+"""What a step's entry carries beside its plan, so that a restarted trainer reads the end of the ledger and not all of it.
+
+The rule: a mark only says where to look and what need not be looked at; where it or what it names is missing, everything is read.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from penstock.infra.log import Log
+from penstock.pipeline.learner.ledger_history import Past, read_past
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.topic_reader import drain
+from penstock.topics import ledger, weights
+from penstock.topics.ledger import Entry
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+WHOLE_BELOW = 512
+"""A ledger of fewer offsets is read whole."""
+NEWEST = 256
+"""Offsets at the end of the ledger among which the newest step's entry is looked for."""
+CHECKPOINTS = 2
+"""Checkpoints a trainer can come back to without reading everything: the newest, and the one before should that be damaged."""
+ANCHORS = 2
+"""Whole versions, at most as new as those checkpoints, from which on manifests are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeMark:
+    """Where the run stood when a step was committed."""
+
+    below: int
+    """Every group with a lower number had ended: it was trained or dropped."""
+    settled: tuple[int, ...]
+    """Groups from there on that were trained or found too old."""
+    drops: int
+    """Dropped groups, without those from `below` on that only their outcome says to be dropped."""
+    dropped: int
+    """All groups dropped."""
+    positions: dict[str, int]
+    """"TOPIC/PARTITION" -> offset of the first record that has to be read again."""
+    checkpoints: tuple[tuple[int, int], ...]
+    """Steps done at a checkpoint, and offset of the ledger's entry that committed the last of them; newest first."""
+    manifests: int
+    """Offset in partition 0 of `weights` of the oldest manifest that is needed beside that of version 0."""
+    version: int
+    """Its version."""
+    rebased: int | None
+    """Offset of the ledger's newest entry that says how the arithmetic has changed."""
+
+    def to_json(self) -> str:
+        """The details of a step's entry."""
+        return json.dumps({"resume": asdict(self)}, separators=(",", ":"))
+
+
+def mark_of(entry: Entry) -> ResumeMark | None:
+    """The mark in a step's entry; None without one that can be read."""
+    try:
+        fields = json.loads(entry.details or "")["resume"]
+        checkpoints = tuple((int(steps), int(offset)) for steps, offset in fields.pop("checkpoints"))
+        return ResumeMark(checkpoints=checkpoints, settled=tuple(fields.pop("settled")), **fields)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the entries and manifests stand that a later mark has to name."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    """Steps done -> offset of the entry that committed the last of them."""
+    anchors: dict[int, int] = field(default_factory=dict)
+    """Whole versions -> offset of the manifest."""
+    rebased: int | None = None
+
+    def checkpoints(self, saved: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """The newest checkpoints of `saved`, newest first, whose place is known; forgets the older places."""
+        known = [(steps, self.steps[steps]) for steps in saved if steps in self.steps][:CHECKPOINTS]
+        if known:
+            self.steps = {steps: at for steps, at in self.steps.items() if steps >= known[-1][0]}
+        return tuple(known)
+
+    def anchor(self, version: int) -> tuple[int, int]:
+        """(version, offset) of a whole version that is `ANCHORS` before `version`, or of the first; forgets the older ones."""
+        older = sorted(known for known in self.anchors if known <= version)[-ANCHORS:]
+        first = older[0] if older else 0
+        self.anchors = {known: at for known, at in self.anchors.items() if known >= first}
+        return first, self.anchors.get(first, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What a trainer starts from."""
+
+    past: Past
+    mark: ResumeMark | None = None
+    """That of the newest step; None where everything was read."""
+    later_stale: tuple[int, ...] = ()
+    """Groups found too old after that step."""
+    places: Places = field(default_factory=Places)
+
+
+def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
+    """The end of the ledger from the oldest checkpoint a trainer may go back to, or all of it. Raises `LogError`.
+
+    `saved` are the steps of the checkpoints that exist, newest first.
+    """
+    topic = (f"{run}.ledger", 0)
+    end = log.end_offsets([topic])[topic]
+    if end - log.begin_offsets([topic])[topic] < WHOLE_BELOW:
+        return Resumed(past=read_past(log, run))
+    newest = [entry for _, entry in _entries(log, run, end - NEWEST, end) if entry.kind == "step"]
+    mark = mark_of(newest[-1]) if newest else None
+    known = [place for place in mark.checkpoints if place[0] in saved] if mark is not None else []
+    if mark is None or not known:
+        return Resumed(past=read_past(log, run))
+    first_step, begin = known[-1]
+    story, places = LedgerState(run), Places(rebased=mark.rebased)
+    entries = [*_before(log, run, mark, begin, story), *_from(log, run, begin, end, first_step, story, places)]
+    _read_manifests(log, run, mark, story, places)
+    later = [entry for entry in entries if entry.kind == "stale" and entry.seq > newest[-1].seq]
+    return Resumed(
+        past=Past(entries=entries, story=story, first_step=first_step),
+        mark=mark,
+        later_stale=tuple(group for entry in later for group in entry.groups),
+        places=places,
+    )
+
+
+def _before(log: Log, run: str, mark: ResumeMark, begin: int, story: LedgerState) -> list[Entry]:
+    """The entries before offset `begin` that say with which arithmetic the run is computed."""
+    opening = [entry for _, entry in _entries(log, run, 0, NEWEST) if entry.kind == "run-opened"][:1]
+    story.opened = opening[0] if opening else None
+    rebased = () if mark.rebased is None or mark.rebased >= begin else _entries(log, run, mark.rebased, mark.rebased + 1)
+    return [*opening, *(entry for _, entry in rebased)]
+
+
+def _from(log: Log, run: str, begin: int, end: int, first_step: int, story: LedgerState, places: Places) -> Iterator[Entry]:
+    """The entries behind that which committed the step before `first_step`, which stands at `begin`."""
+    for record, entry in _entries(log, run, begin, end):
+        if record.offset == begin:
+            story.last_seq, story.steps = entry.seq - 1, first_step - 1
+        if story.apply(record) is None:
+            continue
+        if entry.kind == "step" and entry.step is not None:
+            places.steps[entry.step + 1] = record.offset
+        if entry.kind == "rebased":
+            places.rebased = record.offset
+        if record.offset > begin:
+            yield entry
+
+
+def _read_manifests(log: Log, run: str, mark: ResumeMark, story: LedgerState, places: Places) -> None:
+    topic = (f"{run}.weights", 0)
+    end = log.end_offsets([topic])[topic]
+    first = list(itertools.islice(_records(log, topic, 0, end), 1)) if mark.manifests else []
+    for record in first:
+        story.apply(record)
+    if mark.manifests:
+        story.newest_version = mark.version - 1
+    for record in _records(log, topic, mark.manifests, end):
+        try:
+            story.apply(record)
+            manifest = weights.read(record, run=run)[1]
+        except Unusable:
+            continue
+        if manifest.encoding == "full":
+            places.anchors.setdefault(manifest.version, record.offset)
+
+
+def _entries(log: Log, run: str, begin: int, end: int) -> Iterator[tuple[Record, Entry]]:
+    for record in _records(log, (f"{run}.ledger", 0), begin, end):
+        try:
+            yield record, ledger.read(record, run=run)[1]
+        except Unusable:
+            continue
+
+
+def _records(log: Log, at: tuple[str, int], begin: int, end: int) -> Iterable[Record]:
+    begin, end = max(begin, log.begin_offsets([at])[at]), min(end, log.end_offsets([at])[at])
+    if begin >= end:
+        return
+    tail = log.tail({at: begin})
+    try:
+        yield from (record for record in drain(tail, {at: end}) if record.offset < end)
+    finally:
+        tail.close()
