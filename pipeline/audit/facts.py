@@ -54,6 +54,12 @@ class SampleFact(NamedTuple):
     worker: str
     body: bytes
     """Hash of all its fields."""
+    sequences: int = 1
+    """Sequences that are trained of it: the segments of a trajectory."""
+    flaw: str | None = None
+    """What is wrong with the turns of a trajectory."""
+    broken: str | None = None
+    """Why its environment ended it."""
 
 
 class OutcomeFact(NamedTuple):

@@ -9,6 +9,7 @@ import numpy as np
 from penstock.topics import rollouts
 from penstock.topics.groups import encode_parts
 from penstock.topics.ledger import Entry
+from penstock.topics.samples import Turn
 from tests.support.edited_run import EditedRun, with_sample
 
 U, K, S, STEPS = 2, 2, 2, 6
@@ -293,7 +294,7 @@ def a_version_before_its_step(told: EditedRun) -> None:
 
 
 def a_chunk_that_is_gone(told: EditedRun) -> None:
-    told.drop("chunks", version=1, index=0)
+    told.drop("chunks", version=2, index=0)  # not the first of its partition, which retention might have released
 
 
 def a_chunk_with_a_bit_turned(told: EditedRun) -> None:
@@ -364,6 +365,32 @@ def no_letter(topic: str) -> Callable[[EditedRun], None]:
     return plant
 
 
+def played(told: EditedRun, **fields: Any) -> None:
+    group = first_in(told, 0)
+    tokens = len(told.one("rollouts", group=group, sample=0)[1].token_ids)
+    turns = (Turn(start=0, end=1, source="prompt"), Turn(start=1, end=tokens, source="model", finish="stop", reward=1.0))
+    mask = np.arange(tokens) >= 1
+    logprobs = np.where(mask, told.one("rollouts", group=group, sample=0)[1].behaviour_logprobs, np.float32("nan"))
+    whole = {"turns": turns, "segments": ((0, tokens, 0),), "loss_mask": mask, "behaviour_logprobs": logprobs}
+    told.sample(group, 0, **{**whole, **fields})
+
+
+def a_trajectory_that_trains_what_was_said_to_it(told: EditedRun) -> None:
+    rollout = told.one("rollouts", group=first_in(told, 0), sample=0)[1]
+    played(told, loss_mask=rollout.loss_mask, behaviour_logprobs=rollout.behaviour_logprobs)
+
+
+def a_trajectory_with_a_turn_left_out(told: EditedRun) -> None:
+    tokens = len(told.one("rollouts", group=first_in(told, 0), sample=0)[1].token_ids)
+    played(told, turns=(Turn(start=1, end=tokens, source="model"),))
+
+
+def a_broken_environment_that_counts(told: EditedRun) -> None:
+    tokens = len(told.one("rollouts", group=first_in(told, 0), sample=0)[1].token_ids)
+    parts = (Turn(start=0, end=1, source="prompt"), Turn(start=1, end=tokens, source="model"))
+    played(told, turns=(*parts, Turn(start=tokens, end=tokens, source="environment", finish="environment-step: x")), finish="abort")
+
+
 PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (a_gap_in_the_numbers, {"prompt-numbers"}),
     (a_second_prompt, {"prompt-numbers"}),
@@ -376,6 +403,9 @@ PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (admission_beyond_the_run, {"backpressure"}),
     (a_sample_of_older_weights, {"sample-versions"}),
     (a_sample_of_weights_that_never_were, {"sample-versions"}),
+    (a_trajectory_that_trains_what_was_said_to_it, {"trajectory-turns"}),
+    (a_trajectory_with_a_turn_left_out, {"trajectory-turns"}),
+    (a_broken_environment_that_counts, {"broken-environments"}),
     (two_outcomes, {"one-outcome"}),
     (a_part_without_the_other, {"one-outcome"}),
     (an_outcome_in_another_partition, {"group-place"}),

@@ -9,6 +9,8 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.observe.explain.as_json import explain
+from penstock.pipeline.observe.explain.text import as_page
 from penstock.topics import groups
 from penstock.topics.samples import reward_of
 from tests.support.crew import audited, complete, config_of, records_of
@@ -55,6 +57,13 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
         assert rollout.environment_seed is not None and (rollout.environment or "").endswith(":Counting")
     audit = audited(log, run_id)
     assert audit.clean, as_text(audit)
+    assert next(result.examined for result in audit.results if result.check.name == "trajectory-turns") >= len(samples)
+    played = report["episodes"]
+    assert played["trajectories"] >= len(samples) and 1 <= played["turns_mean"] <= 3
+    assert (played["broken"], played["segments_mean"]) == (0, 1.0)
+    life = explain(log, run_id, samples[0].rollout.group, say=lambda _: None)
+    assert [turn["source"] for turn in life["samples"][0]["turns"][:2]] == ["prompt", "model"]
+    assert f"turns in {samples[0].rollout.environment} (seed {samples[0].rollout.environment_seed}), rewards" in as_page(life)
 
 
 @pytest.mark.parametrize(("oversample", "failed"), [(1, False), (0, True)])
@@ -81,4 +90,6 @@ def test_a_broken_environment_is_no_zero_but_covered_by_oversampling_or_a_failed
     assert all(reason.startswith("environment-reset: RuntimeError: no such luck") for reason in reasons)
     assert all(sample.rollout.finish != "abort" for group in ended for sample in group.samples)
     assert report["dead_letters"]["by_kind"] == ({"environment-failed": 1} if failed else {})
+    if failed:
+        assert report["episodes"]["causes"] == {"reset": 1}
     assert audited(log, run_id).clean

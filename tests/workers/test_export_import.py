@@ -58,9 +58,9 @@ def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
     report = recorded.report
     assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
     by_step = """
-        with trained as (select step, unnest(groups) as "group", reward_trained from steps)
-        select step, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
-        from trained join samples s using ("group") where s.reward is not null group by step order by step
+        with trained as (select step as trained_at, unnest(groups) as "group", reward_trained from steps)
+        select trained_at as step, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
+        from trained join samples s using ("group") where s.reward is not null group by trained_at order by trained_at
     """
     found = ask(tables, by_step).to_pydict()
     assert found["step"] == list(range(recorded.config.run.steps or 0))

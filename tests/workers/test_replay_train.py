@@ -75,10 +75,10 @@ def test_it_begins_at_a_checkpoint_where_there_is_one_and_needs_no_weights_of_th
 def copied(log: KafkaLog, run: str, *, altered: int | None = None) -> MemoryLog:
     """A run's topics in another log, where they have other offsets; one token of group `altered` is another one."""
     made = MemoryLog()
-    partitions = log.partitions(f"{run}.groups") or 0
-    made.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(run, partitions=partitions)})
+    specs = topics_of(run, partitions=log.partitions(f"{run}.groups") or 0, weight_partitions=log.partitions(f"{run}.weights") or 0)
+    made.create_topics({RUNS_TOPIC: RUNS_SPEC, **specs})
     producer = made.producer()
-    for topic in [RUNS_TOPIC, *topics_of(run, partitions=partitions)]:
+    for topic in [RUNS_TOPIC, *specs]:
         for record in scan(log, topic):
             producer.send(_with_another_token(record, run) if _is(record, run, altered) else _again(record))
     return made

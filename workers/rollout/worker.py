@@ -106,6 +106,7 @@ class RolloutWorker:
         self.session.producer.flush(10.0)
         self._acknowledge()
         self._commit()
+        self._measure()
         self.session.reporter.labels["partitions"] = ""
 
     def finishing(self) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.pipeline.audit.check import Check, Violation
-from penstock.pipeline.audit.checks import dead_letters, groups, prompts, steps, versions
+from penstock.pipeline.audit.checks import dead_letters, groups, prompts, steps, trajectories, versions
 from penstock.pipeline.audit.facts import Facts
 
-MODULES = (prompts, groups, steps, versions, dead_letters)
+MODULES = (prompts, trajectories, groups, steps, versions, dead_letters)
 """Modules in the order of a sample's life; each has a table `CHECKS`."""
 
 

@@ -36,6 +36,7 @@ def order(facts: Facts) -> Iterator[Violation]:
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
+    most = max((sample.sequences for sample in facts.samples), default=1)
     for wanted, fact in enumerate(facts.steps()):
         entry = fact.entry
         violation = partial(Violation, step=entry.step, where=fact.where)
@@ -45,7 +46,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
             yield violation(text=f"{len(entry.plan)} groups, a step has {terms.prompts_per_step}")
         if entry.version != (learner := terms.learner_version(entry.step or 0)):
             yield violation(text=f"trained version {entry.version} where step {entry.step} belongs to version {learner}")
-        ends, samples = entry.boundaries, len(entry.plan) * terms.samples_per_prompt
+        ends, samples = entry.boundaries, len(entry.plan) * terms.samples_per_prompt * most
         if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
             yield violation(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
         if wanted >= terms.steps:

@@ -92,7 +92,8 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "ended_s": rollout.ended_ns / NS,
                 "written_s": record and record.timestamp_ms / 1000,
                 "tokens": len(rollout.token_ids),
-                **_fields(rollout, "finish", "temperature"),
+                **_fields(rollout, "finish", "temperature", "environment", "environment_version", "environment_seed"),
+                "turns": _turns(rollout),
                 "completion": judged.completion if judged else texts and texts.completion(rollout.token_ids),
                 "reward": judged and judged.reward,
                 "components": judged and dict(zip(names, judged.components, strict=False)),
@@ -105,6 +106,15 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
             }
         )
     return rows
+
+
+def _turns(rollout: Rollout) -> list[dict[str, Any]] | None:
+    """The turns of a trajectory; None for a single completion."""
+    if rollout.turns is None:
+        return None
+    return [
+        {"source": turn.source, "from": turn.start, "to": turn.end, "finish": turn.finish, "reward": turn.reward} for turn in rollout.turns
+    ]
 
 
 def _spans(rollout: Rollout) -> list[dict[str, int]]:

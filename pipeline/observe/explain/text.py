@@ -72,10 +72,20 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
         ]
         for sample in samples
     ]
+    played = [f"{sample['sample']:>6}  {_played(sample)}" for sample in samples if sample.get("turns")]
     texts = [
         (sample["sample"], sample["completion"]) for sample in samples if sample["reward"] is None and sample["completion"] is not None
     ]
-    return [*_table(head, rows), *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
+    return [*_table(head, rows), *played, *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
+
+
+def _played(sample: Plain) -> str:
+    """A trajectory's turns in one line: where they were played, what they gave, and why it broke."""
+    turns = [turn for turn in sample["turns"] if turn["source"] == "model"]
+    rewards = " ".join("-" if turn["reward"] is None else f"{turn['reward']:g}" for turn in turns)
+    last = sample["turns"][-1]
+    broken = f"; {last['finish']}" if last["source"] == "environment" else ""
+    return f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
 
 
 def _versions(spans: Sequence[Plain]) -> str:

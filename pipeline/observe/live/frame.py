@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.observe.report import staleness
+from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
 from penstock.pipeline.observe.run_status import config_of, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
@@ -119,6 +120,14 @@ def _learning(view: RunView) -> Text:
     return text
 
 
+def _episodes(view: RunView) -> list[str]:
+    found = episodes(view)
+    if found is None:
+        return []
+    broken = [f"{found['broken']} environments broken"] if found["broken"] else []
+    return [f"{found['turns_mean']:.1f} turns", f"environment {1000 * found['environment_s_mean']:.0f} ms", *broken]
+
+
 def _health(view: RunView, *, outage_s: float) -> Text:
     if outage_s > 1.0:
         return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
@@ -133,6 +142,7 @@ def _health(view: RunView, *, outage_s: float) -> Text:
         parts.append(f"swap {engines['swap_stall_ms_mean']:.0f} ms")
     if engines["occupancy"]:
         parts.append(f"batch {engines['occupancy']:.0%} full")
+    parts += _episodes(view)
     text = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
     if slowest is not None:
         text.append(" · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")

@@ -17,6 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.observe.report.episodes import episodes_line
 from penstock.pipeline.observe.report.rebases import rebased_line
 from penstock.pipeline.observe.report.time_spent import as_line
 from penstock.pipeline.observe.report.verdict import verdict
@@ -131,6 +132,7 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     lines = [
         ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
         ("drawn", Text(samples)),
+        *([("episodes", Text(episodes_line(report["episodes"])))] if report.get("episodes") else []),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
     if rebased := report["rebased"]:

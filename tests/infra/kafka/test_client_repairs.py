@@ -2,12 +2,15 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kafka.net import transport
 
 from penstock.infra.errors import SendFailed, Unrecoverable
 from penstock.infra.kafka.client_repairs import faults, private_api
@@ -117,6 +120,20 @@ def test_a_large_response_is_read_in_large_pieces(broker: str, small_topics: lis
     stock, repaired = shown("small_reads", broker, small_topics)
     assert stock == {"received": 900_000, "more_than_a_page": False}
     assert repaired == {"received": 900_000, "more_than_a_page": True}
+
+
+@pytest.mark.parametrize("kind", [transport.KafkaTCPTransport, transport.KafkaSSLTransport])
+def test_what_arrives_with_the_end_of_the_connection_is_read(kind: Any) -> None:
+    faults.apply()
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    far.sendall(b"the reason")
+    far.close()
+    held = SimpleNamespace(_sock=near)
+    assert kind._sock_recv(held) == (b"the reason", None)
+    nothing, error = kind._sock_recv(held)
+    assert (nothing, str(error)) == (b"", "KafkaConnectionError: socket disconnected")
+    near.close()
 
 
 def test_sending_over_tls_copies_nothing(broker: str, small_topics: list[str]) -> None:

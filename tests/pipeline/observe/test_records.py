@@ -11,7 +11,7 @@ from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.observe.records import browse, format
+from penstock.pipeline.observe.records import browse, format, runs
 from penstock.pipeline.observe.records.runs import list_runs
 from penstock.topics import rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
@@ -65,7 +65,7 @@ def test_runs_are_listed_with_their_steps(log: Log) -> None:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (3600, "1 h"), (90000, "1 d")])
 def test_an_age_has_one_unit(seconds: float, text: str) -> None:
-    assert browse.age(seconds) == text
+    assert runs.age(seconds) == text
 
 
 def test_a_tail_gives_the_newest_records_of_all_partitions_and_ends(log: Log) -> None:

@@ -10,7 +10,7 @@ from penstock.pipeline.runtime.commit_notes import FeederNote, RolloutNote, Scor
     [
         (RolloutNote(rollouts=7), '{"rollouts": 7}'),
         (ScorerNote(below=3, groups=11), '{"below": 3, "groups": 11}'),
-        (FeederNote(ended=5, dropped=2), '{"ended": 5, "dropped": 2}'),
+        (FeederNote(ended=5, dropped=2, place=6), '{"ended": 5, "dropped": 2, "place": 6}'),
     ],
 )
 def test_a_note_is_written_and_read_in_its_one_format(note: RolloutNote | ScorerNote | FeederNote, text: str) -> None:

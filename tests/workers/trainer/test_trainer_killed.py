@@ -21,8 +21,8 @@ TRANSACTIONS = {"run-opened": 1, "version 0": 2, "step": 5, "version": 6, "check
 """What the n-th transaction of the run commits."""
 ALWAYS = {"ledger.step.after", "checkpoint.some", "recovery.repeated"}
 """Points at which the default suite kills a process, besides a transaction's; the others are among the slow tests."""
-REACHED = [point for point in POINTS if ".rebased." not in point]
-"""Those that a run passes whose repeated steps give the same bits."""
+REACHED = [point for point in POINTS if ".rebased." not in point and not point.startswith("rank.")]
+"""Those that a trainer of one process passes whose repeated steps give the same bits."""
 CASES = [(point, LATER.get(point, 1)) for point in REACHED if point != "transaction.sent"]
 CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]
 ALWAYS_TOO = ("transaction.sent", TRANSACTIONS["step"])

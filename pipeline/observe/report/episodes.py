@@ -1,0 +1,52 @@
+"""What a run's environments did, from the figures of the workers that ran them."""
+
+from typing import Any
+
+from penstock.pipeline.observe.run_view import RunView
+
+_PREFIX = "engine_environment_"
+
+
+def episodes(view: RunView) -> dict[str, Any] | None:
+    """Trajectories, their turns, the environments' seconds, what broke by class; None where no worker has played one.
+
+    `turns_mean` and `environment_s_mean` are of a trajectory, `segments_mean` says in how many sequences one is trained. `losses` were made
+    good. `engine_idle_s`: in which the engines had no turn to draw, as every trajectory waited for its environment.
+    """
+    workers = [worker for worker in view.workers.values() if worker.role == "rollout"]
+
+    def total(name: str) -> float:
+        return sum(worker.total(f"engine_{name}") for worker in workers)
+
+    count = total("trajectories")
+    if not count:
+        return None
+    kinds = sorted({name for worker in workers for values in worker.incarnations.values() for name in values if name.startswith(_PREFIX)})
+    causes = {name.removeprefix(_PREFIX): sum(worker.total(name) for worker in workers) for name in kinds if name != f"{_PREFIX}s"}
+    return {
+        "trajectories": int(count),
+        "turns_mean": total("turns") / count,
+        "segments_mean": total("segments") / count,
+        "environment_s": total("environment_s"),
+        "environment_s_mean": total("environment_s") / count,
+        "engine_idle_s": total("waits_s"),
+        "losses": int(total("losses")),
+        "broken": int(total("broken")),
+        "causes": {name: int(number) for name, number in causes.items() if number},
+    }
+
+
+def episodes_line(found: dict[str, Any]) -> str:
+    """The same for a person."""
+    parts = [
+        f"{found['trajectories']:,} of {found['turns_mean']:.1f} turns",
+        f"environments {found['environment_s']:,.1f} s, engines idle for them {found['engine_idle_s']:,.1f} s",
+    ]
+    if found["segments_mean"] > 1.0:
+        parts.append(f"{found['segments_mean']:.2f} sequences each")
+    if found["losses"]:
+        parts.append(f"{found['losses']} losses made good")
+    if found["broken"]:
+        kinds = ", ".join(f"{number} {name}" for name, number in found["causes"].items())
+        parts.append(f"{found['broken']} broken ({kinds})")
+    return " · ".join(parts)
