@@ -4,6 +4,7 @@ The feeder tokenises the prompt; every later stage uses its token ids."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
@@ -91,3 +92,21 @@ def read(record: Record, *, run: str) -> tuple[Headers, Prompt]:
     prompt = decode(record.value)
     match(checked, group=prompt.group, policy_version_min=prompt.min_version, attempt=None if prompt.again is None else 1)
     return checked, prompt
+
+
+def unread(headers: Headers, *, samples: int, created_ns: int) -> Prompt:
+    """A prompt whose payload must not be decoded, as far as its checked headers tell: its group's outcome is written from it."""
+    assert headers.group is not None and headers.policy_version_min is not None
+    return Prompt(
+        group=headers.group,
+        slot=0,
+        min_version=headers.policy_version_min,
+        samples_per_prompt=samples,
+        epoch=0,
+        row=0,
+        prompt="",
+        messages=None,
+        token_ids=np.empty(0, np.int32),
+        columns="{}",
+        created_ns=created_ns,
+    )

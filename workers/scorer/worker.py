@@ -9,8 +9,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from penstock.infra.errors import LostPartition, OutcomeUnknown
 from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
@@ -22,7 +20,6 @@ from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
-from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
@@ -198,22 +195,9 @@ class Scorer:
     def _fail_unread(self, state: PartitionGroups, record: Record, reason: str) -> None:
         """End the group of a prompt that must not be decoded: its headers, which were checked, say which group it is."""
         headers = prompts.check(record, run=self.session.run)
-        assert headers.group is not None and headers.policy_version_min is not None
-        unread = Prompt(
-            group=headers.group,
-            slot=0,
-            min_version=headers.policy_version_min,
-            samples_per_prompt=self.session.schedule.samples_per_prompt,
-            epoch=0,
-            row=0,
-            prompt="",
-            messages=None,
-            token_ids=np.empty(0, np.int32),
-            columns="{}",
-            created_ns=record.timestamp_ms * 1_000_000,
-        )
+        unread = prompts.unread(headers, samples=self.session.schedule.samples_per_prompt, created_ns=record.timestamp_ms * 1_000_000)
         if state.add_prompt(record, unread, now_s=self.reports.now_s):
-            group = state.open[headers.group]
+            group = state.open[unread.group]
             group.submitted = True
             self._unscored.append(self._group(group, "failed", f"its prompt cannot be read: {reason}", ()))
 

@@ -25,10 +25,7 @@ def tiny(
             say(f"warm start {step}/{steps}, loss {loss:.3f}")
 
     path = make_tiny_model(directory, seed=seed, progress=progress)
-    if json:
-        emit({"path": str(path), "seed": seed})
-    else:
-        print(path)
+    _made(path, json=json, seed=seed)
 
 
 @app.command()
@@ -42,10 +39,7 @@ def lake(
     from penstock.pipeline.envs.tiny.model import LAKE, make_tiny_model
 
     path = make_tiny_model(directory, seed=seed, lesson=LAKE)
-    if json:
-        emit({"path": str(path), "seed": seed})
-    else:
-        print(path)
+    _made(path, json=json, seed=seed)
 
 
 @app.command()
@@ -54,7 +48,12 @@ def smollm2(directory: Annotated[Path, typer.Argument(help="Where to write it.")
     from penstock.infra.backends.smollm2 import make_smollm2
 
     path = make_smollm2(directory)
+    _made(path, json=json)
+
+
+def _made(path: Path, *, json: bool, **how: int) -> None:
+    """Say where the model is, and how it was made."""
     if json:
-        emit({"path": str(path)})
+        emit({"path": str(path), **how})
     else:
         print(path)
