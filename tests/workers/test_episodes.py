@@ -1,5 +1,6 @@
 """Whole runs over trajectories of several turns on the in-memory log: what is trained, and what becomes of broken environments."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.archive.sql import ask
 from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.observe.explain.as_json import explain
@@ -39,6 +41,17 @@ def counting_run(model: Path, directory: Path, *, environment: str = COUNTING, *
     return config_of(model, directory, **table)
 
 
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A run's tables for questions in SQL that name none of its raw records."""
+
+    log: Any
+    run: str
+
+    def rows(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
 def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     log = MemoryLog()
     config = counting_run(tiny_model, tmp_path, sampling={"max_new_tokens": 40})
@@ -61,6 +74,15 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
     played = report["episodes"]
     assert played["trajectories"] >= len(samples) and 1 <= played["turns_mean"] <= 3
     assert (played["broken"], played["segments_mean"]) == (0, 1.0)
+    asked = ask(
+        InMemory(log, run_id),
+        "select group_id, sample, any_value(step), sum(reward), count(*) filter (source = 'model') from turns group by 1, 2",
+    )
+    counted = sum(turn.source == "model" for sample in samples for turn in sample.rollout.turns or ())
+    assert sum(asked["count(*) FILTER (WHERE (source = 'model'))"].to_pylist()) == counted
+    rewards = {tuple(row[name] for name in ("group_id", "sample")): row["sum(reward)"] for row in asked.to_pylist()}
+    assert rewards == {(sample.rollout.group, sample.rollout.sample): sample.reward for sample in samples}
+    assert set(asked["any_value(step)"].to_pylist()) == {0, 1}
     life = explain(log, run_id, samples[0].rollout.group, say=lambda _: None)
     assert [turn["source"] for turn in life["samples"][0]["turns"][:2]] == ["prompt", "model"]
     assert f"turns in {samples[0].rollout.environment} (seed {samples[0].rollout.environment_seed}), rewards" in as_page(life)
