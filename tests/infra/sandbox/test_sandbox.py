@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.infra.sandbox.spawn import ChildError
 from tests.support.paths import ROOT
@@ -351,7 +352,8 @@ def test_a_call_that_overruns_is_given_up_and_its_neighbours_go_on(side_by_side:
 
 
 @pytest.mark.parametrize(("what", "words"), [("block", "took longer than 0.5 s and was killed"), ("exit", "died with exit status 5")])
-def test_a_call_that_takes_its_child_along_fails_alone(side_by_side: Pool, what: str, words: str) -> None:
+def test_a_call_that_takes_its_child_along_fails_alone(side_by_side: Pool, what: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled, "GRACE_S", 0.3)
     ours = side_by_side(init=8, timeout_s=0.5)
     for number in range(4):
         ours.submit(number, {"do": "late"})
