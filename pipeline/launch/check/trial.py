@@ -46,8 +46,10 @@ def judge(
 ) -> list[rewards.Score]:
     """The score of one completion for each of the first rows, by the run's reward functions. Raises `PenstockError`."""
     reward, renderer = config.reward, Renderer.of(config)
-    limits = {"timeout_s": reward.timeout_s, "max_steps": 1, "max_completion_length": config.max_drawn_tokens}
-    with _children(reward_child.CHILD, reward_child.spec(reward.functions, reward.weights, **limits), timeout_s=reward.timeout_s) as pool:
+    init = reward_child.spec(
+        reward.functions, reward.weights, timeout_s=reward.timeout_s, max_steps=1, max_completion_length=config.max_drawn_tokens
+    )
+    with _children(reward_child.CHILD, init, timeout_s=reward.timeout_s) as pool:
         return [
             rewards.Score.of(
                 _result(
