@@ -203,8 +203,10 @@ def main() -> int:
             f"{count:>2} readers joined in {figures['join_s']:.1f} s: {figures['join_bytes'] / 1e6:.1f} MB of chunks read, of a chain of "
             f"{figures['chain'] / 1e6:.1f} MB; carried {figures['join_carried'] / 1e6:.1f} MB; memory {figures['memory_mib']:.0f} MiB"
         )
-        print(f"   next delta of {figures['delta'] / 1e6:.2f} MB: {figures['delta_bytes'] / 1e6:.2f} MB read", end="")
-        print(f"; next reader after SIGKILL: {figures['takeover_bytes'] / 1e6:.2f} MB read, {figures['takeover_s']:.1f} s" * (count > 1))
+        print(f"   next delta of {figures['delta'] / 1e6:.2f} MB: {figures['delta_bytes'] / 1e6:.2f} MB read")
+        if count > 1:
+            took = figures["takeover_s"]
+            print(f"   delta after SIGKILL of the one that read: {figures['takeover_bytes'] / 1e6:.2f} MB, all had it in {took:.1f} s")
     least, most = found[min(found)], found[max(found)]
     ratios = {name: most[name] / least[name] for name in ("join_bytes", "join_carried", "delta_bytes", "memory_mib")}
     print(f"{max(found)} against {min(found)}:", ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
