@@ -45,6 +45,7 @@ CODEC = Codec(
         column("row", pa.int64()),
         column("created_ns", pa.int64()),
         column("scored_ns", pa.int64()),
+        column("reward_ns", pa.int64(), nullable=True),
         column("part", pa.int64()),
         column("parts", pa.int64()),
         column("outcome", pa.string()),
@@ -99,6 +100,8 @@ class Group(ByValue):
     created_ns: int
     """When the prompt was admitted."""
     scored_ns: int
+    reward_ns: int | None = None
+    """How long its reward functions took; `None` where none was called, or in records of an earlier release."""
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ The rule: plain values that add up; none of them knows where its records came fr
 
 import functools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,6 +74,8 @@ class WorkerView:
     values: dict[str, float] = field(default_factory=dict)
     """Newest values of the newest incarnation."""
     labels: dict[str, str] = field(default_factory=dict)
+    since_ns: int = 0
+    """When it said first what it does now, up to the first comma: a step is one activity, its micro-batches are not."""
     ended: bool = False
     incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Last cumulative values of each incarnation."""
@@ -88,6 +90,8 @@ class WorkerView:
             self.incarnation, self.ended = found.incarnation, False
             self.labels = {}  # the last words of the one before are not its own
             self._recent.clear()
+        if _activity(found.labels) != _activity(self.labels) and "doing" in found.labels:
+            self.since_ns = found.time_ns
         self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
         self.labels = {**self.labels, **found.labels}
         self.ended = self.ended or found.kind == "final"
@@ -104,6 +108,10 @@ class WorkerView:
         if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
             return None
         return (having[-1][1] - having[0][1]) / (having[-1][0] - having[0][0]) * 1e9
+
+
+def _activity(labels: Mapping[str, str]) -> str:
+    return labels.get("doing", "").partition(",")[0]
 
 
 def together(tallies: Iterable[Tally]) -> Tally:

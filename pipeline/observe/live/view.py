@@ -12,6 +12,7 @@ from rich.text import Text
 
 from penstock.infra.errors import LogUnreachable
 from penstock.infra.log import Log, Tail
+from penstock.pipeline.observe.live.completions import Completions
 from penstock.pipeline.observe.live.frame import frame, line
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import WATCHED
@@ -25,6 +26,7 @@ REDRAW_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
 """Plain lines while no step is finished."""
+PLAIN_WIDTH = 110
 LETTERS_SHOWN = 3
 """Dead letters of a kind that have a line each."""
 
@@ -38,6 +40,8 @@ class LiveView:
         self._tail: Tail | None = None
         self._heard: dict[str, float] = {}
         self._letters: Counter[str] = Counter()
+        self._completions = Completions(run)
+        self._status: str | None = None
         drawn = console.is_terminal and not plain
         self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
         self._drawn = self._said = 0.0
@@ -55,6 +59,7 @@ class LiveView:
                 continue  # the role that owns reading the topic puts it aside; it is shown as a dead letter
             if isinstance(folded, Measurement):
                 self._heard[folded.worker] = time.monotonic()
+            self._completions.add(folded, record)
             if record.timestamp_ms / 1000 > self._opened:
                 self._tell(folded)
         self._show()
@@ -74,8 +79,9 @@ class LiveView:
         """Print a line above the picture, or among the plain lines."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def close(self) -> None:
-        """Show the last state, leave it on the screen, and stop reading."""
+    def close(self, *, status: str | None = None) -> None:
+        """Show the last state, leave it on the screen, and stop reading; `status` is said where the log does not know it yet."""
+        self._status = status
         if self._live is not None:
             self._draw()
             self._live.stop()
@@ -117,8 +123,11 @@ class LiveView:
             return
         pause = LINE_EVERY_S if len(self.view.steps) != self._said_step else QUIET_LINE_EVERY_S
         if now - self._said >= pause and self.view.record is not None:
+            stepped = len(self.view.steps) != self._said_step
             self._said, self._said_step = now, len(self.view.steps)
             self.tell(line(self.view, now_s=time.time()))
+            for one in self._completions.shown()[:1] if stepped else ():
+                self.tell(f"  {one.line(PLAIN_WIDTH)}")
 
     def _tell(self, folded: object) -> None:
         """Lines for what happens seldom and should not be missed."""
@@ -130,7 +139,16 @@ class LiveView:
 
     def _frame(self) -> RenderableType:
         width, height = self._console.size
-        return frame(self.view, now_s=time.time(), silent=self.silent, outage_s=self.outage_s, width=width, height=height)
+        return frame(
+            self.view,
+            now_s=time.time(),
+            silent=self.silent,
+            outage_s=self.outage_s,
+            width=width,
+            height=height,
+            completions=self._completions.shown(),
+            status=self._status,
+        )
 
     def _draw(self) -> None:
         assert self._live is not None
