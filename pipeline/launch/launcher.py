@@ -36,6 +36,7 @@ from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
+    from penstock.pipeline.observe.live.notebook import NotebookScreen
     from penstock.pipeline.observe.live.view import LiveView
 
 TURN_S = 0.25
@@ -101,8 +102,12 @@ def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: 
     return status
 
 
-def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool) -> int:
+def watch(
+    log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool, screen: "NotebookScreen | None" = None
+) -> int:
     """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
+
+    `screen` shows the picture where no terminal does.
 
     Raises:
         PenstockError: a worker or the broker was given up, the run ended as failed, or another launcher attends it.
@@ -128,7 +133,7 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
             say(f"in a browser: {address}run?id={run}")
         if placement.gpus is not None:
             say(str(placement))
-        view = LiveView(log, run, console=_console(quiet), plain=not live)
+        view = LiveView(log, run, console=_console(quiet), plain=not live, screen=screen)
         tell = view.tell if live else say
         watching = Watching(
             view,

@@ -14,6 +14,7 @@ from penstock.infra.errors import LogUnreachable
 from penstock.infra.log import Log, Tail
 from penstock.pipeline.observe.live.completions import Completions
 from penstock.pipeline.observe.live.frame import frame, line
+from penstock.pipeline.observe.live.notebook import HEIGHT, WIDTH, NotebookScreen
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import WATCHED
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -34,7 +35,7 @@ LETTERS_SHOWN = 3
 class LiveView:
     """A picture that is redrawn in place, or plain lines where there is no terminal; driven by its owner's loop."""
 
-    def __init__(self, log: Log, run: str, *, console: Console, plain: bool) -> None:
+    def __init__(self, log: Log, run: str, *, console: Console, plain: bool, screen: NotebookScreen | None = None) -> None:
         self.view = RunView(run=run)
         self._log, self._console = log, console
         self._tail: Tail | None = None
@@ -43,7 +44,8 @@ class LiveView:
         self._completions = Completions(run)
         self._status: str | None = None
         drawn = console.is_terminal and not plain
-        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
+        terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
+        self._live: Live | NotebookScreen | None = screen or terminal
         self._drawn = self._said = 0.0
         self._said_step = 0
         self._opened = time.time()
@@ -85,8 +87,9 @@ class LiveView:
         if self._live is not None:
             self._draw()
             self._live.stop()
+            if isinstance(self._live, Live):  # what it drew is gone
+                self._console.print(self._frame())
             self._live = None
-            self._console.print(self._frame())
         elif self._said_step != len(self.view.steps):
             self.tell(line(self.view, now_s=time.time()))
         if self._tail is not None:
@@ -138,7 +141,7 @@ class LiveView:
             self.tell(f"version {folded.version}: {', '.join(known)}", style="blue")
 
     def _frame(self) -> RenderableType:
-        width, height = self._console.size
+        width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
         return frame(
             self.view,
             now_s=time.time(),
