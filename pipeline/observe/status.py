@@ -105,7 +105,7 @@ def elapsed_s(view: RunView, *, now_s: float) -> float | None:
     """Seconds of work since the run was created, up to its end, without the pauses between a stop and its resumption."""
     if view.record is None:
         return None
-    return view.worked.until(view.closed.time_ns / 1e9 if view.closed else now_s)
+    return view.worked.until(0.0 if has_ended(view) else now_s)
 
 
 def to_go_s(view: RunView) -> float | None:

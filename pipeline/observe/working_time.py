@@ -40,7 +40,7 @@ class WorkingTime:
         return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._spans)
 
     def until(self, now_s: float) -> float:
-        """Seconds of work up to now; what is under way counts on for as long as nobody could know of a pause."""
+        """All seconds of work; up to `now_s`, if that is so soon after the last sign of life that there may still be some."""
         last = self._spans[-1][1] if self._spans else now_s
         more = now_s - last if 0.0 < now_s - last <= PAUSE_S else 0.0
         return sum(high - low for low, high in self._spans) + more

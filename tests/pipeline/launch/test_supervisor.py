@@ -324,6 +324,23 @@ def test_a_closed_terminal_ends_in_the_orderly_stop():
     assert process.wait(20) == 130
 
 
+@pytest.mark.parametrize(("second", "ends_at_once"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
+def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_terminal_are_one(second: int, ends_at_once: bool):
+    program = LASTING.replace("range(3)", "range(40)").replace(
+        'print("stopping", file', 'import time; time.sleep(0.05); print("stopping", file'
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        while process.stdout.readline() != b"stopping\n":
+            pass
+        time.sleep(0.3)
+        process.send_signal(second)
+        _, said = process.communicate()
+    assert (b"KeyboardInterrupt" in said) == ends_at_once
+
+
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
     program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LASTING}"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
