@@ -171,7 +171,8 @@ def test_a_run_answers_in_sql_and_in_pictures(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_notebook_runs_from_its_first_cell_to_its_last(broker: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("broker")
+def test_the_example_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     from penstock.pipeline.envs.tiny.model import make_tiny_model
 
     model = make_tiny_model(tmp_path / "model", steps=1)

@@ -324,17 +324,24 @@ def test_a_closed_terminal_ends_in_the_orderly_stop():
     assert process.wait(20) == 130
 
 
+SLOW_TO_STOP = """
+import time
+from penstock.pipeline.launch.shutdown import asked_to_stop
+with asked_to_stop() as stop:
+    print("ready", flush=True)
+    stop.wait()
+    print("stopping", flush=True)
+    time.sleep(1.0)
+"""
+
+
 @pytest.mark.parametrize(("second", "ends_at_once"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
 def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_terminal_are_one(second: int, ends_at_once: bool):
-    program = LASTING.replace("range(3)", "range(40)").replace(
-        'print("stopping", file', 'import time; time.sleep(0.05); print("stopping", file'
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", SLOW_TO_STOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
-        while process.stdout.readline() != b"stopping\n":
-            pass
+        assert process.stdout.readline() == b"stopping\n"
         time.sleep(0.3)
         process.send_signal(second)
         _, said = process.communicate()

@@ -12,7 +12,7 @@ def described(digest: str) -> dict[str, Any]:
 
 
 def report(*, now: str) -> dict[str, Any]:
-    lists: dict[str, Any] = dict.fromkeys(("changed_outcomes", "flips", "prompts", "broken", "left_out", "gone"), [])
+    lists: dict[str, Any] = {name: [] for name in ("changed_outcomes", "flips", "prompts", "broken", "gone")}
     return {
         "run": "r",
         "reward": {"before": described("a" * 64), "after": described(now)},
