@@ -7,7 +7,6 @@ from penstock.infra.errors import PenstockError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_ACROSS = 3
@@ -41,7 +40,7 @@ def figure(report: Mapping[str, Any], steps: "pa.Table", measures: Sequence[str]
     return made
 
 
-def _overview(axes: "Sequence[Axes]", report: Mapping[str, Any], steps: "pa.Table") -> None:
+def _overview(axes: Sequence[Any], report: Mapping[str, Any], steps: "pa.Table") -> None:
     trained = steps["reward_trained"].to_pylist() if "reward_trained" in steps.column_names else []
     _curve(axes[0], "reward of the trained samples", steps["step"].to_pylist()[: len(trained)], {"reward": trained})
     evals = report["eval"]
@@ -53,7 +52,7 @@ def _overview(axes: "Sequence[Axes]", report: Mapping[str, Any], steps: "pa.Tabl
     axes[2].invert_yaxis()
 
 
-def _curve(axes: "Axes", title: str, places: Sequence[float], curves: Mapping[str, Sequence[Any]]) -> None:
+def _curve(axes: Any, title: str, places: Sequence[float], curves: Mapping[str, Sequence[Any]]) -> None:
     marker = "." if len(places) < 20 else ""
     for name, values in curves.items():
         axes.plot(places, [float("nan") if value is None else value for value in values], label=name, marker=marker)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Log
-from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView
-from penstock.pipeline.observe.working_time import WorkingTime
+from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
 from penstock.pipeline.runtime.topic_reader import Place, RunReader, place_of, scan
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs

@@ -212,8 +212,7 @@ def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsy
     assert said[0].endswith(" freed")
     assert not log.topics(f"{run_id}.")
     assert [path.name for path in folder.iterdir()] == ["model"]
-    assert cli.main(removed) == 2
-    assert f"no run '{run_id}'" in capsys.readouterr().err
+    assert run_id not in {row["run"] for row in list_runs(log)}
     log.close()
 
 
@@ -240,7 +239,7 @@ def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, ru
     assert run_id in asked("runs")
     state = json.loads(asked("status", run_id, "--json"))
     assert (state["status"], state["steps_done"], state["version"]) == ("finished", 3, 3)
-    assert "step 3 of 3" in asked("status", run_id, "-f")  # ends by itself, as the run is over
+    assert "step 3/3  reward 1.000" in asked("status", run_id, "-f")  # ends by itself, as the run is over
     assert {worker["worker"] for worker in state["workers"]} == {"feeder", "rollout-0", "scorer-0", "trainer", "evaluator"}
     assert run_id in asked("status", run_id)
     report = json.loads(asked("report", run_id, "--json"))

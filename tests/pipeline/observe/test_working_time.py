@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.observe.report.summary import summarise
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.observe.working_time import PAUSE_S, WorkingTime
+from penstock.pipeline.observe.run_view_types import PAUSE_S, WorkingTime
 from tests.support.a_run import RUN, Teller, as_records
 
 
