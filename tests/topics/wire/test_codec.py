@@ -261,8 +261,7 @@ def test_a_missing_value_is_not_written_where_none_may_be_null():
         weights.encode(replace(EXAMPLES["weights"], digest=None))
 
 
-def test_a_payload_of_the_first_encoder_is_read_and_written_the_same_but_for_a_column_that_came_later():
+def test_a_payload_of_the_first_encoder_is_read_and_written_the_same():
     value = (Path(__file__).parent / "group_of_the_first_encoder.arrow").read_bytes()
     assert groups.decode(value) == a_group()
-    ours, first = (pa.ipc.open_stream(payload).read_all() for payload in (groups.encode(a_group()), value))
-    assert ours.drop_columns(["reward_ns"]).equals(first, check_metadata=True)
+    assert groups.encode(a_group()) == value
