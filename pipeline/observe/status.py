@@ -73,7 +73,7 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
         return None
     if waiting < SELDOM:
         return _named("trainer", f"it waits {waiting:.0%} of its time")
-    generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_s")))
+    generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_busy_s")))
     if scoring is not None and scoring >= MOSTLY and scoring > (generating or 0.0):
         return _named("scorer", f"busy {scoring:.0%}; the trainer waits {waiting:.0%}")
     if generating is None:
@@ -102,11 +102,10 @@ def bottleneck_as_json(found: Bottleneck | None) -> dict[str, str] | None:
 
 
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:
-    """Seconds since the run was created, up to its end."""
+    """Seconds of work since the run was created, up to its end, without the pauses between a stop and its resumption."""
     if view.record is None:
         return None
-    end = view.closed.time_ns / 1e9 if view.closed else now_s
-    return max(0.0, end - view.record.created_ns / 1e9)
+    return view.worked.until(0.0 if has_ended(view) else now_s)
 
 
 def to_go_s(view: RunView) -> float | None:

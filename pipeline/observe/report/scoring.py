@@ -20,8 +20,8 @@ def scoring(view: RunView) -> dict[str, Any] | None:
         return None
     return {
         "groups": int(groups),
-        "utilisation": busy(view, "scorer", "reward_s", whole=True),
-        "wait_s_mean": sum(worker.total("reward_wait_s") for worker in scorers) / groups,
+        "utilisation": busy(view, "scorer", "reward_busy_s", whole=True),
+        "wait_s_mean": sum(worker.total("reward_s") for worker in scorers) / groups,
         "groups_per_s": groups / at_work,
     }
 
