@@ -113,7 +113,7 @@ class Scorer:
                     for record in event.records:
                         self._received(record)
         self.reports.pass_time(self.owned.values(), working=self.member.outage_s == 0)
-        scored = [self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
+        scored = (self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0))
         self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
         self._faults.check()  # the groups that show the fault are written
@@ -292,8 +292,7 @@ class Scorer:
         self._faults.passed()
         self.session.reporter.add("groups")
         self.session.reporter.add("reward_s", result.seconds)
-        score, algorithm = Score.of(result.result), self.session.config.algorithm
-        outcome = verdict(group.ordered(), scoring.completions, score, algorithm=algorithm)
+        outcome = verdict(group.ordered(), scoring.completions, Score.of(result.result), algorithm=self.session.config.algorithm)
         return replace(self._group(group, outcome.outcome, outcome.reason, outcome.samples), reward_ns=round(1e9 * result.seconds))
 
     def _overdue(self) -> list[Group]:
