@@ -55,7 +55,7 @@ def played(
     log, run = MemoryLog(), f"uneven-{uuid.uuid4().hex[:6]}"
     with tempfile.TemporaryDirectory() as folder, patch.dict(ENGINES, {"sleeping": kind(draw_s / TOKENS)}):  # type: ignore[arg-type]
         data = Path(folder) / "data.jsonl"
-        data.write_text("".join(json.dumps({"prompt": "lake ", "seed": row}) + "\n" for row in range(begun * (rounds + 1))))
+        data.write_text("".join(json.dumps({"prompt": "lake ", "seed": row, "answer": ""}) + "\n" for row in range(begun * (rounds + 1))))
         table: dict[str, Mapping[str, Any]] = {
             "run": {"steps": rounds + 1},
             "model": {"path": str(model)},

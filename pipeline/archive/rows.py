@@ -130,12 +130,12 @@ def _original(record: Record, problem: str | None) -> _Row:
 
 def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict[str, pa.Array], list[int]]:
     """By name the columns of payloads that our own encoder has written, and the rows of each; a row of nulls where there is none."""
-    streams = [payload for payload in payloads if payload is not None]
+    own = kind.codec.schema.serialize().to_pybytes()
+    streams = [payload if payload.startswith(own) else _completed(kind, payload) for payload in payloads if payload is not None]
     if not streams:
         return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}, [1] * len(payloads)
-    schema = kind.codec.schema.serialize().size
     # Payloads of one schema as one stream: parsing a schema costs more than all else about a sample.
-    joined = b"".join([streams[0][:schema], *(stream[schema : -len(_END)] for stream in streams), _END])
+    joined = b"".join([own, *(stream[len(own) : -len(_END)] for stream in streams), _END])
     batches = list(pa.ipc.open_stream(joined))
     batch, sizes = pa.concat_batches(batches), iter([len(batch) for batch in batches])
     columns = {ours: batch[name].cast(kind.schema.field(ours).type) for ours, name in kind.payload.items()}
@@ -146,6 +146,16 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
     places = [None if payload is None else next(numbers) for payload, count in zip(payloads, counts, strict=True) for _ in range(count)]
     rows = pa.array(places, pa.int64())
     return {name: column.take(rows) for name, column in columns.items()}, counts
+
+
+def _completed(kind: Kind, payload: bytes) -> bytes:
+    """A payload that lacks columns, as records of earlier releases do, with nulls in them."""
+    (batch,) = pa.ipc.open_stream(payload)
+    columns = [batch[field.name] if field.name in batch.schema.names else pa.nulls(len(batch), field.type) for field in kind.codec.schema]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, kind.codec.schema) as stream:
+        stream.write_batch(pa.record_batch(columns, schema=kind.codec.schema))
+    return sink.getvalue().to_pybytes()
 
 
 def _as_structs(headers: RawHeaders) -> list[dict[str, Any]]:
