@@ -36,6 +36,10 @@ def _gist(topic: str, payload: dict[str, Any]) -> str:
         case "rollouts":
             samples = payload.get("samples", [payload])
             gist = ", ".join(f"{sample['finish']} after {len(sample['token_ids'])} tokens" for sample in samples)
+        case "calls":
+            gist = f"turn {payload['turn']} after {len(payload['token_ids'])} tokens"
+        case "replies":
+            gist = f"turn {payload['turn']}: {payload['finish']} after {len(payload['token_ids'])} tokens"
         case "groups":
             gist = payload["reason"] or "rewards " + " ".join(f"{sample['reward']:g}" for sample in payload["samples"])
         case "ledger" | "metrics":

@@ -73,9 +73,13 @@ class WeightPrefetch:
             follower = LedgerFollower(self._log, self._run, self.state)
             try:
                 follower.catch_up()  # a joiner needs the newest version, none of those before it
+                known = -1
                 while not self._closed.is_set() and self.state.closed is None:
                     if self.state.newest_version > self.version:
                         self._fetch(self.state.newest_version)
+                    if self.state.newest_version > known:
+                        known = self.state.newest_version
+                        self._changed.set()
                     follower.poll(_POLL_S)
             finally:
                 follower.close()
@@ -100,3 +104,17 @@ class WeightPrefetch:
             self._say(f"version {version} is here")
             self._refused = None
         self._changed.set()
+
+
+class VersionWatch(WeightPrefetch):
+    """The same for a worker that draws nothing itself: it follows which versions there are, and fetches none."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published."""
+        return self.state.newest_version
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
+        """The newest version, without its tensors."""
+        yield self.version, ()

@@ -1,0 +1,1 @@
+"""The environment worker: `prompts` -> `calls`; `replies` -> `rollouts`."""
