@@ -46,7 +46,7 @@ class Site:
             GroupRequest(group=turn_number(1, 0, turn), prompt_ids=ids, samples=(0,), rows=1, seed=0, sampling=sampling, stream=4)
         )
 
-    def calls(self) -> list[calls.Call]:
+    def asked(self) -> list[calls.Call]:
         return [calls.read(record, run=RUN)[1] for record in records_of(self.log, f"{RUN}.calls")]
 
     def answer(self, call: calls.Call, token: int = 9) -> None:
@@ -72,7 +72,7 @@ class Site:
 def test_a_turn_is_asked_once_and_its_first_reply_counts() -> None:
     site = Site(replay=True)
     site.asks()
-    (call,) = site.calls()
+    (call,) = site.asked()
     assert (call.group, call.sample, call.turn, call.attempt, call.min_version, call.stream) == (1, 0, 0, 0, 3, 4)
     site.answer(call)
     site.answer(call, token=8)
@@ -84,13 +84,13 @@ def test_a_turn_is_asked_once_and_its_first_reply_counts() -> None:
 def test_under_replay_a_successor_takes_what_was_drawn_and_under_restart_it_asks_anew(replay: bool) -> None:
     site = Site(replay=replay)
     site.asks()
-    site.answer(site.calls()[0])
+    site.answer(site.asked()[0])
     site.successor()
     site.asks()
-    assert [call.attempt for call in site.calls()] == ([0] if replay else [0, 1])
+    assert [call.attempt for call in site.asked()] == ([0] if replay else [0, 1])
     assert site.drawn() == ([(turn_number(1, 0, 0), [9, 2])] if replay else [])
     if not replay:
-        site.answer(site.calls()[1], token=8)
+        site.answer(site.asked()[1], token=8)
         assert site.drawn() == [(turn_number(1, 0, 0), [8, 2])]
 
 
@@ -99,7 +99,7 @@ def test_a_reply_that_comes_after_a_kill_answers_the_successor() -> None:
     site.asks()
     site.successor()
     site.asks()
-    first, again = site.calls()
+    first, again = site.asked()
     assert first.key == again.key
     site.answer(first)
     assert site.drawn() == [(turn_number(1, 0, 0), [9, 2])]
@@ -108,16 +108,16 @@ def test_a_reply_that_comes_after_a_kill_answers_the_successor() -> None:
 def test_another_context_is_another_call() -> None:
     site = Site(replay=True)
     site.asks(context=7)
-    site.answer(site.calls()[0])
+    site.answer(site.asked()[0])
     site.drawn()
     site.asks(context=8)
-    assert site.drawn() == [] and len(site.calls()) == 2
+    assert site.drawn() == [] and len(site.asked()) == 2
 
 
 def test_the_committed_offset_waits_for_groups_that_are_not_done() -> None:
     site = Site(replay=True)
     site.asks()
-    site.answer(site.calls()[0])
+    site.answer(site.asked()[0])
     assert list(site.engine.known.offsets()) == [(0, 0)]
     site.engine.known.forget(lambda *where: where == (0, 1))
     assert list(site.engine.known.offsets()) == [(0, 1)]
@@ -127,7 +127,7 @@ def test_the_committed_offset_waits_for_groups_that_are_not_done() -> None:
 def test_nothing_starts_before_the_replies_are_known_that_were_there() -> None:
     site = Site(replay=True)
     site.asks()
-    (call,) = site.calls()
+    (call,) = site.asked()
     site.answer(call)
     known = site.engine.known
     known.assign({0: 0}, site.ends())
