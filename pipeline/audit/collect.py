@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.audit.chunk_digests import weigh
-from penstock.pipeline.audit.drawn_turns import drawn_turns, tokens_hash
+from penstock.pipeline.audit.drawn_turns import drawn_turns, tokens_hash, trajectory_flaw
 from penstock.pipeline.audit.facts import (
     INCOMPLETE,
     EntryFact,
@@ -308,29 +308,6 @@ def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
         digest.update(text or b"")
     digest.update(value)
     return digest.digest()
-
-
-def trajectory_flaw(rollout: Rollout) -> str | None:
-    """What is wrong with a trajectory's turns, or None: they follow each other, and the policy's own tokens alone have mask and logprob."""
-    if rollout.turns is None:
-        return None
-    end, drawn = 0, np.zeros(len(rollout.token_ids), np.bool_)
-    for turn in rollout.turns:
-        if turn.start != end:
-            return f"a turn begins at token {turn.start}, the one before it ends at {end}"
-        end = turn.end
-        drawn[turn.start : end] = turn.source == "model"
-        if turn.reward is not None and turn.source != "model":
-            return f"a turn of {turn.source} has a reward"
-    if end != len(drawn):
-        return f"its turns end at token {end} of {len(drawn)}"
-    for what, has in (("in the loss mask", rollout.loss_mask), ("with a logprob", ~np.isnan(rollout.behaviour_logprobs))):
-        if (wrong := np.flatnonzero(np.asarray(has) != drawn)).size:
-            return f"token {wrong[0]} is {'not ' * bool(drawn[wrong[0]])}{what}, {'and' if drawn[wrong[0]] else 'but not'} the policy's"
-    starts = {start: prompt for start, _, prompt in rollout.segments or ()}
-    if starts and any(drawn[start : start + prompt].any() for start, prompt in starts.items()):
-        return "a segment's prompt holds tokens that were drawn"
-    return None
 
 
 def sample_hash(rollout: Rollout) -> bytes:
