@@ -165,9 +165,7 @@ class EnvironmentSection(Section):
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
     max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
     max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
-    history: Literal["exact", "template"] = Field(
-        "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
-    )
+    history: Literal["exact", "template"] = Field("exact", description="the policy sees all that was drawn, or what its template renders")
     resume: Literal["replay", "restart"] = Field(
         "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
     )
@@ -341,6 +339,7 @@ class WeightsSection(Section):
         "all", description="chain deletes, once a whole version is out, those before the whole one before it; replaying them needs all"
     )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
+    shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
 
 
 PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {

@@ -16,5 +16,5 @@ def main(session: Session) -> None:
     session.reporter.doing("loading the model", now=True)
     by_log = session.config.turns_by_log
     engine = make_engine(session.config, episodes=not by_log, say=session.reporter.say)
-    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say)
+    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=session.config.weights.shared)
     (CallWorker if by_log else GroupWorker).open(session, engine, weights).run()
