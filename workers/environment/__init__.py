@@ -1,1 +1,1 @@
-"""The environment worker: `prompts` -> `calls`; `replies` -> `rollouts`."""
+"""The environment worker: `prompts` and `replies` -> `calls` and `rollouts`."""
