@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Assigned, Commits, Event, Member, Membership
+from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.envs.agents.engine import TrajectoryEngine
 from penstock.pipeline.runtime.drawing.group_tasks import GroupTasks
 from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
@@ -28,6 +29,10 @@ _TAKE_S = 0.25
 
 def main(session: Session) -> None:
     """Play trajectories until the run is closed."""
+    if not session.config.turns_by_log:
+        raise ConfigError(
+            'this run has nothing for an environment worker: only with environment.carrier = "log" it plays trajectories apart'
+        )
     session.check_model()
     EnvironmentWorker.join(session).run()
 
