@@ -25,6 +25,8 @@ from penstock.topics.wire.record import Record
 from penstock.workers.environment.log_engine import LogEngine
 
 _TAKE_S = 0.25
+LOOK_EVERY_S = 0.05
+"""How often groups are looked after; a look costs the more, the more of them are in hand."""
 
 
 def main(session: Session) -> None:
@@ -95,6 +97,7 @@ class EnvironmentWorker(GroupWorker):
     """A worker of groups whose engine is elsewhere."""
 
     asking: LogEngine = field(kw_only=True)
+    _looked: float = 0.0
 
     @classmethod
     def join(cls, session: Session) -> "EnvironmentWorker":
@@ -115,6 +118,17 @@ class EnvironmentWorker(GroupWorker):
         weights = VersionWatch(session.log, session.run, say=session.reporter.say)
         published = PublishedSamples(session.log, session.run)
         return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, asking=asking)
+
+    def turn(self) -> None:
+        """Hand on what was answered, at once; look after groups when a trajectory has ended, and some times a second."""
+        self.weights.check()
+        idle = self.engine.idle
+        self._take(LOOK_EVERY_S if idle else 0.0)
+        ended = [] if idle else self.engine.step()
+        self._ended(ended)
+        if ended or time.monotonic() - self._looked > LOOK_EVERY_S:
+            super(EnvironmentWorker, self).turn()
+            self._looked = time.monotonic()
 
     def _assigned(self, event: Assigned) -> None:
         topic = self.session.topic("replies")
