@@ -121,7 +121,8 @@ def missing(view: RunView, *, silent: Mapping[str, float]) -> list[str]:
     there = [worker for worker in view.workers.values() if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
     if max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
         return []
-    roles = {worker.role for worker in there}
+    apart = config_of(view).get("environment", {}).get("carrier") == "log"
+    roles = {worker.role for worker in there} | (set() if apart else {"environment"})
     return [role.name for role in ROLES.values() if role.on_sample_path and role.name not in roles]
 
 
