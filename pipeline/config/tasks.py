@@ -41,6 +41,7 @@ class EnvironmentSection(Section):
         None,
         description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
     )
+    carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
     max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
