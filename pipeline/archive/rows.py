@@ -147,7 +147,7 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
 
 
 def _batches(schema: pa.Schema, streams: Sequence[bytes]) -> list[pa.RecordBatch]:
-    """One batch a stream, all of them with `schema`: columns that a stream lacks, because an encoder leaves out what is absent, are null."""
+    """One batch a stream, all of them with `schema`: columns that a stream lacks, because it has no value for them, are null."""
     head, found = schema.serialize().to_pybytes(), []
     for complete, alike in groupby(streams, key=lambda stream: stream.startswith(head)):
         if complete:  # as one stream: parsing a schema costs more than all else about a sample
