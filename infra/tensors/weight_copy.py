@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from penstock.infra.tensors.stream import TensorBytes, digest, expected_nbytes
+from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nbytes
 
 
 @dataclass(slots=True)
@@ -61,6 +61,6 @@ class WeightCopy:
             start += size
         return tensors
 
-    def computed(self) -> str:
+    def computed(self, hash_name: Hash) -> str:
         """The digest of the bytes that are here."""
-        return digest(self.tensors())
+        return digest(self.tensors(), hash_name)

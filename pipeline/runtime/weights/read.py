@@ -11,7 +11,7 @@ from functools import partial
 
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.topics import weight_delta, weights
 from penstock.topics.weights import Chunk, Manifest
@@ -85,7 +85,7 @@ def _apply(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
 
 
 def _verify(copy: WeightCopy, manifest: Manifest) -> None:
-    if (found := copy.computed()) != manifest.digest:
+    if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         copy.hold(-1, "")
         raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
 

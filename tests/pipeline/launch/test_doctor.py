@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.launch import doctor
+from penstock.pipeline.launch.check import limits
 from penstock.pipeline.launch.doctor import Package
 
 
@@ -78,3 +79,13 @@ def test_what_is_not_well_always_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     text = doctor.as_text(findings)
     assert len(text.splitlines()) == len(findings) + 1
     assert "1 failed" in text.splitlines()[-1]
+
+
+def test_a_broker_that_may_open_too_little_for_the_weights_is_worth_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "max_map_count").write_text("65530\n")
+    monkeypatch.setattr(limits, "MAX_MAP_COUNT", tmp_path / "max_map_count")
+    monkeypatch.setattr(limits, "open_files", lambda: 2_100)
+    files, maps = doctor._limits()
+    assert (files.level, files.found) == ("warn", "2,100 a process, enough for 0.0 TB of weights")
+    assert 'set weights.keep = "chain"' in files.do
+    assert (maps.level, maps.found) == ("ok", "65,530 a process, enough for 8.5 TB of weights")
