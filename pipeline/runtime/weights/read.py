@@ -86,11 +86,6 @@ def _apply(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
         raise LogError(f"weights of version {manifest.version}: {error}") from error
 
 
-<<<<<<< HEAD
-def _verify(copy: WeightCopy, manifest: Manifest) -> None:
-    if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
-        copy.hold(-1, "")
-=======
 def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> None:
     """Put a version's chunks, which come in any order, side by side."""
     starts = list(accumulate(manifest.chunk_sizes, initial=0))
@@ -100,8 +95,7 @@ def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> Non
 
 def _hold(copy: WeightCopy, manifest: Manifest) -> None:
     """Let the bytes count as a version if they have its digest."""
-    if (found := copy.computed()) != manifest.digest:
->>>>>>> main
+    if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
     copy.hold(manifest.version, manifest.digest)
 
