@@ -5,6 +5,7 @@ The rule: of every record it is tried whether its row alone gives back the same 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -130,13 +131,10 @@ def _original(record: Record, problem: str | None) -> _Row:
 
 def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict[str, pa.Array], list[int]]:
     """By name the columns of payloads that our own encoder has written, and the rows of each; a row of nulls where there is none."""
-    own = kind.codec.schema.serialize().to_pybytes()
-    streams = [payload if payload.startswith(own) else _completed(kind, payload) for payload in payloads if payload is not None]
+    streams = [payload for payload in payloads if payload is not None]
     if not streams:
         return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}, [1] * len(payloads)
-    # Payloads of one schema as one stream: parsing a schema costs more than all else about a sample.
-    joined = b"".join([own, *(stream[len(own) : -len(_END)] for stream in streams), _END])
-    batches = list(pa.ipc.open_stream(joined))
+    batches = _batches(kind.codec.schema, streams)
     batch, sizes = pa.concat_batches(batches), iter([len(batch) for batch in batches])
     columns = {ours: batch[name].cast(kind.schema.field(ours).type) for ours, name in kind.payload.items()}
     counts = [1 if payload is None else next(sizes) for payload in payloads]
@@ -148,14 +146,20 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
     return {name: column.take(rows) for name, column in columns.items()}, counts
 
 
-def _completed(kind: Kind, payload: bytes) -> bytes:
-    """A payload that lacks columns, as records of earlier releases do, with nulls in them."""
-    (batch,) = pa.ipc.open_stream(payload)
-    columns = [batch[field.name] if field.name in batch.schema.names else pa.nulls(len(batch), field.type) for field in kind.codec.schema]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, kind.codec.schema) as stream:
-        stream.write_batch(pa.record_batch(columns, schema=kind.codec.schema))
-    return sink.getvalue().to_pybytes()
+def _batches(schema: pa.Schema, streams: Sequence[bytes]) -> list[pa.RecordBatch]:
+    """One batch a stream, all of them with `schema`: columns that a stream lacks, because it has no value for them, are null."""
+    head, found = schema.serialize().to_pybytes(), []
+    for complete, alike in groupby(streams, key=lambda stream: stream.startswith(head)):
+        if complete:  # as one stream: parsing a schema costs more than all else about a sample
+            found += pa.ipc.open_stream(b"".join([head, *(stream[len(head) : -len(_END)] for stream in alike), _END]))
+            continue
+        for stream in alike:
+            batch = pa.ipc.open_stream(stream).read_next_batch()
+            columns = [
+                batch[name] if name in batch.schema.names else pa.nulls(len(batch), schema.field(name).type) for name in schema.names
+            ]
+            found.append(pa.RecordBatch.from_arrays(columns, schema=schema))
+    return found
 
 
 def _as_structs(headers: RawHeaders) -> list[dict[str, Any]]:
