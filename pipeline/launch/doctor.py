@@ -22,6 +22,7 @@ from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.launch.check.preflight import memory_line
 from penstock.pipeline.launch.placement import place, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
@@ -77,7 +78,7 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> lis
     findings = [_python(), *(_package(need) for need in _needs()), _crc32c()]
     findings += [_compiler(), _gpu(), _state(), _memory(), _cores()]
     if config is not None:
-        findings.append(_placement(config))
+        findings += [_placement(config), _workers_memory(config)]
     findings += [_java(), _jars(), _embedded()] if bootstrap == "embedded" else [_broker(bootstrap)]
     return findings
 
@@ -193,6 +194,13 @@ def _placement(config: Config) -> Finding:
         return Finding(name="gpu placement", level="ok", found=str(place(config, visible_gpus())))
     except ConfigError as error:
         return Finding(name="gpu placement", level="fail", found="impossible", do=str(error))
+
+
+def _workers_memory(config: Config) -> Finding:
+    try:
+        return Finding(name="memory of workers", level="ok", found=memory_line(config))
+    except (PenstockError, OSError, ValueError) as error:
+        return Finding(name="memory of workers", level="warn", found=f"not estimated: {error}", do="see to model.path")
 
 
 def _state() -> Finding:

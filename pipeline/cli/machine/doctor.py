@@ -15,11 +15,12 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
+    from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_text, examine
     from penstock.pipeline.launch.placement import visible_gpus
 
-    findings = examine(bootstrap=bootstrap, config=None if config is None else load(config, gpus=len(visible_gpus())))
+    findings = examine(bootstrap=bootstrap, config=None if config is None else load(config, gpus=len(visible_gpus()), cpu=this_cpu()))
     if json:
         emit([finding.as_dict() for finding in findings])
     else:

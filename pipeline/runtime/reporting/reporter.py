@@ -3,6 +3,7 @@
 The rule: nobody waits for a measurement; one that was lost ends the worker at its next status.
 """
 
+import resource
 import threading
 import time
 from collections import Counter
@@ -202,4 +203,5 @@ class Reporter:
             "uptime_s": self._counted - self._started,
             "cpu_s": times.user + times.system,
             "rss_mib": process.memory_info().rss / 2**20,
+            "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         }
