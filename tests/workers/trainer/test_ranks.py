@@ -57,7 +57,8 @@ def apart(found: dict[str, Any], alone: dict[str, Any]) -> str:
     steps = [np.array(run["trained_steps"]) for run in (found, alone)]
     of_steps = np.abs(steps[0] - steps[1]) / np.abs(steps[1])
     losses, norms = of_steps.max(axis=0)
-    return f"losses {losses:.1e}, norms {norms:.1e}, first gradients {far('first'):.1e}, weights after {len(of_steps)} steps {far('trained'):.1e}"
+    tensors = f"first gradients {far('first'):.1e}, weights after {len(of_steps)} steps {far('trained'):.1e}"
+    return f"losses {losses:.1e}, norms {norms:.1e}, {tensors}"
 
 
 @pytest.mark.slow
