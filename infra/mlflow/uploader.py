@@ -142,17 +142,18 @@ class Uploader:
         self._delivered = self._mlflow_run.position
         self._passed += sum(len(delivery.points) for delivery in deliveries)
         self._offset = offset
-        if self._to_register():
+        over = ending is not None and offset >= end
+        if ending is not None and over:
+            self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts)
+        if self._to_register() or (over and self._kept != self._registered):
             kept = self._kept
             self._mlflow_run.register(kept)
             self._registered = kept
-        if ending is not None and offset >= end:
-            self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts)
-            self._done = True
+        self._done = over
 
     def _to_register(self) -> bool:
-        """Whether the registry is behind; a server, which is sent the models themselves, is told once the run is over."""
-        return self._kept != self._registered and (self._ending is not None or self._target.local)
+        """Whether the registry is behind; a server, which is sent the models themselves, is told when all else is done."""
+        return self._target.local and self._kept != self._registered
 
     def _connect(self) -> MlflowRun:
         """Find the MLflow run; if it has less than was delivered, restart the journal from its beginning."""
