@@ -45,9 +45,12 @@ def one_line(text: str, limit: int) -> str:
 
 
 def _answers(measured: Measurement) -> dict[str, dict[str, Any]]:
-    """Prompt -> completion and reward; nothing of an evaluator that recorded none."""
-    found: list[Mapping[str, Any]] = json.loads(measured.labels.get("examples", "[]"))
-    return {one["prompt"]: {"completion": one["completion"], "reward": one["reward"]} for one in found}
+    """Prompt -> completion and reward; nothing of an evaluator that recorded none, or something else."""
+    try:
+        found = json.loads(measured.labels.get("examples", "[]"))
+        return {str(one["prompt"]): {"completion": str(one["completion"]), "reward": one["reward"]} for one in found}
+    except (ValueError, TypeError, KeyError):
+        return {}
 
 
 def _source(labels: Mapping[str, str]) -> dict[str, str]:
