@@ -1,14 +1,11 @@
 """The memory estimate: sizes come from config.json alone, parameters are counted exactly, and what a setting saves is saved."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.disk import parameters
 from penstock.pipeline.launch.check.memory import Estimate, Shape, estimates, shape_of
 
 SMOLLM2 = {
@@ -34,10 +31,19 @@ def test_parameters_are_counted_exactly(config: dict[str, Any], count: int) -> N
     assert shape(config).parameters == count
 
 
-def test_a_real_model_s_parameters_are_those_in_its_file(tiny_model: Path) -> None:
-    config = json.loads((tiny_model / "config.json").read_text())
-    norms = 2 * shape(config).layers * shape(config).head_dim if config["model_type"] == "qwen3" else 0  # of queries and keys
-    assert shape(config).parameters + norms == parameters(tiny_model)
+@pytest.mark.costly
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_parameters_are_those_of_the_model_that_transformers_makes(kind: str, tied: bool) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 90, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    assert shape(config.to_dict()).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_other_kinds_of_models_are_not_guessed() -> None:
