@@ -5,7 +5,6 @@ committed plans since the newest checkpoint are trained again from the log and m
 """
 
 import math
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
+from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
@@ -306,7 +306,7 @@ class Trainer:
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]
         measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(drops - self._drops)}
-        measured["peak_rss_bytes"] = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        measured["peak_rss_bytes"] = peak_rss()
         measured |= {"queued_groups": float(len(lags)), **{f"queued_{name}": value for name, value in lag_summary(lags).items()}}
         hashing = time.monotonic()
         digest = self.writer.step_digest(self.policy)

@@ -52,14 +52,17 @@ def test_other_kinds_of_models_are_not_guessed() -> None:
 
 
 def of(role: str, **sections: dict[str, Any]) -> Estimate:
-    table: dict[str, Any] = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl", "max_prompt_tokens": 64}}
+    table: dict[str, Any] = {
+        "run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl", "max_prompt_tokens": 64},
+        "schedule": {"prompts_per_step": 4}, "sampling": {"max_new_tokens": 16},
+    }  # fmt: skip
     config: Config = from_table(table | sections)
     return next(each for each in estimates(config, shape(SMOLLM2)) if each.role == role)
 
 
 def test_what_saves_memory_makes_the_estimate_smaller() -> None:
     full = of("trainer")
-    assert of("trainer", trainer={"lora_rank": 16}).total < 0.6 * full.total
+    assert of("trainer", trainer={"lora_rank": 16}).total < 0.75 * full.total
     assert of("trainer", trainer={"dtype": "bfloat16"}).parts["activations"] < full.parts["activations"]
     assert of("trainer", trainer={"gradient_checkpointing": True}).parts["activations"] < full.parts["activations"]
     assert of("trainer", trainer={"share_prompts": "off"}).parts["activations"] > full.parts["activations"]
