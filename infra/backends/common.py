@@ -67,13 +67,6 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**30)
 
 
-def unmap_freed_blocks() -> None:
-    """Map blocks from a mebibyte on one by one: of a large model the weights, moments and gradients that gaps would keep resident."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 2**20)
-
-
 def return_freed_memory() -> None:
     """Give freed blocks back to the system: those of one step and of a copy of the weights leave gaps that the next one does not fill."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

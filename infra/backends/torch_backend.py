@@ -19,7 +19,6 @@ from penstock.infra.backends.common import (
     return_freed_memory,
     saving,
     strict_or_error,
-    unmap_freed_blocks,
     update_norm,
 )
 from penstock.infra.errors import BackendError
@@ -52,8 +51,6 @@ class TorchBackend(LocalModel):
         self.optimizer = self.adamw(groups)
         self.has_gradient = False
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
-        if self.large:
-            unmap_freed_blocks()
         self.rank, self.ranks = 0, 1
         if torch.distributed.is_initialized():
             self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
