@@ -69,4 +69,4 @@ def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = 
         to_keep({10, 20, 30, 40}, keep_last=1, keep_every=20, best=10)  # -> {10, 20, 40}
     """
     wanted = {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
-    return wanted | ({best} & set(steps))
+    return wanted | {number for number in steps if number == best}

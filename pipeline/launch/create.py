@@ -109,6 +109,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
             *_described(config.data_sources, dataset.sources, context="training"),
             *_described(config.eval_sources, held_out_sets, context="evaluation"),
         ],
+        "reward_sources": rewards.digests(config.reward.functions),
         "git": git_revision(),
     }
 

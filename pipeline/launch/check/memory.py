@@ -12,7 +12,7 @@ from typing import Any
 from penstock.pipeline.config.load import Config
 
 MIB = 2**20
-LIBRARIES = {"trainer": 520 * MIB, "transformers": 520 * MIB, "vllm": 900 * MIB}
+LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB}
 """Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
 LOGITS = 128 * MIB
 """Logits that are alive at once in the trainer, and their gradient."""
