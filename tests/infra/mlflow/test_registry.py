@@ -1,6 +1,7 @@
 """Checkpoints in MLflow's model registry: what is kept is registered, what is gone is not, and asking twice changes nothing."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ DATA = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> MlflowRun:
+def run(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> MlflowRun:
     place = tmp_path_factory.mktemp("registry")
+    shutil.copy(empty_database, place / "mlflow.db")
     uri = f"sqlite:///{place / 'mlflow.db'}"
     return MlflowRun(Target(run="demo-1", uri=uri, experiment="tests", artifacts=(place / "art").as_uri(), data=DATA))
 
