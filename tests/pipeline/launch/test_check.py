@@ -229,11 +229,6 @@ def test_init_prints_a_configuration_and_nothing_else_on_stdout(
     assert load(tmp_path / "my.toml").data.source == str(tmp_path / "rows.jsonl")
 
 
-def test_a_long_text_shows_both_ends() -> None:
-    assert preflight.cut("abcdefghij", 6) == "ab … ij"
-    assert preflight.cut("a\n b") == "a b"
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("engine", ["toy", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_check_draws_two_samples_by_the_engine_and_judges_them(tmp_path: Path, engine: str) -> None:
