@@ -12,7 +12,7 @@ from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
 from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.launcher import connect
 from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.tables import samples_groups_steps
+from penstock.pipeline.observe.tables import samples_groups_steps, turns
 from penstock.pipeline.runtime.run_registry import resolve
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class Run:
     def steps(self) -> pa.Table:
         """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""
         return samples_groups_steps.steps(self._log, self.id)
+
+    def turns(self) -> pa.Table:
+        """One row a part of a trajectory with one source, by group, sample and turn: tokens, reward, versions; none for completions."""
+        return turns.turns(self._log, self.id)
 
     def sql(self, query: str) -> pa.Table:
         """The answer to a SELECT over the views of `penstock sql`. Raises `ValueError` for a query that fails."""

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock.infra.kafka.log import KafkaLog
 from penstock.opened import Run
-from penstock.pipeline.observe.tables import samples_groups_steps
+from penstock.pipeline.observe.tables import samples_groups_steps, turns
 from penstock.topics import groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing
@@ -102,6 +102,7 @@ def test_a_run_without_records_has_typed_tables_without_rows(broker: str, run_id
         assert run.samples() == samples_groups_steps.SAMPLES.empty_table()
         assert run.groups() == samples_groups_steps.GROUPS.empty_table()
         assert run.steps() == samples_groups_steps.STEPS.empty_table()
+        assert run.turns() == turns.TURNS.empty_table()
 
 
 def test_a_sample_whose_group_is_not_scored_has_no_reward_and_an_open_fate(broker: str, run_id: str) -> None:

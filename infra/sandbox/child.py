@@ -1,4 +1,4 @@
-"""The child's side of `pool` and `sessions`: answers each JSON line with one JSON line until the parent ends.
+"""The child's side of `pool` and `sessions`: answers each JSON line `[number, payload]` with one of that number until the parent ends.
 
 The rule: nothing that the code prints reaches the two pipes, and nothing it starts outlives the parent.
 """
@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,43 +39,50 @@ def main() -> None:
     except (Exception, SystemExit) as error:
         _reply(replies, {"broken": reason(error)})
         return
-    _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1)})
-    if inspect.iscoroutinefunction(handler):
+    gives_up = inspect.iscoroutinefunction(handler)
+    _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1), "gives_up": gives_up})
+    if gives_up:
         import asyncio  # which most children have no use for
 
         asyncio.run(_serve_at_once(handler, requests, replies))
         return
     for line in requests:
-        answer: dict[str, Any]
+        number, payload = json.loads(line)
+        answer: dict[str, Any] = {"call": number}
         try:
-            answer = {"result": handler(json.loads(line))}
+            answer["result"] = handler(payload)
         # The edge of this process: a user's function may raise anything, and exit().
         except (Exception, SystemExit) as error:
-            answer = {"error": reason(error)}
+            answer["error"] = reason(error)
         _reply(replies, answer)
 
 
 async def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
-    """Answer lines `[number, payload]` by that number, as the handler gets done with them."""
+    """Answer lines `[number, payload]` by that number, as the handler gets done with them; a line `[number]` gives that call up."""
     import asyncio
 
     lines = asyncio.StreamReader(limit=LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
-    calls = set[asyncio.Task[None]]()
+    calls = dict[int, asyncio.Task[dict[str, Any]]]()
 
-    async def answer(line: bytes) -> None:
-        number, payload = json.loads(line)
+    async def answer(payload: Any) -> dict[str, Any]:
         try:
-            result: dict[str, Any] = {"call": number, "result": await handler(payload)}
+            return {"result": await handler(payload)}
         # The edge of this process: a user's function may raise anything, and exit().
         except (Exception, SystemExit) as error:
-            result = {"call": number, "error": reason(error)}
-        _reply(replies, result)
+            return {"error": reason(error)}
+
+    def ended(call: asyncio.Task[dict[str, Any]], number: int) -> None:
+        calls.pop(number, None)
+        _reply(replies, {"call": number, **({"error": "was given up"} if call.cancelled() else call.result())})
 
     while line := await lines.readline():
-        call = asyncio.create_task(answer(line))
-        calls.add(call)
-        call.add_done_callback(calls.discard)
+        number, *payload = json.loads(line)
+        if payload:
+            calls[number] = asyncio.create_task(answer(payload[0]))
+            calls[number].add_done_callback(partial(ended, number=number))
+        elif number in calls:
+            calls[number].cancel()
 
 
 def reason(error: BaseException) -> str:
@@ -87,7 +95,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def _reply(replies: Any, answer: dict[str, Any]) -> None:
+def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
     try:
         line = json.dumps(answer).encode() + b"\n"
     except (TypeError, ValueError) as error:

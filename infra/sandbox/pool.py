@@ -5,21 +5,21 @@ One thread drives a pool; children speak JSON lines over pipes, so nothing they 
 """
 
 import contextlib
+import itertools
 import json
-import os
 import selectors
-import subprocess
 import time
 from collections import deque
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, kill_group, last_words, spawn
+from penstock.infra.sandbox.piped_child import Call, Key, PipedChild
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, last_words
 
-Key = TypeVar("Key")
-READ_BYTES = 1 << 16
+GRACE_S = 2.0
+"""Within which a child that works on several calls has to give up one of them; else it hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,32 +40,13 @@ class Failed(Generic[Key]):
     reason: str
 
 
-@dataclass(slots=True, kw_only=True)
-class _Call(Generic[Key]):
-    key: Key
-    line: bytes
-    attempts_left: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Child(Generic[Key]):
-    process: "subprocess.Popen[bytes]"
-    stdin: int
-    stdout: int
-    lifeline: int
-    deadline: float
-    ready: bool = False
-    call: _Call[Key] | None = None
-    called: float = 0.0
-    unsent: bytearray = field(default_factory=bytearray)
-    unread: bytearray = field(default_factory=bytearray)
-
-
 class ChildPool(Generic[Key]):
     """`size` children that serve `target`, a `module:function` that takes `init` and returns the handler of one payload.
 
-    Not thread-safe. `init`, payloads and results are JSON values. A call that fails, overruns `timeout_s` or kills its child is tried
-    again `retries` times. The limit runs from when a started child has the call, so imports (limit `start_timeout_s`) do not count.
+    Not thread-safe. `init`, payloads and results are JSON values. A handler that is a coroutine function works on as many calls side by
+    side as its attribute `at_once` says. A call that fails, overruns `timeout_s` or kills its child is tried again `retries` times; where a
+    child dies with several calls in hand, each of them is tried again in a child of its own, and what happens there is its own fault. The
+    limit runs from when a started child has the call, so imports (limit `start_timeout_s`) do not count.
     """
 
     def __init__(
@@ -74,32 +55,42 @@ class ChildPool(Generic[Key]):
         if size < 1 or timeout_s <= 0 or retries < 0:
             raise ValueError(f"size {size}, timeout_s {timeout_s}, retries {retries}: expected at least 1, more than 0, at least 0")
         self._target, self._timeout_s, self._retries, self._start_timeout_s = target, timeout_s, retries, start_timeout_s
-        self._init = json.dumps(init).encode() + b"\n"
-        self._waiting: deque[_Call[Key]] = deque()
+        self._init = json.dumps(init)
+        self._numbers = itertools.count()
+        self._waiting: deque[Call[Key]] = deque()
         self._ended: list[Done[Key] | Failed[Key]] = []
         self._selector = selectors.DefaultSelector()
         self._failed_starts = 0
-        self._children: list[_Child[Key]] = []
+        self._children: list[PipedChild[Key]] = []
+        self.busy_s = 0.0
+        """Seconds of its children at work: one in which half of the calls that they can work on side by side are there counts half."""
+        self._counted = time.monotonic()
         for _ in range(size):
             self._start()
 
     @property
     def pending(self) -> int:
         """Number of calls that `poll` has not returned yet."""
-        return len(self._waiting) + len(self._ended) + sum(child.call is not None for child in self._children)
+        return len(self._waiting) + len(self._ended) + sum(child.wanted for child in self._children)
 
     def submit(self, key: Key, payload: object) -> None:
         """Queue a call; it goes to a child at once if one is free."""
-        self._waiting.append(_Call(key=key, line=json.dumps(payload).encode() + b"\n", attempts_left=1 + self._retries))
+        self._waiting.append(Call(key=key, payload=json.dumps(payload), attempts_left=1 + self._retries))
         self._dispatch()
 
     def cancel(self, keys: Container[Key]) -> None:
-        """Drop these calls, whatever became of them; a child that works on one is killed and started anew."""
+        """Drop these calls, whatever became of them; a child that works on one gives it up, or is killed and started anew."""
+        self._count_time()
         self._waiting = deque(call for call in self._waiting if call.key not in keys)
         self._ended = [result for result in self._ended if result.key not in keys]
-        for child in [child for child in self._children if child.call is not None and child.call.key in keys]:
-            self._end(child)
-            self._start()
+        for child in list(self._children):
+            void = [number for number, call in child.calls.items() if call.key in keys and not call.unwanted]
+            for number in void:
+                child.calls[number].unwanted = True
+                self._give_up(child, number, "was cancelled")
+            if void and not child.gives_up:
+                self._end(child)
+                self._start()
 
     def poll(self, timeout_s: float = 0.0) -> list[Done[Key] | Failed[Key]]:
         """Finished calls, in the order they finished; waits up to `timeout_s` for the first, and not at all if none is pending.
@@ -110,18 +101,19 @@ class ChildPool(Generic[Key]):
         end = time.monotonic() + timeout_s
         while True:
             self._dispatch()
-            now = time.monotonic()
-            patience = 0.0 if self._ended or not self.pending else max(0.0, min([end, *(child.deadline for child in self._children)]) - now)
+            wake = min([end, *(child.deadline for child in self._children), *(call.deadline for call in self._at_work())])
+            patience = 0.0 if self._ended or not self.pending else max(0.0, wake - time.monotonic())
             for key, events in self._selector.select(patience):
                 # A child that was replaced in this loop has closed its descriptors.
                 if key.data not in self._children:
                     continue
                 if events & selectors.EVENT_WRITE:
-                    self._write(key.data)
+                    key.data.write()
+                    self._watch(key.data)
                 else:
                     self._read(key.data)
             # Check limits after reading: an answer that was in the pipe while the caller was busy is not late.
-            self._kill_overdue()
+            self._stop_overdue()
             if self._ended or not self.pending or time.monotonic() >= end:
                 self._dispatch()
                 ended, self._ended = self._ended, []
@@ -140,106 +132,106 @@ class ChildPool(Generic[Key]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _at_work(self) -> list[Call[Key]]:
+        return [call for child in self._children for call in child.calls.values()]
+
     def _start(self) -> None:
-        process, ours = spawn(self._target)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        deadline = time.monotonic() + self._start_timeout_s
-        child: _Child[Key] = _Child(
-            process=process, stdin=process.stdin.fileno(), stdout=process.stdout.fileno(), lifeline=ours, deadline=deadline
-        )
-        os.set_blocking(child.stdin, False)
-        os.set_blocking(child.stdout, False)
+        child: PipedChild[Key] = PipedChild(self._target, deadline=time.monotonic() + self._start_timeout_s)
         self._children.append(child)
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
-        self._send(child, self._init)
+        child.send(self._init)
+        self._watch(child)
+
+    def _count_time(self) -> None:
+        """Add the time since the last call, before anything changes."""
+        now, room = time.monotonic(), sum(child.at_once for child in self._children if child.ready)
+        if room:
+            self.busy_s += (now - self._counted) * sum(child.wanted for child in self._children) / room
+        self._counted = now
 
     def _dispatch(self) -> None:
-        for child in self._children:
-            if not self._waiting:
+        self._count_time()
+        while self._waiting:
+            free = [child for child in self._children if child.has_room(self._waiting[0])]
+            if not free:
                 return
-            if child.ready and child.call is None:
-                child.call, child.called = self._waiting.popleft(), time.monotonic()
-                child.call.attempts_left -= 1
-                child.deadline = child.called + self._timeout_s
-                self._send(child, child.call.line)
+            child, call = min(free, key=lambda one: len(one.calls)), self._waiting.popleft()
+            call.attempts_left -= 1
+            child.call(next(self._numbers), call, timeout_s=self._timeout_s)
+            self._watch(child)
 
-    def _send(self, child: _Child[Key], line: bytes) -> None:
-        child.unsent += line
-        self._write(child)
-        if child.unsent:
+    def _watch(self, child: PipedChild[Key]) -> None:
+        """Wait for the child's pipe as long as something is to be written."""
+        watched = child.stdin in self._selector.get_map()
+        if child.unsent and not watched:
             self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
+        elif watched and not child.unsent:
+            self._selector.unregister(child.stdin)
 
-    def _write(self, child: _Child[Key]) -> None:
-        # A broken pipe is a dead child, which its closed stdout reports.
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            while child.unsent:
-                del child.unsent[: os.write(child.stdin, child.unsent)]
-        if not child.unsent:
-            if child.call is not None:
-                child.deadline = time.monotonic() + self._timeout_s
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(child.stdin)
-
-    def _read(self, child: _Child[Key]) -> None:
-        ended = False
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(child.stdout, READ_BYTES):
-                child.unread += data
-            ended = True
-        # An answer that a child sent before it ended counts, even when both are read at once.
-        while (cut := child.unread.find(b"\n")) >= 0:
-            line = bytes(child.unread[:cut])
-            del child.unread[: cut + 1]
-            self._take(child, json.loads(line))
+    def _read(self, child: PipedChild[Key]) -> None:
+        answers, ended = child.read()
+        for answer in answers:
+            self._take(child, answer)
         if ended:
             self._replace(child, last_words(child.process))
 
-    def _take(self, child: _Child[Key], answer: dict[str, Any]) -> None:
+    def _take(self, child: PipedChild[Key], answer: dict[str, Any]) -> None:
         if "broken" in answer:
             raise ChildError(f"cannot serve {self._target}: {answer['broken']}")
+        self._count_time()
         if "ready" in answer:
             child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
+            child.at_once, child.gives_up = answer["at_once"], answer["gives_up"]
             return
-        call, child.call, child.deadline = child.call, None, float("inf")
-        assert call is not None, f"an answer without a call: {str(answer)[:200]}"
+        call = child.calls.pop(answer["call"])
+        if call.unwanted:
+            return
         if "error" in answer:
-            self._fail(call, answer["error"])
+            self._fail(call, call.stopped or answer["error"])
         else:
-            self._ended.append(Done(key=call.key, result=answer["result"], seconds=time.monotonic() - child.called))
+            self._ended.append(Done(key=call.key, result=answer["result"], seconds=time.monotonic() - call.called))
 
-    def _kill_overdue(self) -> None:
+    def _stop_overdue(self) -> None:
         now = time.monotonic()
-        for child in [child for child in self._children if child.deadline <= now]:
-            limit = self._timeout_s if child.ready else self._start_timeout_s
-            self._replace(child, f"took longer than {limit:g} s and was killed")
+        for child in list(self._children):
+            overdue = [number for number, call in child.calls.items() if call.deadline <= now]
+            reason = f"took longer than {self._timeout_s if child.ready else self._start_timeout_s:g} s"
+            if child.deadline <= now or (overdue and not child.gives_up) or any(child.calls[number].stopped for number in overdue):
+                self._replace(child, f"{reason} and was killed")
+                continue
+            for number in overdue:
+                self._give_up(child, number, reason)
 
-    def _replace(self, child: _Child[Key], reason: str) -> None:
-        call, ready = child.call, child.ready
+    def _give_up(self, child: PipedChild[Key], number: int, reason: str) -> None:
+        if child.gives_up:
+            child.give_up(number, reason, grace_s=GRACE_S)
+            self._watch(child)
+
+    def _replace(self, child: PipedChild[Key], reason: str) -> None:
+        self._count_time()
+        calls, ready = [call for call in child.calls.values() if not call.unwanted], child.ready
+        shared = len(child.calls) > 1
         self._end(child)
         if not ready:
             self._failed_starts += 1
             if self._failed_starts >= START_ATTEMPTS:
                 raise ChildError(f"cannot serve {self._target}: {START_ATTEMPTS} children were lost at their start; the last one {reason}")
-        if call is not None:
+        for call in reversed(calls):
+            if shared:
+                call.alone, call.attempts_left = True, call.attempts_left + 1
             self._fail(call, reason)
         self._start()
 
-    def _fail(self, call: _Call[Key], reason: str) -> None:
+    def _fail(self, call: Call[Key], reason: str) -> None:
         if call.attempts_left > 0:
+            call.stopped, call.deadline = None, float("inf")
             self._waiting.appendleft(call)
         else:
             self._ended.append(Failed(key=call.key, reason=reason))
 
-    def _end(self, child: _Child[Key]) -> None:
+    def _end(self, child: PipedChild[Key]) -> None:
         self._children.remove(child)
         for descriptor in (child.stdin, child.stdout):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
-        if child.process.returncode is None:
-            kill_group(child.process.pid)
-            child.process.wait()
-        for pipe in (child.process.stdin, child.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        os.close(child.lifeline)
+        child.close()

@@ -10,6 +10,7 @@ import pyarrow as pa
 from penstock.infra.log import Log
 from penstock.pipeline.observe.tables import samples_groups_steps as tables
 from penstock.pipeline.observe.tables.timeline import TIMELINE, timeline
+from penstock.pipeline.observe.tables.turns import TURNS, turns
 
 RAW = {
     "run": "run",
@@ -29,6 +30,7 @@ TABLES: Mapping[str, tuple[pa.Schema, Callable[[Log, str], pa.Table]]] = {
     "samples": (tables.SAMPLES, tables.samples),
     "groups": (tables.GROUPS, tables.groups),
     "steps": (tables.STEPS, tables.steps),
+    "turns": (TURNS, turns),
     "timeline": (TIMELINE, timeline),
 }
 """Table -> the columns it always has, and what makes it."""
@@ -62,10 +64,19 @@ select g."group" as group_id, t.step, json_extract_string(g.columns, '$.answer')
 from _groups_table g left join trained t on t.number = g."group"
 """
 
+TURNS_IN_STEPS = """
+with trained as (select step, unnest(groups) as number from _steps_table)
+select p."group" as group_id, p.sample, p.turn, t.step, p.source, p.tokens, p.reward, p.finish,
+       p.* exclude (sample, turn, source, tokens, reward, finish)
+from _turns_table p left join trained t on t.number = p."group"
+order by p."group", p.sample, p.turn
+"""
+
 VIEWS: Mapping[str, tuple[str, frozenset[str]]] = {
     "samples": (SAMPLES, frozenset({"samples", "groups", "steps"})),
     "groups": (GROUPS, frozenset({"groups", "steps"})),
     "steps": ("from _steps_table", frozenset({"steps"})),
+    "turns": (TURNS_IN_STEPS, frozenset({"turns", "steps"})),
     "lag": (LAG, frozenset({"samples", "groups", "steps"})),
     "rewards": (REWARDS, frozenset({"groups"})),
 }

@@ -17,7 +17,7 @@ from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.cpu_defaults import Cpu, with_cpu_defaults
 from penstock.pipeline.config.device_defaults import on_gpu, with_device_defaults
 from penstock.pipeline.config.run_config import Config, ConfigError
-from penstock.pipeline.config.schema import PATHS_OF, Resolve, Section
+from penstock.pipeline.config.schema import Resolve, Section
 from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.wire.secrets import without_passwords
@@ -162,9 +162,10 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
     for name, section in Config.model_fields.items():
         values = table.get(name)
         if isinstance(values, dict):
-            for key, resolve in PATHS_OF.get(cast(type[Section], section.annotation), {}).items():
-                if key in values:
-                    values[key] = _resolved(values[key], resolve, base)
+            for key, field in cast(type[Section], section.annotation).model_fields.items():
+                for mark in field.metadata if key in values else ():
+                    if isinstance(mark, Resolve):
+                        values[key] = _resolved(values[key], mark, base)
 
 
 def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:

@@ -17,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 
 class PluginError(ValueError):
@@ -94,8 +94,16 @@ def short_name(function: str) -> str:
 
     Example:
         short_name("judge.py:brevity?most=9")  # -> "brevity"
+        short_name("http://judge:8000/helpful")  # -> "helpful"
     """
+    if is_address(function):
+        return urlsplit(function).path.rpartition("/")[2] or urlsplit(function).hostname or function
     return split_options(function)[0].rpartition(":")[2]
+
+
+def is_address(function: str) -> bool:
+    """Whether a reward function is a service's address."""
+    return function.startswith(("http://", "https://"))
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

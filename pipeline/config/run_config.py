@@ -11,10 +11,8 @@ from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
     DataSection,
-    EnvironmentSection,
     EvalSection,
     ModelSection,
-    RewardSection,
     RolloutSection,
     RunSection,
     SamplingSection,
@@ -25,6 +23,7 @@ from penstock.pipeline.config.schema import (
     WeightsSection,
 )
 from penstock.pipeline.config.services import KafkaSection, LaunchSection, MlflowSection, TensorboardSection, WandbSection
+from penstock.pipeline.config.tasks import EnvironmentSection, RewardSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
 from penstock.topics.catalogue import DELETED_SEGMENT_BYTES, KEPT_SEGMENT_BYTES
 from penstock.topics.weights import FIRST

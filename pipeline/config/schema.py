@@ -3,8 +3,7 @@
 The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
 """
 
-import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -76,18 +75,7 @@ def absolute_template(text: str, base: Path) -> str:
     return text if text in ("auto", "on", "off") else absolute(text, base)
 
 
-def absolute_environment(text: str, base: Path) -> str:
-    """The files in the command of `agent:COMMAND`, the path in file.py:Class; other names stay."""
-    if not text.startswith("agent:"):
-        return absolute_source(text, base)
-    try:
-        words = shlex.split(text.removeprefix("agent:"))
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no command: {error}") from error
-    return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
-
-
-PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve(absolute_environment)
+PATH, SOURCE = Resolve(absolute), Resolve(absolute_source)
 
 
 class Section(BaseModel):
@@ -144,35 +132,6 @@ class DataSection(Section):
         default_factory=dict, description="what the chat template gets beside the messages: enable_thinking, …"
     )
     max_prompt_tokens: Positive = 1024
-
-
-class RewardSection(Section):
-    functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
-    weights: list[float] | None = None
-    timeout_s: PositiveFloat = 30.0
-    on_error: Literal["stop", "drop"] = Field(
-        "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
-    )
-
-
-class EnvironmentSection(Section):
-    source: Annotated[str | None, ENVIRONMENT] = Field(
-        None,
-        description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
-    )
-    carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
-    processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
-    in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
-    max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
-    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
-    history: Literal["exact", "template"] = Field("exact", description="the policy sees all that was drawn, or what its template renders")
-    resume: Literal["replay", "restart"] = Field(
-        "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
-    )
-    reset_timeout_s: PositiveFloat = 60.0
-    step_timeout_s: PositiveFloat = 30.0
-    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="of an environment's time in one trajectory")
-    retries: NonNegative = Field(2, description="attempts after the first, of an environment that fails, before its sample is aborted")
 
 
 class ScheduleSection(Section):
@@ -340,10 +299,3 @@ class WeightsSection(Section):
     )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
     shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
-
-
-PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {
-    section: {key: mark for key, field in section.model_fields.items() for mark in field.metadata if isinstance(mark, Resolve)}
-    for section in Section.__subclasses__()
-}
-"""Section -> its keys in which a relative path may stand."""

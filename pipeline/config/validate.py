@@ -4,11 +4,12 @@ The rule: each check is a function that returns one line, which says what to set
 """
 
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import CORRECTIONS
-from penstock.pipeline.config.plugins import nearest, short_name
+from penstock.pipeline.config.plugins import is_address, nearest, short_name
 from penstock.pipeline.config.run_config import Config, source_name
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -179,6 +180,14 @@ def _reward_weights(config: Config) -> str | None:
     return None
 
 
+def _reward_addresses(config: Config) -> str | None:
+    for name in (*config.reward.functions, *config.eval_reward.functions):
+        if is_address(name) and "@" in urlsplit(name).netloc:
+            host = urlsplit(name).hostname
+            return f"reward.functions: the address of {host} holds a password, which the log would keep; set PENSTOCK_REWARD_TOKEN instead"
+    return None
+
+
 def _eval_weights(config: Config) -> str | None:
     weights, functions = config.eval.weights, config.eval.functions
     if weights is not None and len(weights) != len(functions or ()):
@@ -258,6 +267,7 @@ CHECKS: tuple[Check, ...] = (
     _seeded,
     _samples,
     _reward_weights,
+    _reward_addresses,
     _eval_weights,
     _eval_sources,
     _initial_state,

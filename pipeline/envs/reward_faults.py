@@ -14,6 +14,10 @@ FEWEST = 100
 """Fewer groups count as so many: six equal failures stop a run that has just begun, one does not."""
 
 
+class RewardError(ValueError):
+    """A reward function raised or returned an invalid reward; one line with its name."""
+
+
 class BrokenReward(Unrecoverable):
     """A reward fails so often that the run stops; one line with the failure and what to do."""
 

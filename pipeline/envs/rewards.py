@@ -2,7 +2,7 @@
 
 Beside columns a function can ask for `completion_ids` and `trainer_state`, as in TRL, and for `completion_lengths` and
 `max_completion_length`. The rule: a broken reward is a failure with its reason, never a zero; `None` says that a function does not apply.
-Runs in a child process (`child`), because a user's function may hang; importing this module is cheap.
+Importing this module is cheap: every child process does.
 """
 
 import asyncio
@@ -18,18 +18,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.plugins import PluginError, load, nearest, short_name, source_digest, split_options
+from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
-from penstock.pipeline.envs.builtin_rewards import BUILTINS, WARM_UPS
+from penstock.pipeline.envs.builtin_rewards import BUILTINS
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
+from penstock.pipeline.envs.reward_faults import RewardError
+from penstock.pipeline.envs.reward_service import RewardService
 from penstock.topics.samples import Turn, reward_of
-
-CHILD = "penstock.pipeline.envs.rewards:child"
-"""Target of `infra.sandbox.pool.ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
-
-
-class RewardError(ValueError):
-    """A reward function raised or returned an invalid reward; one line with its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +62,11 @@ class Rewards:
     by_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Of a mixture: source -> the functions that judge its rows, by their names or whole; a source that is missing has all."""
 
-    def score(
+    def score(self, completions: Sequence[str], **group: Any) -> Score:
+        """As `judge`, which it runs to its end."""
+        return _loop().run_until_complete(self.judge(completions, **group))
+
+    async def judge(
         self,
         completions: Sequence[str],
         *,
@@ -97,7 +96,7 @@ class Rewards:
             if episodes is not None:
                 said = [json.loads(one["messages"])[len(messages) :] for one in episodes]
             arguments |= {"prompts": [messages] * count, "completions": said}
-        by_function = self._values(arguments, count)
+        by_function = await self._values(arguments, count)
         components = tuple(zip(*by_function, strict=True)) if count else ()
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
 
@@ -123,7 +122,7 @@ class Rewards:
         }
         return {**columns, **{name: value for name, value in facts.items() if name not in columns}}
 
-    def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
+    async def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
         returned: list[Any] = []
         judges = dict(self._judges(next(iter(offered.get(SOURCE_COLUMN, ())), None)))
         for name in self.names:
@@ -138,7 +137,8 @@ class Rewards:
                 raise _broke(name, error) from error
         waiting = [number for number, value in enumerate(returned) if inspect.isawaitable(value)]
         if waiting:
-            for number, value in zip(waiting, _loop().run_until_complete(_all([returned[at] for at in waiting])), strict=True):
+            values = await asyncio.gather(*(returned[number] for number in waiting), return_exceptions=True)
+            for number, value in zip(waiting, values, strict=True):
                 if isinstance(value, BaseException):
                     raise _broke(self.names[number], value) from value
                 returned[number] = value
@@ -162,10 +162,13 @@ def resolve(
     max_steps: int = 0,
     max_completion_length: int = 0,
     by_source: Mapping[str, Sequence[str]] | None = None,
+    timeout_s: float = 30.0,
+    concurrency: int = 1,
 ) -> Rewards:
-    """Resolve reward functions by name or plug-in spec, with options after a question mark; weights default to 1.
+    """Resolve reward functions by name, plug-in spec or address, with options after a question mark; weights default to 1.
 
-    `max_steps` and `max_completion_length` are the run's, for functions that ask for them.
+    `max_steps` and `max_completion_length` are the run's, for functions that ask for them; `timeout_s`, which a service has for a group,
+    and `concurrency`, the groups that may ask it side by side, are for addresses.
 
     Raises:
         PluginError: an unknown name, a function that cannot be loaded, or an option that it does not take.
@@ -175,7 +178,10 @@ def resolve(
         raise ValueError("no reward function: give at least one")
     if weights is not None and (len(weights) != len(names) or not all(isfinite(weight) for weight in weights)):
         raise ValueError(f"reward weights {list(weights)}: expected {len(names)} finite numbers, one for each of {', '.join(names)}")
-    functions = tuple(_find(name, base_dir) for name in names)
+    functions = tuple(
+        RewardService(name, timeout_s=timeout_s, connections=concurrency).judge if is_address(name) else _find(name, base_dir)
+        for name in names
+    )
     return Rewards(
         names=tuple(names),
         weights=tuple(map(float, weights or [1.0] * len(names))),
@@ -187,52 +193,20 @@ def resolve(
 
 
 def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict[str, str]:
-    """SHA-256 of the source behind each reward, for the run's record; nothing is imported. Raises `PluginError`."""
-    builtin = hashlib.sha256(Path(builtin_rewards.__file__).read_bytes()).hexdigest()
-    plain = {name: split_options(name)[0] for name in names}
-    return {name: builtin if plain[name] in BUILTINS else source_digest(plain[name], base_dir=base_dir) for name in names}
+    """SHA-256 of the source behind each reward, or of a service's address, for the run's record; nothing is imported.
 
+    Raises `PluginError`.
+    """
 
-def spec(
-    names: Sequence[str],
-    weights: Sequence[float] | None = None,
-    *,
-    base_dir: str | Path | None = None,
-    max_steps: int = 0,
-    max_completion_length: int = 0,
-    by_source: Mapping[str, Sequence[str]] | None = None,
-) -> dict[str, Any]:
-    """The arguments of `resolve` as JSON, for a child process."""
-    return {
-        "names": list(names),
-        "weights": None if weights is None else list(weights),
-        "base_dir": None if base_dir is None else str(base_dir),
-        "max_steps": max_steps,
-        "max_completion_length": max_completion_length,
-        "by_source": {source: list(functions) for source, functions in (by_source or {}).items()},
-    }
+    def source(name: str) -> str:
+        plain = split_options(name)[0]
+        if is_address(name):
+            return hashlib.sha256(name.encode()).hexdigest()
+        if plain in BUILTINS:
+            return hashlib.sha256(Path(builtin_rewards.__file__).read_bytes()).hexdigest()
+        return source_digest(plain, base_dir=base_dir)
 
-
-def payload(
-    completions: Sequence[str],
-    *,
-    prompt: str,
-    messages: Sequence[Mapping[str, Any]] | None,
-    columns: Mapping[str, Any],
-    completion_ids: Sequence[Sequence[int]] = (),
-    step: int = 0,
-    episodes: Sequence[Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """One group as JSON, the keywords of `Rewards.score`; the row's prompt and columns are sent once, not once per completion."""
-    return {
-        "completions": list(completions),
-        "prompt": prompt,
-        "messages": messages,
-        "columns": dict(columns),
-        "completion_ids": [list(map(int, ids)) for ids in completion_ids],
-        "step": step,
-        "episodes": episodes,
-    }
+    return {name: source(name) for name in names}
 
 
 def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
@@ -247,26 +221,13 @@ def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
     return [episode(sample.turns, sample.messages) for sample in samples]
 
 
-def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return the handler of a child process: it takes `payload(...)` and returns a score by the functions of `spec(...)`."""
-    rewards = resolve(**init)
-    for name in rewards.names:
-        if name in WARM_UPS:
-            WARM_UPS[name]()
-
-    def score(group: Mapping[str, Any]) -> dict[str, Any]:
-        result = rewards.score(**group)
-        return {"rewards": result.rewards, "components": result.components}
-
-    return score
-
-
 def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     plain, options = split_options(name)
     if plain not in BUILTINS and ":" not in plain:
         builtins = ", ".join(BUILTINS)
         raise PluginError(
-            f"{name!r} is no reward: expected {builtins}, package.module:function or file.py:function{nearest(plain, BUILTINS)}"
+            f"{name!r} is no reward: expected {builtins}, package.module:function, file.py:function or http://HOST/PATH"
+            f"{nearest(plain, BUILTINS)}"
         )
     function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
     if options:
@@ -295,6 +256,8 @@ def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]
 
 
 def _broke(name: str, error: BaseException) -> RewardError:
+    if isinstance(error, RewardError):
+        return error
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
     return RewardError(f"reward {name} broke: {type(error).__name__}: {' '.join(str(error).split())[:400]}{where}")
@@ -321,7 +284,3 @@ def _checked(name: str, returned: Any, count: int) -> list[float | None]:
 def _loop() -> asyncio.AbstractEventLoop:
     # One loop for the life of the process, so that an async function can keep its HTTP session between calls.
     return asyncio.new_event_loop()
-
-
-async def _all(awaitables: Sequence[Any]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)

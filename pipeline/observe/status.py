@@ -74,7 +74,7 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
         return None
     if waiting < SELDOM:
         return _named("trainer", f"it waits {waiting:.0%} of its time")
-    generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_s")))
+    generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_busy_s")))
     if scoring is not None and scoring >= MOSTLY and scoring > (generating or 0.0):
         return _named("scorer", f"busy {scoring:.0%}; the trainer waits {waiting:.0%}")
     if generating is None:

@@ -37,11 +37,11 @@ def config_of(reward: str = "exact_match") -> Config:
     return from_table(table)
 
 
-def filled(log: Log, run: str, *, topics: Collection[str] = ("prompts", "rollouts")) -> None:
+def filled(log: Log, run: str, *, topics: Collection[str] = ("prompts", "rollouts"), count: int = GROUPS) -> None:
     """Prompts and samples of all groups, or one of both, without outcomes."""
     log.create_topics(topics_of(run, partitions=PARTITIONS), **({} if isinstance(log, MemoryLog) else {"replication_factor": 1}))
     teller, producer = Teller(run), log.producer()
-    for number in range(GROUPS):
+    for number in range(count):
         for record in teller.group([1.0, 0.0], version=0):
             if record.topic.rpartition(".")[2] in topics:
                 producer.send(replace(record, partition=number % PARTITIONS))
@@ -67,6 +67,8 @@ def outcomes(log: Log, run: str) -> Counter[int]:
 
 class HeldPool:
     """Ends calls when a test says so, in any order; a call that was cancelled may end all the same, as one whose answer was on its way."""
+
+    busy_s = 0.0
 
     def __init__(self) -> None:
         self.held: list[Any] = []

@@ -1,11 +1,14 @@
 """Whole runs over trajectories of several turns on the in-memory log: what is trained, and what becomes of broken environments."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.archive.sql import ask
 from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.observe.explain.as_json import explain
 from penstock.pipeline.observe.explain.text import as_page
@@ -16,6 +19,17 @@ from tests.support.crew import audited, complete, records_of
 from tests.support.environments import COUNTING
 
 ROLES = ("trainer", "rollout", "scorer", "feeder")
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A run's tables for questions in SQL that name none of its raw records."""
+
+    log: Any
+    run: str
+
+    def rows(self, name: str) -> Any:
+        raise AssertionError(name)
 
 
 def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
@@ -40,6 +54,13 @@ def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id
     played = report["episodes"]
     assert played["trajectories"] >= len(samples) and 1 <= played["turns_mean"] <= 3
     assert (played["broken"], played["segments_mean"]) == (0, 1.0)
+    figures = "any_value(step) step, sum(reward) reward, count(*) filter (source = 'model') turns"
+    rows = ask(InMemory(log, run_id), f"select group_id, sample, {figures} from turns group by all").to_pylist()
+    found = {(row["group_id"], row["sample"]): (row["reward"], row["turns"]) for row in rows}
+    for sample in samples:
+        turns = sum(turn.source == "model" for turn in sample.rollout.turns or ())
+        assert found[sample.rollout.group, sample.rollout.sample] == (sample.reward, turns)
+    assert {row["step"] for row in rows} >= {0, 1}
     life = explain(log, run_id, samples[0].rollout.group, say=lambda _: None)
     assert [turn["source"] for turn in life["samples"][0]["turns"][:2]] == ["prompt", "model"]
     assert f"turns in {samples[0].rollout.environment} (seed {samples[0].rollout.environment_seed}), rewards" in as_page(life)

@@ -17,8 +17,9 @@ from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.envs.datasets.configured import open_eval_data
+from penstock.pipeline.envs.reward_child import payload, reward_pool
 from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
+from penstock.pipeline.envs.rewards import Score, episodes_of
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.drawing.sampling import episode_request
 from penstock.pipeline.runtime.factories import make_engine
@@ -121,8 +122,7 @@ class Evaluator:
         rows = [(row, renderer.render(row)) for _, row in held]
         reward = config.eval_reward
         longest = config.max_drawn_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
-        init = spec(reward.functions, reward.weights, max_steps=session.info["steps"], max_completion_length=longest)
-        pool: ChildPool[int] = ChildPool(CHILD, init=init, size=1, timeout_s=reward.timeout_s)
+        pool: ChildPool[int] = reward_pool(reward, max_steps=session.info["steps"], max_completion_length=longest)
         names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
         return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, names, renderer, faults)
 

@@ -13,8 +13,9 @@ from penstock.infra.errors import LostPartition, OutcomeUnknown
 from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
+from penstock.pipeline.envs.reward_child import payload, reward_pool
 from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
+from penstock.pipeline.envs.rewards import Score, episodes_of
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
@@ -42,15 +43,13 @@ def main(session: Session) -> None:
     topics = [session.topic("prompts"), session.topic("rollouts")]
     follower = LedgerFollower(session.log, session.run)
     transactions = session.transactions()
-    reward = config.reward
-    init = spec(
-        reward.functions,
-        reward.weights,
+    pool: ChildPool[Job] = reward_pool(
+        config.reward,
+        size=config.scorer.processes,
         max_steps=session.info["steps"],
         max_completion_length=config.max_drawn_tokens,
         by_source=config.data.rewards,
     )
-    pool: ChildPool[Job] = ChildPool(CHILD, init=init, size=config.scorer.processes, timeout_s=reward.timeout_s)
     member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
@@ -114,13 +113,14 @@ class Scorer:
                     for record in event.records:
                         self._received(record)
         self.reports.pass_time(self.owned.values(), working=self.member.outage_s == 0)
-        scored = [self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0)]
+        scored = (self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0))
         self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
         self._faults.check()  # the groups that show the fault are written
         for state in self.owned.values():
             set_aside_orphans(self.session, state, now_s=self.reports.now_s)
         reporter = self.session.reporter
+        reporter.values["reward_busy_s"] = self.pool.busy_s
         reporter.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
         reporter.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
         reporter.doing("scoring" if self._scoring else "waiting for samples")
@@ -292,8 +292,7 @@ class Scorer:
         self._faults.passed()
         self.session.reporter.add("groups")
         self.session.reporter.add("reward_s", result.seconds)
-        score, algorithm = Score.of(result.result), self.session.config.algorithm
-        outcome = verdict(group.ordered(), scoring.completions, score, algorithm=algorithm)
+        outcome = verdict(group.ordered(), scoring.completions, Score.of(result.result), algorithm=self.session.config.algorithm)
         return replace(self._group(group, outcome.outcome, outcome.reason, outcome.samples), reward_ns=round(1e9 * result.seconds))
 
     def _overdue(self) -> list[Group]:

@@ -27,6 +27,7 @@ from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 WAIT_S = 0.02
 """How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
 SAMPLE_BITS, TURN_BITS = 12, 12
+_COUNTED = ("trajectories", "turns", "dropped", "dropped_turns", "broken", "losses", "environment_s", "segments", "waits_s")
 
 
 def turn_number(group: int, sample: int, turn: int) -> int:
@@ -87,7 +88,7 @@ class TrajectoryEngine:
         self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]] | None] = queue.SimpleQueue()
         self._running: dict[tuple[int, int], _Running] = {}
         self._flying: dict[int, _Asked] = {}
-        self._counts = dict.fromkeys(("trajectories", "turns", "broken", "losses", "environment_s", "segments", "waits_s"), 0.0)
+        self._counts = dict.fromkeys(_COUNTED, 0.0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
         self._thread.start()
@@ -126,14 +127,16 @@ class TrajectoryEngine:
         return [*ended, *self._take(wait=False)]
 
     def abort(self, group: int) -> list[Completion]:
-        aborted: list[Completion] = []
+        aborted: list[Trajectory] = []
         for key in [key for key in self._running if key[0] == group]:
             running = self._running.pop(key)
             for turn in running.turns:
                 self._inner.abort(turn)
                 self._flying.pop(turn, None)
             aborted.append(self._in_loop(_ended(running)))
-        return aborted
+        self._counts["dropped"] += len(aborted)
+        self._counts["dropped_turns"] += sum(map(_turns, aborted))
+        return list[Completion](aborted)
 
     def in_hand(self) -> list[InHand]:
         drawing = {held.group: held for held in self._inner.in_hand()}
@@ -207,7 +210,7 @@ class TrajectoryEngine:
     def _count(self, trajectory: Trajectory) -> Trajectory:
         counts = self._counts
         counts["trajectories"] += 1
-        counts["turns"] += sum(turn.source == "model" for turn in trajectory.turns)
+        counts["turns"] += _turns(trajectory)
         counts["segments"] += trajectory.segment_count
         counts["environment_s"] += trajectory.environment_s
         if trajectory.turns and trajectory.turns[-1].source == "environment":
@@ -248,6 +251,10 @@ class _Asker:
         )
         self.engine.ask(_Asked(self.key, one, answer))
         return await answer
+
+
+def _turns(trajectory: Trajectory) -> int:
+    return sum(turn.source == "model" for turn in trajectory.turns)
 
 
 def draw_of(completion: Completion) -> Draw:

@@ -14,7 +14,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.sandbox.spawn import ChildError
 from penstock.pipeline.config.load import Config, from_json, to_json
-from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs import reward_child, rewards
 from penstock.pipeline.envs.datasets import Row
 from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
@@ -46,13 +46,15 @@ def judge(
 ) -> list[rewards.Score]:
     """The score of one completion for each of the first rows, by the run's reward functions. Raises `PenstockError`."""
     reward, renderer = config.reward, Renderer.of(config)
-    init = rewards.spec(reward.functions, reward.weights, max_steps=1, max_completion_length=config.max_drawn_tokens)
-    with _children(rewards.CHILD, init, timeout_s=reward.timeout_s) as pool:
+    init = reward_child.spec(
+        reward.functions, reward.weights, timeout_s=reward.timeout_s, max_steps=1, max_completion_length=config.max_drawn_tokens
+    )
+    with _children(reward_child.CHILD, init, timeout_s=reward.timeout_s) as pool:
         return [
             rewards.Score.of(
                 _result(
                     pool,
-                    rewards.payload(
+                    reward_child.payload(
                         [text],
                         prompt=renderer.render(row)[0],
                         messages=row.messages if episode is None else renderer.messages(row),

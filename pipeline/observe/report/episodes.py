@@ -28,6 +28,8 @@ def episodes(view: RunView) -> dict[str, Any] | None:
     return {
         "trajectories": int(count),
         "turns_mean": total("turns") / count,
+        "dropped": int(total("dropped")),
+        "dropped_turns_mean": total("dropped_turns") / total("dropped") if total("dropped") else None,
         "segments_mean": total("segments") / count,
         "environment_s": total("environment_s"),
         "environment_s_mean": total("environment_s") / count,
@@ -46,6 +48,8 @@ def episodes_line(found: dict[str, Any]) -> str:
     ]
     if found["segments_mean"] > 1.0:
         parts.append(f"{found['segments_mean']:.2f} sequences each")
+    if found["dropped"]:
+        parts.append(f"{found['dropped']:,} dropped after {found['dropped_turns_mean']:.1f} turns")
     if found["losses"]:
         parts.append(f"{found['losses']} losses made good")
     if found["broken"]:

@@ -14,6 +14,7 @@ from penstock.pipeline.observe.report import staleness, time_spent
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.evaluations import evaluations, examples
 from penstock.pipeline.observe.report.rebases import rebased_fields
+from penstock.pipeline.observe.report.scoring import scoring
 from penstock.pipeline.observe.report.staleness import practice, weighted
 from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_status import (
@@ -82,6 +83,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "ess": staleness.ess(steps),
         "engines": staleness.engines(view),
         "episodes": episodes(view),
+        "scoring": scoring(view),
         **_lengths(view),
         **time_spent.as_json(view, steps, per_version=steps_per_version(view)),
         "bottleneck": bottleneck_as_json(bottleneck(view, whole=True)),

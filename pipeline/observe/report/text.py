@@ -20,6 +20,7 @@ from rich.text import Text
 from penstock.pipeline.observe.report.episodes import episodes_line
 from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.rebases import rebased_line
+from penstock.pipeline.observe.report.scoring import scoring_line
 from penstock.pipeline.observe.report.time_spent import as_line
 from penstock.pipeline.observe.report.verdict import verdict
 
@@ -151,6 +152,7 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         ("groups", Text(f"{groups['admitted']:,} admitted: " + " · ".join(ends))),
         ("drawn", Text(samples)),
         *([("episodes", Text(episodes_line(report["episodes"])))] if report.get("episodes") else []),
+        *([("rewards", Text(scoring_line(report["scoring"])))] if report.get("scoring") else []),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
     ]
     if rebased := report["rebased"]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
 from penstock.pipeline.envs.group_outcome import verdict
-from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
+from penstock.pipeline.envs.reward_child import payload, reward_pool
+from penstock.pipeline.envs.rewards import Score, episodes_of
 from penstock.pipeline.replay.rescore.cases import Case, Left
 from penstock.topics.groups import Group, version_min
 
@@ -51,15 +52,8 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
 
     Raises `ChildError` (one line) where a reward function cannot be loaded at all.
     """
-    reward = config.reward
-    init = spec(
-        reward.functions,
-        reward.weights,
-        max_steps=steps,
-        max_completion_length=config.max_drawn_tokens,
-        by_source=config.data.rewards,
-    )
-    with ChildPool[int](CHILD, init=init, size=processes, timeout_s=reward.timeout_s) as pool:
+    settings = {"max_steps": steps, "max_completion_length": config.max_drawn_tokens, "by_source": config.data.rewards}
+    with reward_pool(config.reward, size=processes, **settings) as pool:
         waiting: dict[int, Case | Left] = {}
         ended: dict[int, Rescored | Left] = {}
         given = 0

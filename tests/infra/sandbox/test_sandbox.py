@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.infra.sandbox.spawn import ChildError
 from tests.support.paths import ROOT
@@ -286,3 +287,103 @@ def test_a_cancelled_call_never_ends_and_its_child_is_free_at_once(pool: Pool) -
     results = collect(one, 20.0)
     assert list(results) == ["wanted"]
     assert one.pending == 0
+
+
+SIDE_BY_SIDE = """
+import asyncio, os, time
+
+def serve(init):
+    under_way = set()
+    async def handle(payload):
+        what = payload.get("do")
+        if what == "meet":  # nobody returns before all have come
+            under_way.add(payload["number"])
+            while len(under_way) < payload["of"]:
+                await asyncio.sleep(0.001)
+        if what == "wait":
+            try:
+                await asyncio.sleep(600)
+            finally:
+                open(payload["note"], "a").write("gave up,")
+        if what == "block":
+            time.sleep(600)
+        if what == "exit":
+            os._exit(5)
+        if what == "leave":
+            raise SystemExit("bye")
+        if what == "late":
+            await asyncio.sleep(0.3)
+        return os.getpid()
+    handle.at_once = init
+    return handle
+"""
+
+
+@pytest.fixture
+def side_by_side(tmp_path: Path, pool: Pool) -> Pool:
+    (tmp_path / "served_by_test.py").write_text(SIDE_BY_SIDE)
+    return pool
+
+
+def test_a_coroutine_works_on_many_calls_side_by_side_and_on_no_more_than_it_says(side_by_side: Pool) -> None:
+    ours = side_by_side(init=40)
+    for number in range(40):
+        ours.submit(number, {"do": "meet", "number": number, "of": 40})
+    assert len({one.result for one in collect(ours).values()}) == 1  # type: ignore[union-attr]
+    narrow = side_by_side(init=2, timeout_s=0.5, retries=0)
+    for number in range(3):
+        narrow.submit(number, {"do": "meet", "number": number, "of": 3})
+    ended = collect(narrow)
+    assert [reason(ended[number]) for number in (0, 1)] == ["took longer than 0.5 s"] * 2
+
+
+def test_a_call_that_overruns_is_given_up_and_its_neighbours_go_on(side_by_side: Pool, tmp_path: Path) -> None:
+    ours, note = side_by_side(init=8, timeout_s=0.6), tmp_path / "note"
+    ours.submit("warm", {})
+    before = collect(ours)["warm"].result  # type: ignore[union-attr]
+    ours.submit("long", {"do": "wait", "note": str(note)})
+    ours.submit("late", {"do": "late"})
+    ours.submit("leaves", {"do": "leave"})
+    ended = collect(ours)
+    assert reason(ended["long"]) == "took longer than 0.6 s"
+    assert reason(ended["leaves"]).startswith("SystemExit: bye")
+    assert ended["late"].result == before  # type: ignore[union-attr]
+    assert note.read_text() == "gave up,gave up,"
+
+
+@pytest.mark.parametrize(("what", "words"), [("block", "took longer than 0.5 s and was killed"), ("exit", "died with exit status 5")])
+def test_a_call_that_takes_its_child_along_fails_alone(side_by_side: Pool, what: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled, "GRACE_S", 0.3)
+    ours = side_by_side(init=8, timeout_s=0.5)
+    for number in range(4):
+        ours.submit(number, {"do": "late"})
+    ours.submit("guilty", {"do": what})
+    ended = collect(ours)
+    assert reason(ended.pop("guilty")) == words
+    assert all(isinstance(one, Done) for one in ended.values())
+
+
+def test_a_cancelled_call_is_given_up_while_its_neighbours_go_on(side_by_side: Pool, tmp_path: Path) -> None:
+    ours, note = side_by_side(init=8), tmp_path / "note"
+    ours.submit("warm", {})
+    before = collect(ours)["warm"].result  # type: ignore[union-attr]
+    ours.submit("void", {"do": "wait", "note": str(note)})
+    ours.submit("late", {"do": "late"})
+    ours.poll(0.05)
+    ours.cancel({"void"})
+    ended = collect(ours)
+    assert list(ended) == ["late"]
+    assert ended["late"].result == before  # type: ignore[union-attr]
+    until(note.exists)
+    assert note.read_text() == "gave up,"
+
+
+def test_half_of_the_places_taken_counts_as_half_of_the_time(side_by_side: Pool) -> None:
+    ours = side_by_side(init=4)
+    ours.submit("warm", {})
+    collect(ours)
+    before, started = ours.busy_s, time.monotonic()
+    ours.submit("one", {"do": "late"})
+    ours.submit("two", {"do": "late"})
+    collect(ours)
+    assert ours.busy_s - before == pytest.approx((time.monotonic() - started) / 2, rel=0.2)

@@ -214,7 +214,7 @@ def shares(*, waits: float, generates: float | None, scores: float | None = None
         if generates is not None:
             told.append(teller.measured_by("rollout-0", labels={"doing": doing}, generate_s=generates * second))
         if scores is not None:
-            told.append(teller.measured_by("scorer-0", reward_s=scores * second))
+            told.append(teller.measured_by("scorer-0", reward_busy_s=scores * second))
         told.append(teller.entry("step", step=second, version=second, metrics={"wait_s": waits, "compute_s": 1 - waits}))
         teller.now_s += 1
     for record in as_records(told):

@@ -15,7 +15,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import ChildPool
-from penstock.pipeline.envs.rewards import CHILD, spec
+from penstock.pipeline.envs.reward_child import CHILD, spec
 from penstock.workers.scorer.worker import Scorer
 from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
 
@@ -63,7 +63,7 @@ def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:
 
     def work(slot: int, stop: threading.Event) -> None:
         own = connect()
-        pool: Any = ChildPool(CHILD, init=spec([reward]), size=1, timeout_s=60.0)
+        pool: Any = ChildPool(CHILD, init=spec([reward], concurrency=8), size=1, timeout_s=60.0)
         try:
             scorer = scorer_of(own, run, slot, pool, config)
             while not stop.is_set():
@@ -100,22 +100,38 @@ def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:
     assert outcomes(log, run) == Counter(range(GROUPS))
 
 
-def slow_reward(directory: Path, seconds: float) -> str:
+SLOW = """
+import asyncio, time
+
+def blocking(completions, **columns):
+    time.sleep({seconds})
+    return [1.0] + [0.0] * (len(completions) - 1)
+
+async def waiting(completions, **columns):
+    await asyncio.sleep({seconds})
+    return [1.0] + [0.0] * (len(completions) - 1)
+"""
+BOTH = pytest.mark.parametrize("kind", ["blocking", "waiting"])
+
+
+def slow_reward(directory: Path, kind: str, seconds: float) -> str:
     file = directory / "slow.py"
-    file.write_text(
-        f"import time\ndef slowly(completions, **columns):\n    time.sleep({seconds})\n    return [1.0] + [0.0] * (len(completions) - 1)\n"
-    )
-    return f"{file}:slowly"
+    file.write_text(SLOW.format(seconds=seconds))
+    return f"{file}:{kind}"
 
 
+@BOTH
 @pytest.mark.costly
-def test_scaling_scorers_while_rewards_run_loses_and_ends_nothing(tmp_path: Path) -> None:
+def test_scaling_scorers_while_rewards_run_loses_and_ends_nothing(tmp_path: Path, kind: str) -> None:
     log = MemoryLog()
-    scaled(log, lambda: log, "scaled", slow_reward(tmp_path, 0.3))
+    scaled(log, lambda: log, "scaled", slow_reward(tmp_path, kind, 0.3))
 
 
+@BOTH
 @pytest.mark.slow
-def test_scaling_scorers_whose_rewards_take_8_s_on_a_broker_loses_and_ends_nothing(broker: str, run_id: str, tmp_path: Path) -> None:
+def test_scaling_scorers_whose_rewards_take_8_s_on_a_broker_loses_and_ends_nothing(
+    broker: str, run_id: str, tmp_path: Path, kind: str
+) -> None:
     log = KafkaLog(broker)
-    scaled(log, lambda: KafkaLog(broker), run_id, slow_reward(tmp_path, 8.0))
+    scaled(log, lambda: KafkaLog(broker), run_id, slow_reward(tmp_path, kind, 8.0))
     log.close()

@@ -1,0 +1,116 @@
+"""One child of a pool: its pipes, which never block, and the calls it works on."""
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from penstock.infra.sandbox.spawn import kill_group, spawn
+
+Key = TypeVar("Key")
+READ_BYTES = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call(Generic[Key]):
+    """One call of a pool's user."""
+
+    key: Key
+    payload: str
+    attempts_left: int
+    alone: bool = False
+    """Whether it gets a child to itself: another one died with it and with others in hand, and nobody knows whose fault that was."""
+    deadline: float = float("inf")
+    called: float = 0.0
+    stopped: str | None = None
+    """Why the child was told to give it up."""
+    unwanted: bool = False
+
+
+class PipedChild(Generic[Key]):
+    """A child process with requests that wait to be written and answers that wait to be whole."""
+
+    def __init__(self, target: str, *, deadline: float) -> None:
+        self.process, self._lifeline = spawn(target)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self.deadline = deadline
+        """For its start."""
+        self.ready = False
+        self.at_once = 1
+        """Calls it works on side by side."""
+        self.gives_up = False
+        """Whether it can give up a call and live on."""
+        self.calls: dict[int, Call[Key]] = {}
+        self._sending: list[tuple[Call[Key], float]] = []
+        self._unsent, self._unread = bytearray(), bytearray()
+        os.set_blocking(self.stdin, False)
+        os.set_blocking(self.stdout, False)
+
+    @property
+    def wanted(self) -> int:
+        """How many of its calls somebody waits for."""
+        return sum(not call.unwanted for call in self.calls.values())
+
+    def has_room(self, call: Call[Key]) -> bool:
+        """Whether it can take another call."""
+        room = 1 if call.alone or any(held.alone for held in self.calls.values()) else self.at_once
+        return self.ready and len(self.calls) < room
+
+    def call(self, number: int, call: Call[Key], *, timeout_s: float) -> None:
+        """Send a call; its limit runs from when it is written whole."""
+        self.calls[number] = call
+        call.called = time.monotonic()
+        call.deadline = call.called + timeout_s
+        self._sending.append((call, timeout_s))
+        self.send(f"[{number}, {call.payload}]")
+
+    def give_up(self, number: int, reason: str, *, grace_s: float) -> None:
+        """Tell it to give up a call, which it has to answer within `grace_s`."""
+        self.calls[number].stopped, self.calls[number].deadline = reason, time.monotonic() + grace_s
+        self.send(f"[{number}]")
+
+    def send(self, line: str) -> None:
+        """Write as much as the pipe takes; `write` goes on with the rest."""
+        self._unsent += line.encode() + b"\n"
+        self.write()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits for the pipe."""
+        return bool(self._unsent)
+
+    def write(self) -> None:
+        """Write what waits, as much as the pipe takes."""
+        # A broken pipe is a dead child, which its closed stdout reports.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while self._unsent:
+                del self._unsent[: os.write(self.stdin, self._unsent)]
+        if not self._unsent:
+            for call, timeout_s in self._sending:
+                if call.stopped is None:
+                    call.deadline = time.monotonic() + timeout_s
+            self._sending.clear()
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The answers that are whole, and whether it has ended: an answer that it sent before counts."""
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.stdout, READ_BYTES):
+                self._unread += data
+            ended = True
+        *lines, rest = self._unread.split(b"\n")
+        self._unread = rest
+        return [json.loads(line) for line in lines], ended
+
+    def close(self) -> None:
+        """Kill it and everything it has started."""
+        if self.process.returncode is None:
+            kill_group(self.process.pid)
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        os.close(self._lifeline)

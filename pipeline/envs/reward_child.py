@@ -1,0 +1,87 @@
+"""Judges groups in child processes, because a user's function may hang: what goes in and out, and the child's side.
+
+The rule: where a function is async, or a service, one child judges many groups side by side; else one at a time.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.infra.sandbox.pool import ChildPool
+from penstock.pipeline.envs.builtin_rewards import WARM_UPS
+from penstock.pipeline.envs.rewards import Score, resolve
+
+if TYPE_CHECKING:
+    from penstock.pipeline.config.tasks import RewardSection
+
+CHILD = "penstock.pipeline.envs.reward_child:child"
+"""Target of `ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
+
+
+def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> ChildPool[Any]:
+    """Child processes that judge by a run's reward functions; `settings` are those of `spec`. Each call is tried twice."""
+    init = spec(reward.functions, reward.weights, timeout_s=reward.timeout_s, concurrency=reward.concurrency, **settings)
+    return ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s)
+
+
+def spec(
+    names: Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    base_dir: str | Path | None = None,
+    by_source: Mapping[str, Sequence[str]] | None = None,
+    concurrency: int = 1,
+    **settings: float,
+) -> dict[str, Any]:
+    """The arguments of `resolve` as JSON, for a child process."""
+    return {
+        "names": list(names),
+        "weights": None if weights is None else list(weights),
+        "base_dir": None if base_dir is None else str(base_dir),
+        "by_source": {source: list(functions) for source, functions in (by_source or {}).items()},
+        "concurrency": concurrency,
+        **settings,
+    }
+
+
+def payload(
+    completions: Sequence[str],
+    *,
+    prompt: str,
+    messages: Sequence[Mapping[str, Any]] | None,
+    columns: Mapping[str, Any],
+    completion_ids: Sequence[Sequence[int]] = (),
+    step: int = 0,
+    episodes: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """One group as JSON, the keywords of `Rewards.judge`; the row's prompt and columns are sent once, not once per completion."""
+    return {
+        "completions": list(completions),
+        "prompt": prompt,
+        "messages": messages,
+        "columns": dict(columns),
+        "completion_ids": [list(map(int, ids)) for ids in completion_ids],
+        "step": step,
+        "episodes": episodes,
+    }
+
+
+def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Return the handler of a child process: it takes `payload(...)` and returns a score by the functions of `spec(...)`."""
+    rewards = resolve(**init)
+    for name in rewards.names:
+        if name in WARM_UPS:
+            WARM_UPS[name]()
+    if not any(map(inspect.iscoroutinefunction, rewards.functions)):
+        return lambda group: _plain(rewards.score(**group))
+
+    async def judge(group: Mapping[str, Any]) -> dict[str, Any]:
+        return _plain(await rewards.judge(**group))
+
+    judge.at_once = init["concurrency"]  # type: ignore[attr-defined]
+    return judge
+
+
+def _plain(score: Score) -> dict[str, Any]:
+    return {"rewards": score.rewards, "components": score.components}
