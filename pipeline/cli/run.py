@@ -41,6 +41,7 @@ def run(
     """Run everything on this machine: broker, topics, workers, live view, report."""
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.load import ConfigError, load
+    from penstock.pipeline.launch.create import usable
     from penstock.pipeline.launch.placement import visible_gpus
 
     make_files_private()
@@ -62,6 +63,8 @@ def run(
         ]
         overrides = [*settings, *(overrides or [])]
     loaded = load(config, overrides or [], gpus=len(visible_gpus()))
+    if run_id is not None:
+        usable(run_id)
     if dry_run:
         # Only looking downloads nothing: a data set that is not here is reported as such.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")

@@ -90,7 +90,7 @@ def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> N
 
 def test_the_time_of_a_step_goes_on_over_its_micro_batches() -> None:
     teller, told = begun()
-    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of about 5"}))
+    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of ~5"}))
     teller.now_s += 20.0
     told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5"}))
     view = view_of(told)
