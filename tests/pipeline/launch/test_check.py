@@ -59,7 +59,7 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tm
         ("return [1.0]", "returned 1 values for 2 completions"),
         ("return [1 / 0]", "ZeroDivisionError: division by zero (rew.py line 2)"),
         ("return [1.0, 2.0, 3.0]", "returned 3 values for 2 completions"),
-        ("return ['right']", "expected a number or None"),
+        ("return ['right'] * len(completions)", "expected a number or None"),
         ("import time; time.sleep(60)", "took longer than 1 s"),
         ("import no_such_package", "No module named 'no_such_package'"),
     ],
