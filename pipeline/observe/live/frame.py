@@ -56,7 +56,7 @@ def frame(
     found = wastes(view, last=RECENT_GROUPS)
     parts += [Text(str(waste), style="yellow") for waste in found]
     parts += [Text(one.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for one in completions]
-    absent = missing(view, silent=silent) if status in ("created", "running") else []
+    absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
     rows = max(4, height - HEADER_LINES - 2 * len(found) - len(completions) - bool(absent))
     parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
@@ -116,12 +116,17 @@ def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
     return f"{said}, {lasts_s:.0f} s" if said.startswith(LASTING) and lasts_s > SILENT_S else said
 
 
-def missing(view: RunView, *, silent: Mapping[str, float]) -> list[str]:
-    """The roles that a run cannot do without and of which nobody is there, while others have been for `PATIENCE_S`."""
-    there = [worker for worker in view.workers.values() if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
-    if max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
+def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
+    """The roles that a run cannot do without and of which nobody is there, while others have been for `PATIENCE_S`.
+
+    Whoever has finished is not missing, and while workers are stopping nobody is.
+    """
+    workers = list(view.workers.values())
+    there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
+    stopping = any(worker.ended and now_s - worker.time_ns / 1e9 < GONE_S for worker in workers)
+    if stopping or max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
         return []
-    roles = {worker.role for worker in there}
+    roles = {worker.role for worker in [*there, *(done for done in workers if done.labels.get("status") == "finished")]}
     return [role.name for role in ROLES.values() if role.on_sample_path and role.name not in roles]
 
 
