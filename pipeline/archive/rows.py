@@ -128,15 +128,27 @@ def _original(record: Record, problem: str | None) -> _Row:
     return _Row(None, {"headers": _as_structs(record.headers), "raw": record.value, "problem": problem})
 
 
+def _batches(kind: Kind, streams: Sequence[bytes]) -> list[pa.RecordBatch]:
+    """The batch of each payload; a payload that was written without the newest columns gets nulls there."""
+    head = kind.codec.schema.serialize().to_pybytes()
+    whole = [stream[len(head) : -len(_END)] for stream in streams if stream.startswith(head)]
+    # Payloads of one schema as one stream: parsing a schema costs more than all else about a sample.
+    joined = iter(list(pa.ipc.open_stream(b"".join([head, *whole, _END]))))
+    return [next(joined) if stream.startswith(head) else _widened(stream, kind.codec.schema) for stream in streams]
+
+
+def _widened(stream: bytes, schema: pa.Schema) -> pa.RecordBatch:
+    batch = pa.ipc.open_stream(stream).read_next_batch()
+    columns = [batch[field.name] if field.name in batch.schema.names else pa.nulls(len(batch), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
 def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict[str, pa.Array], list[int]]:
     """By name the columns of payloads that our own encoder has written, and the rows of each; a row of nulls where there is none."""
     streams = [payload for payload in payloads if payload is not None]
     if not streams:
         return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}, [1] * len(payloads)
-    schema = kind.codec.schema.serialize().size
-    # Payloads of one schema as one stream: parsing a schema costs more than all else about a sample.
-    joined = b"".join([streams[0][:schema], *(stream[schema : -len(_END)] for stream in streams), _END])
-    batches = list(pa.ipc.open_stream(joined))
+    batches = _batches(kind, streams)
     batch, sizes = pa.concat_batches(batches), iter([len(batch) for batch in batches])
     columns = {ours: batch[name].cast(kind.schema.field(ours).type) for ours, name in kind.payload.items()}
     counts = [1 if payload is None else next(sizes) for payload in payloads]
