@@ -23,6 +23,7 @@ from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.launch.check import limits
+from penstock.pipeline.launch.check.preflight import memory_line
 from penstock.pipeline.launch.placement import place, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
@@ -83,6 +84,7 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None, import
     yield from (check() for check in (_crc32c, _compiler, _gpu, _state, _memory, _cores))
     if config is not None:
         yield _placement(config)
+        yield _workers_memory(config)
     if bootstrap == "embedded":
         yield from (check() for check in (_java, _jars))
         yield from _limits()
@@ -209,6 +211,13 @@ def _placement(config: Config) -> Finding:
         return Finding(name="gpu placement", level="ok", found=str(place(config, visible_gpus())))
     except ConfigError as error:
         return Finding(name="gpu placement", level="fail", found="impossible", do=str(error))
+
+
+def _workers_memory(config: Config) -> Finding:
+    try:
+        return Finding(name="memory of workers", level="ok", found=memory_line(config))
+    except (PenstockError, OSError, ValueError) as error:
+        return Finding(name="memory of workers", level="warn", found=f"not estimated: {error}", do="see to model.path")
 
 
 def _state() -> Finding:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.ranks.lead_backend import LeadBackend
-from penstock.infra.checkpoints import CheckpointStore, Recorded, State
+from penstock.infra.checkpoints.rules import Recorded, State
+from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.errors import BackendError, CheckpointError
-from penstock.infra.paths import run_directory
 from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
 from penstock.pipeline.config.load import Config
-from penstock.pipeline.learner.ranks import Ranks
+from penstock.pipeline.learner.ranks.lead import Ranks
 from penstock.pipeline.learner.train_step import Objective, Step
 from penstock.pipeline.runtime.factories import make_backend
 from penstock.pipeline.scheduling import rules
@@ -72,6 +72,8 @@ class PolicyTrainer:
     hash_name: Hash = HASH
     """Of the digests in the run's ledger and manifests."""
     steps_done: int = 0
+    before_update: Callable[[], None] = lambda: None
+    """Called before the model changes: whoever reads it beside the training lets it wait."""
     _proximal: int | None = None
     """The version whose weights the backend keeps as its snapshot."""
     _weights: Weights | None = field(default=None, repr=False)
@@ -103,7 +105,7 @@ class PolicyTrainer:
             self._take_snapshot()
         self.release_weights()
         ranks = None if self.processes is None else Ranks(self.processes)
-        return Step(self.backend, self.objective, self.steps_done, ranks)
+        return Step(self.backend, self.objective, self.steps_done, ranks, before_update=self.before_update)
 
     def weights(self) -> Weights:
         """The current weights; all callers between two steps share one copy."""
@@ -188,12 +190,3 @@ def _initial_backend(config: Config, *, steps: int, processes: "ProcessSet | Non
             wanted = config.trainer.initial_steps
             raise BackendError(f"the state in {config.trainer.initial_state} is of step {backend.steps}, trainer.initial_steps is {wanted}")
     return backend
-
-
-def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:
-    """The run's checkpoints, None when it wants none; `to_read` leaves alone what a trainer may be writing. Raises `CheckpointError`."""
-    chosen = config.trainer
-    if not chosen.checkpoint_every:
-        return None
-    directory = Path(chosen.checkpoint_dir) / run if chosen.checkpoint_dir else run_directory(run) / "checkpoints"
-    return CheckpointStore(directory, keep_last=chosen.checkpoint_keep_last, keep_every=chosen.checkpoint_keep_every, to_read=to_read)

@@ -16,10 +16,11 @@ from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say, open_store
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording, with_model
+from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.weights.read import fetch
 
 PROGRESS_S = 3.0

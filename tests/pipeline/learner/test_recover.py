@@ -14,6 +14,8 @@ from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, scored, session_of
 
+pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
+
 pytest.importorskip("torch")
 
 

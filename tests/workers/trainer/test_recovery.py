@@ -27,6 +27,8 @@ from tests.support.deaths import dying_at
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
 
+pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
+
 
 @pytest.fixture
 def log() -> MemoryLog:
