@@ -23,6 +23,8 @@ from penstock.topics.samples import cause_of
 CHILD = "penstock.pipeline.launch.check.trial:child"
 ROWS = 2
 """Rows of each source that are tried."""
+COPIES = 2
+"""Completions of a call: a reward that gives one number whatever it gets would pass with one."""
 DRAW_LIMIT_S = 600.0
 
 
@@ -55,12 +57,12 @@ def judge(
                 _result(
                     pool,
                     reward_child.payload(
-                        [text],
+                        [text] * COPIES,
                         prompt=renderer.render(row)[0],
                         messages=row.messages if episode is None else renderer.messages(row),
                         columns=row.columns,
-                        completion_ids=[ids],
-                        episodes=episode and [episode],
+                        completion_ids=[ids] * COPIES,
+                        episodes=episode and [episode] * COPIES,
                     ),
                     what=f"the reward of {row.origin}",
                 )
