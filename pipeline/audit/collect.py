@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.pipeline.audit.anchors import of_trainer
 from penstock.pipeline.audit.chunk_digests import weigh
 from penstock.pipeline.audit.facts import (
     INCOMPLETE,
@@ -24,7 +25,7 @@ from penstock.pipeline.audit.facts import (
     Where,
     WorkerFact,
 )
-from penstock.pipeline.audit.rules import as_object, terms_of
+from penstock.pipeline.audit.rules import as_object, oldest_trained, terms_of
 from penstock.pipeline.audit.source import Source, Unreadable, plain
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -171,8 +172,8 @@ class Gatherer:
                 where,
                 rollout.group,
                 rollout.sample,
-                rollout.version_min,
-                rollout.version_max,
+                oldest_trained([rollout]) or 0,
+                int(max(rollout.span_versions)),
                 rollout.started_ns,
                 record.timestamp_ms,
                 rollout.worker,
@@ -220,7 +221,7 @@ class Gatherer:
                 _told(group, group.prompt_ids),
                 sha256.hexdigest(),
                 tuple((sample.sample, sample_hash(sample)) for sample in samples),
-                groups.version_min(samples),
+                oldest_trained(samples),
             )
         )
 
@@ -256,6 +257,8 @@ class Gatherer:
         worker.seqs.add(measurement.seq)
         if measurement.kind == "final":
             worker.final = where.offset
+        if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
+            self.facts.anchors = [*(held for held in self.facts.anchors if held.steps > anchor.steps), anchor]
 
     def _repeats(self, topic: str, partition: int, number: int, body: bytes) -> bool:
         """True if this record is identical to the first of its number; it is then only counted."""
