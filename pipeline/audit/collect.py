@@ -160,7 +160,8 @@ class Gatherer:
         if not self._repeats("prompts", where.partition, prompt.group, body):
             numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
             group, slot, oldest, samples, created_ns = numbers
-            self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, _told(prompt, prompt.token_ids), body))
+            content = _prompt_hash(prompt, prompt.token_ids)
+            self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, content, body))
 
     def _samples(self, record: Record, where: Where) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
@@ -218,7 +219,7 @@ class Gatherer:
                 where,
                 group.group,
                 group.outcome,
-                _told(group, group.prompt_ids),
+                _prompt_hash(group, group.prompt_ids),
                 sha256.hexdigest(),
                 tuple((sample.sample, sample_hash(sample)) for sample in samples),
                 oldest_trained(samples),
@@ -341,7 +342,7 @@ def sample_hash(rollout: Rollout) -> bytes:
     return digest.digest()
 
 
-def _told(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
+def _prompt_hash(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
     numbers = (of.group, of.slot, of.min_version, of.samples_per_prompt, of.epoch, of.row, of.created_ns)
     return _hash(repr((numbers, of.prompt, of.columns)).encode() + np.asarray(token_ids, np.int32).tobytes())
 

@@ -36,7 +36,7 @@ class PromptFact(NamedTuple):
     min_version: int
     samples: int
     created_ns: int
-    told: bytes
+    prompt_hash: bytes
     """Hash of the fields that the group's outcome has to repeat."""
     body: bytes
     """Hash of the payload."""
@@ -70,7 +70,7 @@ class OutcomeFact(NamedTuple):
     """Topic, partition and offset of its first part."""
     group: int
     outcome: str
-    told: bytes
+    prompt_hash: bytes
     sha256: str
     """SHA-256 recomputed over the payloads of all parts."""
     samples: tuple[tuple[int, bytes], ...]

@@ -37,7 +37,7 @@ def place(facts: Facts) -> Iterator[Violation]:
         violation = partial(Violation, group=outcome.group, where=outcome.where)
         if prompt.where.partition != outcome.where.partition:
             yield violation(text=f"its prompt stands at {prompt.where}, in another partition")
-        if prompt.told != outcome.told:
+        if prompt.prompt_hash != outcome.prompt_hash:
             yield violation(text=f"prompt, slot, version or row differ from the prompt at {prompt.where}")
 
 

@@ -179,7 +179,7 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     digest = str(weights["digest"] or "none")
     sent = f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB"
     if weights["delta_bytes_median"] is not None:
-        sent += f" (a change {100 * weights['delta_bytes_median'] / weights['full_bytes']:.2g} % of a whole version)"
+        sent += f" (a delta {weights['delta_bytes_median'] / weights['full_bytes']:.1%} of a full version)"
     lines.append(("weights", Text(f"{sent}; digest {digest[:16]}")))
     return lines
 

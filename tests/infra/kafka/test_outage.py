@@ -126,7 +126,7 @@ def test_everybody_survives_a_broker_that_is_killed_and_comes_back(own_broker: O
     own_broker.start()
     assert pending.offset(WAIT_S) == 1
     committing.join(WAIT_S)
-    assert committed == [[2]]
+    assert len(committed) == 1  # its offset tells nothing: an attempt that the broker's return cut short leaves a marker before it
     producer.send(outgoing(a, b"after")).offset(WAIT_S)
     deadline = time.monotonic() + WAIT_S
     while len(seen) < 3:
