@@ -83,15 +83,19 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
 
 
 def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
-    """The oldest version that a trained token was drawn under; of any token, where none is trained; None without samples."""
-    trained, any_token = set[int](), set[int]()
+    """The oldest version that a trained token was drawn under; of any token, where none is trained; None without samples.
+
+    A version under which no token came counts as one that was drawn under, where all tokens are trained.
+    """
+    trained, drawn = set[int](), set[int]()
     for rollout in rollouts:
-        ends = [*map(int, rollout.span_starts[1:]), len(rollout.token_ids)]
-        for version, start, end in zip(map(int, rollout.span_versions), map(int, rollout.span_starts), ends, strict=True):
-            any_token.add(version)
-            if rollout.loss_mask[start:end].any():
-                trained.add(version)
-    return min(trained or any_token, default=None)
+        versions, mask = [int(version) for version in rollout.span_versions], rollout.loss_mask
+        ends = [*map(int, rollout.span_starts[1:]), len(mask)]
+        spans = zip(versions, map(int, rollout.span_starts), ends, strict=True)
+        drawn |= set(versions)
+        if mask.any():
+            trained |= {version for version, start, end in spans if mask.all() or mask[start:end].any()}
+    return min(trained or drawn, default=None)
 
 
 def as_object(text: str | None) -> dict[str, Any]:

@@ -77,7 +77,6 @@ def _limit(state: Admission, session: Session) -> int:
 def _counts(state: Admission, session: Session) -> dict[str, float]:
     """What the feeder reports: `all_out` once no prompt will ever follow and all have ended; `admissible`, what waits for room."""
     choices = state.choices
-    over = choices.exhausted or state.too_many_dropped(session.schedule.max_drops_per_step)
     all_out = choices.exhausted and state.ended_below == state.admitted
     return {
         "admitted": float(state.admitted),
@@ -85,7 +84,7 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
         "repeated": float(choices.repeated),
         "left_out": float(choices.left_out),
         "all_out": float(all_out),
-        "admissible": 0.0 if over else float(max(0, _limit(state, session) - state.admitted)),
+        "admissible": float(state.admissible(_limit(state, session), max_drops=session.schedule.max_drops_per_step)),
     }
 
 
