@@ -340,6 +340,7 @@ class WeightsSection(Section):
         "all", description="chain deletes, once a whole version is out, those before the whole one before it; replaying them needs all"
     )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
+    shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
 
 
 PATHS_OF: Mapping[type[Section], Mapping[str, Resolve]] = {

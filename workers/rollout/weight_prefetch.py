@@ -1,7 +1,8 @@
 """Fetches weights while the engine draws: a thread follows the run and brings a copy of the weights to the newest version.
 
 The rule: a version counts once it is here whole and checked; versions that a newer one overtakes are left out. One that cannot be read
-is tried again: the worker goes on with the weights that its engine has.
+is tried again: the worker goes on with the weights that its engine has. Where workers of a machine share one copy, one of them reads for
+all; which one that is is settled anew when it ends.
 """
 
 import threading
@@ -11,26 +12,35 @@ from contextlib import contextmanager
 
 from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.log import Log
+from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.weight_copy import WeightCopy
+from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.weights.read import bring
 from penstock.topics.weights import Manifest
 
 RETRY_S = 10.0
 """How long after a failure a version is read again; at once when another manifest says where its chunks are."""
+ASK_S = 1.0
+"""How often a worker asks the one that reads for its machine for the memory that both see."""
 _POLL_S = 0.5
+_SHARED_POLL_S = 0.05
+"""The same while another process reads a version: its end is seen, not announced."""
 _CLOSE_S = 2.0
 
 
 class WeightPrefetch:
     """Follows ledger and manifests for a worker that must not wait for them."""
 
-    def __init__(self, log: Log, run: str, *, say: Callable[[str], None] = lambda _: None) -> None:
-        """`say` gets a line when a version cannot be read, and when it can be after all."""
+    def __init__(self, log: Log, run: str, *, say: Callable[[str], None] = lambda _: None, shared: bool = False) -> None:
+        """`say` gets a line when a version cannot be read, and when it can be after all; `shared`: one copy for the machine's workers."""
         self.state = LedgerState(run, newest_only=True)
         """Kept up to date by the thread; other threads only read it."""
         self._copy = WeightCopy()
+        self._shared = shared and is_supported()
+        self._memory: MachineMemory | None = None
+        """What this worker shares with others, once it knows the run's version 0."""
+        self._ask_at = 0.0
         self._log, self._run, self._say = log, run, say
         self._refused: Manifest | None = None
         """The manifest of the version that could not be read last."""
@@ -43,14 +53,15 @@ class WeightPrefetch:
 
     @property
     def version(self) -> int:
-        """The newest version whose tensors are here; -1 while there are none, or a whole version comes in the place of the last one."""
-        return self._copy.version
+        """The newest version whose tensors are here; -1 while there are none, or another version comes in the place of the last one."""
+        version = self._copy.version
+        return version if self._is_published(version) else NONE
 
     @contextmanager
     def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
         """The version that is here with its tensors, or -1 and none; they do not change inside the block."""
         with self._copy.reading() as (version, tensors):
-            yield version, tensors
+            yield (version, tensors) if self._is_published(version) else (NONE, ())
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a version to come or the run to end; raises what has ended the thread."""
@@ -74,14 +85,58 @@ class WeightPrefetch:
             try:
                 follower.catch_up()  # a joiner needs the newest version, none of those before it
                 while not self._closed.is_set() and self.state.closed is None:
-                    if self.state.newest_version > self.version:
+                    before, others = self.version, False
+                    if self.state.newest_version > before and not (others := not self._reads_itself()):
                         self._fetch(self.state.newest_version)
-                    follower.poll(_POLL_S)
+                    follower.poll(_SHARED_POLL_S if others else _POLL_S)
+                    if self.version != before:
+                        self._changed.set()
             finally:
                 follower.close()
+                self._leave()
         except BaseException as error:  # this thread's edge: its owner raises it again
             self._failure = error
         self._changed.set()
+
+    def _is_published(self, version: int) -> bool:
+        """Whether the copy's version is one that this worker knows of: another process may be ahead of it."""
+        manifest = self.state.manifests.get(version)
+        return version <= self.state.newest_version and (manifest is None or manifest.digest == self._copy.digest)
+
+    def _reads_itself(self) -> bool:
+        """Whether this worker reads from the log, for itself or for all of its machine; if not, see what the one that does has."""
+        if not self._shared:
+            return True
+        if self._memory is None:
+            origin = self.state.manifests[0]
+            self._memory = MachineMemory(f"{self._run} {origin.created_ns} {origin.digest}")
+            self._copy = WeightCopy(self._memory)
+        if self._memory.claim():
+            return True
+        if time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + ASK_S
+            try:
+                self._attach(self._memory)
+            except OSError as error:
+                self._say(f"the worker that reads weights for this machine gives no answer ({error}): this one reads them for itself")
+                self._leave()
+                self._shared, self._copy = False, WeightCopy()
+                return True
+        return False
+
+    def _attach(self, memory: MachineMemory) -> None:
+        """See what the reading process has. Raises `OSError`."""
+        if (file := memory.ask()) is not None:
+            layout = self.state.manifests[0]
+            self._copy.lay_out(names=layout.names, dtypes=layout.dtypes, shapes=layout.shapes)
+            with self._copy.lock:
+                memory.map(file)
+
+    def _leave(self) -> None:
+        if self._memory is not None:
+            with self._copy.lock:
+                self._memory.close()
+            self._memory = None
 
     def _fetch(self, version: int) -> None:
         manifest = self.state.manifests[version]
@@ -99,4 +154,3 @@ class WeightPrefetch:
         if self._refused is not None:
             self._say(f"version {version} is here")
             self._refused = None
-        self._changed.set()

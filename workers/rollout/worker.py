@@ -40,7 +40,7 @@ def main(session: Session) -> None:
     session.check_model()
     session.reporter.doing("loading the model", now=True)
     engine = make_engine(session.config, say=session.reporter.say)
-    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say)
+    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=session.config.weights.shared)
     worker = RolloutWorker.open(session, engine, weights)
     session.finishing = worker.finishing
     session.reporter.outage = lambda: worker.member.outage_s

@@ -5,9 +5,10 @@ The rule: a reader gets a version when it is whole and its digest fits, or not a
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
@@ -25,6 +26,10 @@ POLL_RECORDS = 8
 """Records taken at once: each may be as long as a chunk."""
 LOOK_AFTER_S = 1.0
 """After this long without a chunk it is asked whether the partitions still hold those that are missing."""
+EARLY_BYTES = 64 << 20
+"""Chunks of later versions that are kept until they are needed; others are read a second time."""
+NEAR_RECORDS = 16
+"""A partition is read on, not begun anew, if it comes to the next chunk after this many records at most."""
 
 
 def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> list[TensorBytes]:
@@ -35,27 +40,28 @@ def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str
 
 
 def bring(copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> int:
-    """Bring a copy to a version; returns the bytes of chunks that were read.
+    """Bring a copy to a version, checked against its digest; returns the bytes of chunks that were read.
 
-    A whole version is verified by its digest; a delta, by the digest of the version that it changes and the hashes of its chunks. Raises
-    `LogError`; the copy then holds the version it held before, or none.
+    Raises `LogError`; the copy then holds the version it held before, or a later one whose digest was checked, or none.
     """
     try:
         chain = weights.chain(manifests, version)
     except ValueError as error:
         raise LogError(str(error)) from error
     held = next((index for index, link in enumerate(chain) if (link.version, link.digest) == (copy.version, copy.digest)), -1)
-    missing, reader = chain[held + 1 :], ChunkReader(log, run)
+    missing, reached = chain[held + 1 :], None
+    reader = ChunkReader(log, run, expected={place for link in missing for place in weights.chunk_places(link)})
     try:
         for link in missing:
             if link.encoding == "delta":
                 _apply(copy, link, reader)
             else:
                 _replace(copy, link, reader)
+            reached = link
     finally:
         reader.close()
-    if held < 0:
-        _verify(copy, chain[-1])
+        if reached is not None:
+            _hold(copy, reached)
     return reader.nbytes
 
 
@@ -67,27 +73,31 @@ def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> Non
         raise LogError(f"weights of version {manifest.version}: {error}") from error
     if manifest.nbytes != len(copy.data):
         raise LogError(f"weights of version {manifest.version}: its chunks have {manifest.nbytes} bytes, its tensors {len(copy.data)}")
-    starts = [sum(manifest.chunk_sizes[:index]) for index in range(len(manifest.chunk_sizes))]
-    for chunk in reader.read(manifest):
-        copy.data[starts[chunk.index] : starts[chunk.index] + len(chunk.data)] = chunk.data
-    copy.hold(manifest.version, manifest.digest)
+    _collect(manifest, reader, copy.data)
 
 
 def _apply(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
     """Read a delta and, once all of it is here and well formed, overwrite what it changes."""
-    chunks = {chunk.index: chunk.data for chunk in reader.read(manifest)}
-    stream = weight_delta.joined([chunks.pop(index) for index in range(len(manifest.chunk_sizes))])
-    assert copy.version == manifest.base_version, f"a delta on version {manifest.base_version}, version {copy.version} is here"
+    stream = bytearray(manifest.nbytes)
+    _collect(manifest, reader, memoryview(stream))
     try:
-        copy.change(partial(weight_delta.apply, stream), version=manifest.version, recorded=manifest.digest)
+        copy.change(partial(weight_delta.apply, stream))
     except ValueError as error:
         raise LogError(f"weights of version {manifest.version}: {error}") from error
 
 
-def _verify(copy: WeightCopy, manifest: Manifest) -> None:
+def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> None:
+    """Put a version's chunks, which come in any order, side by side."""
+    starts = list(accumulate(manifest.chunk_sizes, initial=0))
+    for chunk in reader.read(manifest):
+        into[starts[chunk.index] : starts[chunk.index + 1]] = chunk.data
+
+
+def _hold(copy: WeightCopy, manifest: Manifest) -> None:
+    """Let the bytes count as a version if they have its digest."""
     if (found := copy.computed()) != manifest.digest:
-        copy.hold(-1, "")
         raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
+    copy.hold(manifest.version, manifest.digest)
 
 
 @dataclass(slots=True)
@@ -96,50 +106,70 @@ class ChunkReader:
 
     log: Log
     run: str
+    expected: Collection[tuple[int, int]] = ()
+    """(partition, offset) of chunks that will be asked for: one that comes early is kept, so that it is read once."""
     silence_s: float = SILENCE_S
     nbytes: int = 0
     """Bytes of chunks that were read."""
     _tail: Tail | None = field(default=None, repr=False)
+    _followed: set[int] = field(default_factory=set)
+    _early: dict[tuple[int, int], Record] = field(default_factory=dict)
+    _early_bytes: int = 0
 
     def read(self, manifest: Manifest) -> Iterator[Chunk]:
         """The chunks of a version as they come, in any order, each checked. Raises `LogError`."""
-        topic = f"{self.run}.weights"
         left = {place: index for index, place in enumerate(weights.chunk_places(manifest))}
-        starts: dict[tuple[str, int], Start] = {}
-        for partition, offset in sorted(left, reverse=True):
-            starts[topic, partition] = offset
         self._check_kept(manifest, left)
+        for place in [place for place in left if place in self._early]:
+            record = self._early.pop(place)
+            self._early_bytes -= len(record.value)
+            yield self.checked(record, manifest, left.pop(place))
         if not left:
             return
-        if self._tail is None:
-            self._tail = self.log.tail(starts)
-        else:
-            self._tail.add(starts)
-        last = time.monotonic()
-        looked = last
+        tail = self._aim(left)
+        last = looked = time.monotonic()
         while left:
-            records = self._tail.poll(POLL_S, max_records=POLL_RECORDS)
+            records = tail.poll(POLL_S, max_records=POLL_RECORDS)
             for record in records:
-                if (record.partition, record.offset) in left:
-                    yield self._checked(record, manifest, left.pop((record.partition, record.offset)))
+                if (place := (record.partition, record.offset)) in left:
+                    yield self.checked(record, manifest, left.pop(place))
+                elif place in self.expected and self._early_bytes + len(record.value) <= EARLY_BYTES:
+                    self._early[place] = record
+                    self._early_bytes += len(record.value)
             now = time.monotonic()
             if records:
                 last = looked = time.monotonic()
-            elif self._tail.outage_s > 0:
+            elif tail.outage_s > 0:
                 last = now
             elif now - looked > LOOK_AFTER_S:
                 looked = now
                 self._check_kept(manifest, left)
             if now - last > self.silence_s:
                 raise LogError(f"weights of version {manifest.version}: no chunk came for {self.silence_s:g} s, {len(left)} are missing")
-            self._check_passed(manifest, left)
+            self._check_passed(manifest, left, tail)
+
+    def _aim(self, left: Collection[tuple[int, int]]) -> Tail:
+        """Read all partitions in which chunks are left; one that comes to them soon goes on where it is, as it has fetched them already."""
+        topic, starts = f"{self.run}.weights", dict[tuple[str, int], Start]()
+        for partition, offset in sorted(left, reverse=True):  # the first chunk of each partition comes last
+            starts[topic, partition] = offset
+        if self._tail is None:
+            self._tail = self.log.tail(starts)
+        elif moved := {at: offset for at, offset in starts.items() if not self._comes_to(self._tail, at, offset)}:
+            self._tail.add(moved)
+        self._followed |= {partition for _, partition in starts}
+        return self._tail
+
+    def _comes_to(self, tail: Tail, at: tuple[str, int], offset: Start) -> bool:
+        return at[1] in self._followed and isinstance(offset, int) and 0 <= offset - tail.position(at) <= NEAR_RECORDS
 
     def close(self) -> None:
         """Close the reader."""
         if self._tail is not None:
             self._tail.close()
 
-    def _checked(self, record: Record, manifest: Manifest, index: int) -> Chunk:
+    def checked(self, record: Record, manifest: Manifest, index: int) -> Chunk:
+        """The chunk in a record, if it is the one that a manifest lists at `index`. Raises `LogError`."""
         what = f"weights of version {manifest.version}: chunk at partition {record.partition} offset {record.offset}"
         try:
             chunk = weights.read_chunk(record, run=self.run)[1]
@@ -152,7 +182,7 @@ class ChunkReader:
         self.nbytes += len(chunk.data)
         return chunk
 
-    def _check_kept(self, manifest: Manifest, left: Mapping[tuple[int, int], int]) -> None:
+    def _check_kept(self, manifest: Manifest, left: Collection[tuple[int, int]]) -> None:
         """Raise `RecordMissing` where a partition begins after a chunk, or ends before it."""
         topic = f"{self.run}.weights"
         partitions = [(topic, partition) for partition in {partition for partition, _ in left}]
@@ -160,11 +190,10 @@ class ChunkReader:
         lost = [(p, offset) for p, offset in left if not begins[topic, p] <= offset < ends[topic, p]]
         _require_none(manifest, lost, topic, lambda p: f"which holds offsets {begins[topic, p]} to {ends[topic, p] - 1}")
 
-    def _check_passed(self, manifest: Manifest, left: Mapping[tuple[int, int], int]) -> None:
+    def _check_passed(self, manifest: Manifest, left: Collection[tuple[int, int]], tail: Tail) -> None:
         """Raise `RecordMissing` where reading has passed a chunk without seeing it."""
-        assert self._tail is not None
         topic = f"{self.run}.weights"
-        positions = {partition: self._tail.position((topic, partition)) for partition, _ in left}
+        positions = {partition: tail.position((topic, partition)) for partition, _ in left}
         lost = [(partition, offset) for partition, offset in left if offset < positions[partition]]
         _require_none(manifest, lost, topic, lambda _: "where no record is at that offset")
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.tensors.machine_memory import MachineMemory
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
@@ -124,3 +125,48 @@ def test_the_end_of_the_run_ends_the_thread(published: Published) -> None:
     prefetch._thread.join(LIMIT_S)
     assert prefetch.state.closed is not None
     assert not prefetch._thread.is_alive()
+
+
+def test_workers_of_one_machine_read_each_version_once_and_another_goes_on_when_the_one_that_read_ends(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[int] = []
+    read = ChunkReader.read
+    monkeypatch.setattr(ChunkReader, "read", lambda self, manifest: chunks.append(manifest.version) or read(self, manifest))
+    monkeypatch.setattr(weight_prefetch, "ASK_S", 0.05)
+    published.version(0)
+    workers = [WeightPrefetch(published.log, RUN, shared=True) for _ in range(4)]
+    for version in range(1, 6):
+        for worker in workers:
+            wait_for(worker, version - 1)
+        published.version(version)
+    for worker in workers:
+        wait_for(worker, 5)
+        assert bytes_of(worker) == (5, content(5))
+    assert chunks == [0, 1, 2, 3, 4, 5]
+    for left in (3, 2, 1):
+        workers.pop(0).close()
+        published.version(9 - left)
+        for worker in workers:
+            wait_for(worker, 9 - left)
+            assert bytes_of(worker) == (9 - left, content(9 - left))
+    assert chunks == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    workers.pop().close()
+
+
+def test_a_worker_whose_machine_is_read_for_by_nobody_that_answers_reads_for_itself(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+
+    def silent(_: object) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(MachineMemory, "ask", silent)
+    monkeypatch.setattr(MachineMemory, "claim", lambda _: False)
+    published.version(0)
+    prefetch = WeightPrefetch(published.log, RUN, say=said.append, shared=True)
+    wait_for(prefetch, 0)
+    assert bytes_of(prefetch) == (0, content(0))
+    assert said == ["the worker that reads weights for this machine gives no answer (timed out): this one reads them for itself"]
+    prefetch.close()
