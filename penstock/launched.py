@@ -16,6 +16,7 @@ from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import visible_gpus
+from penstock.pipeline.observe.live.notebook import notebook_screen
 from penstock.pipeline.observe.report.summary import collect
 
 
@@ -71,7 +72,7 @@ def see_through(
     log = launcher.connect(loaded.kafka, say=say)
     try:
         record = create(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
-        if launcher.watch(log, record, loaded, say=say, live=False, quiet=True) != 0:
+        if launcher.watch(log, record, loaded, say=say, live=False, quiet=True, screen=notebook_screen()) != 0:
             raise KeyboardInterrupt
         return collect(log, record.run)
     finally:

@@ -2,17 +2,21 @@
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import pyarrow as pa
 
+from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.pipeline.archive.archived_log import open_archive
+from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
 from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.launcher import connect
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps
 from penstock.pipeline.runtime.run_registry import resolve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Run:
@@ -48,6 +52,27 @@ class Run:
     def steps(self) -> pa.Table:
         """One row a committed optimizer step: the groups of its plan in order, and a column for each of its metrics."""
         return samples_groups_steps.steps(self._log, self.id)
+
+    def sql(self, query: str) -> pa.Table:
+        """The answer to a SELECT over the views of `penstock sql`. Raises `ValueError` for a query that fails."""
+        from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask
+
+        archived = isinstance(self._log, ArchivedLog)
+        return ask(ArchivedTables(cast(ArchivedLog, self._log)) if archived else LiveTables(cast(KafkaLog, self._log), self.id), query)
+
+    def plot(self, *measures: str) -> "Figure":
+        """A matplotlib figure: reward, evaluation and fates, or a curve of each of these columns of `steps`.
+
+        Example:
+            run.plot("entropy", "grad_norm")
+
+        Raises:
+            ValueError: the steps have no such column.
+            PenstockError: matplotlib is not installed.
+        """
+        from penstock.plots import figure
+
+        return figure(self.report(), self.steps(), measures)
 
     def close(self) -> None:
         """Let go of the broker."""

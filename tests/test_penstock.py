@@ -1,6 +1,7 @@
 """The facade: what a user's program imports, on a run written record by record into the real broker, and on one that it launches."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,6 +156,52 @@ def test_overrides_go_with_a_configuration_object_too() -> None:
     assert override(config, []) == config
     with pytest.raises(ConfigError, match=r"did you mean 'schedule\.prompts_per_step'"):
         override(config, ["schedule.prompts_per_stp=3"])
+
+
+def test_a_run_answers_in_sql_and_in_pictures(run: Run, tmp_path: Path) -> None:
+    assert run.sql("select count(*) as rows, max(reward) as best from samples").to_pylist() == [{"rows": 4 * GROUPS, "best": 1.0}]
+    picture = run.plot()
+    assert [axes.get_title() for axes in picture.axes] == ["reward of the trained samples", "held-out, by version", "groups by fate"]
+    assert picture.axes[0].lines[0].get_ydata().tolist() == [0.0, 0.5, 1.0]
+    picture.savefig(tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 5_000
+    assert [axes.get_title() for axes in run.plot("loss", "grad_norm").axes] == ["loss", "grad_norm"]
+    with pytest.raises(ValueError, match="there is no measure 'los'"):
+        run.plot("los")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("broker")
+def test_the_example_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    from penstock.pipeline.envs.tiny.model import make_tiny_model
+
+    model = make_tiny_model(tmp_path / "model", steps=1)
+    chosen = {"PENSTOCK_NOTEBOOK_MODEL": str(model), "PENSTOCK_NOTEBOOK_STEPS": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CELLS, str(ROOT / "examples" / "notebook.ipynb")]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **chosen}, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    *_, overview, curves, answer = done.stdout.splitlines()
+    assert overview.startswith("Figure(") and curves.startswith("Figure(")
+    assert "columns" in answer
+
+
+CELLS = """
+import ast, json, linecache, sys
+
+for number, cell in enumerate(json.load(open(sys.argv[1]))["cells"]):
+    if cell["cell_type"] != "code":
+        continue
+    source, name = "".join(cell["source"]), f"<cell {number}>"
+    linecache.cache[name] = len(source), None, source.splitlines(True), name  # as a notebook's kernel does, for `inspect`
+    *before, last = ast.parse(source).body
+    exec(compile(ast.Module(before, []), name, "exec"), globals())
+    if isinstance(last, ast.Expr):
+        shown = eval(compile(ast.Expression(last.value), name, "eval"), globals())
+        if shown is not None:
+            print(str(shown).replace("\\n", " ") + (f" [{len(shown.columns)} columns]" if hasattr(shown, "columns") else ""))
+    else:
+        exec(compile(ast.Module([last], []), name, "exec"), globals())
+"""
 
 
 @pytest.mark.slow

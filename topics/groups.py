@@ -45,6 +45,7 @@ CODEC = Codec(
         column("row", pa.int64()),
         column("created_ns", pa.int64()),
         column("scored_ns", pa.int64()),
+        column("reward_ns", pa.int64(), nullable=True),
         column("part", pa.int64()),
         column("parts", pa.int64()),
         column("outcome", pa.string()),
@@ -57,6 +58,8 @@ CODEC = Codec(
         column("samples", list_of(_SAMPLE)),
     ),
 )
+_UNTIMED = Codec(SCHEMA, fields=[field for field in CODEC.schema if field.name != "reward_ns"])
+"""Of groups without that time, so that a record of an earlier release is encoded again to the same bytes."""
 _FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "tokens", "reward_mean", "sha256")
 _REQUIRED = ("group", "outcome", "part", "parts", "sha256")
 _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
@@ -99,6 +102,8 @@ class Group(ByValue):
     created_ns: int
     """When the prompt was admitted."""
     scored_ns: int
+    reward_ns: int | None = None
+    """How long its reward functions took; `None` where none was called, or in records of an earlier release."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -270,7 +275,8 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
         if sample.rollout.group != group.group:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")
     samples = [{**sample_row(sample.rollout), **as_row(sample)} for sample in group.samples]
-    return CODEC.encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
+    codec = _UNTIMED if group.reward_ns is None else CODEC
+    return codec.encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
 
 
 def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:

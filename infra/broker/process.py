@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+PATIENCE_S, LOOK_EVERY_S = 2.0, 0.05
+"""A lock is waited for in silence at first: whoever looks whether the broker runs holds it for an instant."""
+
 # Children of this process, kept so that they are reaped when they end.
 _children: dict[int, "subprocess.Popen[bytes]"] = {}
 
@@ -88,11 +91,17 @@ def end(pid_file: Path, *, timeout_s: float) -> bool:
 
 @contextmanager
 def locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on `path` against other processes and threads; `waiting` is called once if another one holds it."""
+    """Hold an exclusive lock on `path` against other processes and threads; `waiting` is called once if that takes `PATIENCE_S`."""
     with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
+        asked = time.monotonic()
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOOK_EVERY_S)
+            if time.monotonic() - asked >= PATIENCE_S:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
         yield

@@ -23,16 +23,20 @@ def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security
     """A run's topics with their partitions and records."""
     from dataclasses import asdict
 
+    from penstock.pipeline.launch.check.preflight import size
     from penstock.pipeline.observe.records.browse import list_topics as rows_of
+    from penstock.pipeline.observe.records.runs import own_sizes
 
     with reading(run, bootstrap, security) as (log, run_id):
-        rows = rows_of(log, run_id)
+        rows = rows_of(log, run_id, sizes=own_sizes(log))
     if json:
         emit([asdict(row) for row in rows])
         return
     width = max((len(row.topic) for row in rows), default=0)
     for row in rows:
-        print(f"{row.topic:<{width}}  {row.partitions:>3} partition{'s' if row.partitions > 1 else ' '}  {row.offsets:>9,} offsets")
+        held = f"{row.partitions:>3} partition{'s' if row.partitions > 1 else ' '}  {row.offsets:>9,} offsets"
+        records = f"  {'-' if row.records is None else format(row.records, ','):>9} records"
+        print(f"{row.topic:<{width}}  {held}{records}" + ("" if row.bytes is None else f"  {size(row.bytes):>9}"))
 
 
 @app.command()
@@ -47,14 +51,15 @@ def tail(
     json: Json = False,
 ) -> None:
     """The newest records of a topic, one line each; with --json one object a line."""
+    from penstock.pipeline.observe.html.token_texts import texts_of
     from penstock.pipeline.observe.records import browse, format
 
-    line = format.as_json_line if json else format.as_line
     with reading(run, bootstrap, security) as (log, run_id):
         if follow:
             refuse_folder(log, "--follow")
+        texts = None if json or not topic.endswith("rollouts") else texts_of(log, run_id)
         for record in browse.tail(log, run_id, topic, count=count, follow=follow):
-            print(line(record, run=run_id), flush=follow)
+            print(format.as_json_line(record, run=run_id) if json else format.as_line(record, run=run_id, texts=texts), flush=follow)
 
 
 @app.command()

@@ -103,6 +103,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         "prompts": config.prompts(rows),
         "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
         "digests": model_digests,
+        "reward_sources": rewards.digests(config.reward.functions),
         "git": git_revision(),
     }
 

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -72,14 +72,17 @@ NEEDS = (
 )
 
 
-def examine(*, bootstrap: str = "embedded", config: Config | None = None) -> list[Finding]:
-    """Examine everything; takes seconds, most of them for importing torch, deepspeed and mlflow."""
-    findings = [_python(), *(_package(need) for need in _needs()), _crc32c()]
-    findings += [_compiler(), _gpu(), _state(), _memory(), _cores()]
+def examine(*, bootstrap: str = "embedded", config: Config | None = None, imports: bool = False) -> Iterator[Finding]:
+    """Examine everything, one finding after the other; with `imports` every package is imported too, which takes a minute."""
+    yield _python()
+    yield from (_package(need, imports=imports) for need in _needs())
+    yield from (check() for check in (_crc32c, _compiler, _gpu, _state, _memory, _cores))
     if config is not None:
-        findings.append(_placement(config))
-    findings += [_java(), _jars(), _embedded()] if bootstrap == "embedded" else [_broker(bootstrap)]
-    return findings
+        yield _placement(config)
+    if bootstrap == "embedded":
+        yield from (check() for check in (_java, _jars, _embedded))
+    else:
+        yield _broker(bootstrap)
 
 
 def _needs() -> list[Package]:
@@ -97,14 +100,16 @@ def _installed(package: str) -> bool:
         return False
 
 
-def as_text(findings: list[Finding]) -> str:
-    """One line per finding, then the number of problems."""
-    width = max(len(finding.name) for finding in findings)
-    lines = [
-        f"{finding.level:<5} {finding.name:<{width}}  {finding.found}{f' -> {finding.do}' if finding.do else ''}" for finding in findings
-    ]
+def as_line(finding: Finding) -> str:
+    """One finding."""
+    width = max(len("embedded broker"), *(len(need.name) for need in NEEDS))
+    return f"{finding.level:<5} {finding.name:<{width}}  {finding.found}{f' -> {finding.do}' if finding.do else ''}"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The number of problems."""
     bad = {level: sum(finding.level == level for finding in findings) for level in ("warn", "fail")}
-    return "\n".join([*lines, f"{len(findings)} looked at, {bad['fail']} failed, {bad['warn']} to mind"])
+    return f"{len(findings)} looked at, {bad['fail']} failed, {bad['warn']} to mind"
 
 
 def _finding(name: str, well: bool, found: str, do: str, *, otherwise: Level = "warn") -> Finding:
@@ -128,7 +133,7 @@ def pinned() -> dict[str, str]:
     return {need.name: str(need.specifier) for need in wanted if str(need.specifier)}
 
 
-def _package(need: Package) -> Finding:
+def _package(need: Package, *, imports: bool) -> Finding:
     install = f"pip install 'penstock[{need.extra}]'" if need.extra else "pip install penstock"
     absent: Level = "warn" if need.extra else "fail"
     try:
@@ -140,10 +145,13 @@ def _package(need: Package) -> Finding:
     wanted = pinned().get(need.name, "")
     if not SpecifierSet(wanted).contains(version, prereleases=True):
         return Finding(name=need.name, level=absent, found=f"{version}, wanted {wanted} ({need.purpose})", do=install)
+    if importlib.util.find_spec(need.module) is None:
+        return Finding(name=need.name, level="fail", found=f"{version}, but its files are gone", do=f"reinstall: {install}")
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # some print pages of advice
             warnings.simplefilter("ignore")
-            importlib.import_module(need.module)
+            if imports:
+                importlib.import_module(need.module)
     except Exception as error:  # a package may break in any way while it is imported, and this is where the user learns of it
         cause = " ".join(str(error).split())[:120]
         return Finding(
@@ -178,12 +186,14 @@ def _compiler() -> Finding:
 
 
 def _gpu() -> Finding:
+    if not visible_gpus():  # importing torch takes seconds
+        return Finding(name="gpu", level="ok", found="none: models run on the CPU")
     try:
         import torch
     except ImportError:
-        return Finding(name="gpu", level="ok", found="not looked for: torch is not installed")
+        return Finding(name="gpu", level="ok", found=f"{len(visible_gpus())}; torch is not installed")
     if not torch.cuda.is_available():
-        return Finding(name="gpu", level="ok", found="none: models run on the CPU")
+        return Finding(name="gpu", level="warn", found=f"{len(visible_gpus())}, which torch cannot use", do="install a torch for CUDA")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Finding(name="gpu", level="ok", found=f"{len(names)}: {', '.join(sorted(set(names)))}")
 

@@ -29,13 +29,14 @@ from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_lefto
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
 from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
-from penstock.pipeline.observe.run_status import closing
+from penstock.pipeline.observe.run_status import closing, steps_planned
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
 from penstock.pipeline.runtime.run_registry import find, mark, write
 from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
+    from penstock.pipeline.observe.live.notebook import NotebookScreen
     from penstock.pipeline.observe.live.view import LiveView
 
 TURN_S = 0.25
@@ -101,8 +102,12 @@ def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: 
     return status
 
 
-def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool) -> int:
+def watch(
+    log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: bool, quiet: bool, screen: "NotebookScreen | None" = None
+) -> int:
     """Start a registered run's workers and stay until they have ended: 0, or 130 when it was stopped; `quiet` leaves stdout alone.
+
+    `screen` shows the picture where no terminal does.
 
     Raises:
         PenstockError: a worker or the broker was given up, the run ended as failed, or another launcher attends it.
@@ -128,7 +133,7 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
             say(f"in a browser: {address}run?id={run}")
         if placement.gpus is not None:
             say(str(placement))
-        view = LiveView(log, run, console=_console(quiet), plain=not live)
+        view = LiveView(log, run, console=_console(quiet), plain=not live, screen=screen)
         tell = view.tell if live else say
         watching = Watching(
             view,
@@ -143,13 +148,15 @@ def watch(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: b
                 failure = watching.turn()
         finally:
             if stop.is_set():
-                tell(f"stopping the workers; go on with `penstock run --resume {run}`")
-            watching.stop()
+                tell(f"stopping: workers finish what they have in hand, a second Ctrl-C kills them; `penstock run --resume {run}` goes on")
+            watching.stop(status="stopped" if stop.is_set() or failure is not None else None)
         if failure is not None:
             _note(log, record, say=say)
             raise PenstockError(_given_up(failure, run, say=say))
         if stop.is_set():
             _note(log, record, say=say)
+            done, planned = len(view.view.steps), steps_planned(view.view) or "?"
+            tell(f"stopped after {done} of {planned} steps; `penstock run --resume {run}` goes on with it")
             return 130
     status = _ended(log, record, view)
     failed = sum(facts.outcome == "failed" for facts in view.view.groups.values())
@@ -197,13 +204,14 @@ class Watching:
         self.watchdog.check(view, silent=silent, outage_s=self.view.outage_s, notes=self.supervisor.notes(now_s=now_s))
         return self.supervisor.poll(view, now_s=now_s, reachable=reachable)
 
-    def stop(self) -> None:
-        """End the workers and leave the last picture on the screen."""
+    def stop(self, *, status: str | None) -> None:
+        """End the workers and leave the last picture on the screen, with this status where the log does not say it yet."""
         away = not self.broker.up or self.view.outage_s > 0
         try:
             self.supervisor.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, look=dict if away else self._doing)
+            self.view.poll(0.0)  # their last words
         finally:
-            self.view.close()
+            self.view.close(status=status)
 
     def _doing(self) -> Mapping[str, str]:
         self.view.poll(0.0)

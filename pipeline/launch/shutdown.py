@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 SAME_S = 1.0
 """Signals this close together are one request: a terminal that is closed sends SIGHUP more than once."""
+SAME_KEY_S = 0.1
+"""The same for SIGINT: a person may press Ctrl-C twice within half a second and means it."""
 
 
 @contextlib.contextmanager
@@ -26,8 +28,8 @@ def asked_to_stop() -> Iterator[threading.Event]:
     before: dict[signal.Signals, Any] = {}
     first = [0.0]
 
-    def handle(_number: int, _frame: object) -> None:
-        if stop.is_set() and time.monotonic() - first[0] > SAME_S:
+    def handle(number: int, _frame: object) -> None:
+        if stop.is_set() and time.monotonic() - first[0] > (SAME_KEY_S if number == signal.SIGINT else SAME_S):
             raise KeyboardInterrupt
         if not stop.is_set():
             first[0] = time.monotonic()

@@ -60,7 +60,7 @@ class Watchdog:
         stuck = examine(self.log, scene)
         if stuck is not None and not stuck.same_as(self._told):
             self._told = stuck
-            self.say(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view)}")
+            self.say(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=scene.now_s)}")
 
 
 def unblock(log: KafkaLog, run: str, say: Callable[[str], None]) -> None:

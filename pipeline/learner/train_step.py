@@ -141,8 +141,11 @@ class Step:
     """Optimizer steps of the run before this one."""
     ranks: Ranks | None = None
     """The other processes of the trainer, which train their share of the micro-batches."""
+    on_batch: Callable[[int, int | None], None] = lambda _number, _count: None
+    """Called before each micro-batch runs with its number, from 1, and how many there are once the plan is whole."""
     first_backward_at: float | None = None
     compute_s: float = 0.0
+    _whole: bool = False
     _batcher: MicroBatcher | None = None
     _held: list[TokenBatch] = field(default_factory=list)
     _closed: list[tuple[TokenSequence, ...]] = field(default_factory=list)
@@ -162,6 +165,7 @@ class Step:
 
     def finish(self, *, learner_version: int) -> StepOutcome:
         """Run what is left backward, divide once, and update the weights."""
+        self._whole = True
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
         if not self._held:
@@ -203,6 +207,7 @@ class Step:
             self._backward(batch, denominator=None)
 
     def _backward(self, batch: TokenBatch, *, denominator: float | None) -> None:
+        self.on_batch(len(self._stats) + 1, len(self._closed) if self._whole else None)
         started = time.monotonic()
         if self.first_backward_at is None:
             self.first_backward_at = time.time()

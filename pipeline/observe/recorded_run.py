@@ -59,6 +59,12 @@ class RecordedRun:
         return digest
 
     @property
+    def reward_sources(self) -> dict[str, str] | None:
+        """Reward function -> SHA-256 (hex) of its source when the run was created; None in runs of an earlier release."""
+        sources: dict[str, str] | None = self._info.get("reward_sources")
+        return sources
+
+    @property
     def _info(self) -> dict[str, Any]:
         info: dict[str, Any] = json.loads(self.record.info) if self.record is not None else {}
         return info

@@ -33,6 +33,12 @@ def has_ended(view: RunView) -> bool:
     return status_of(view) in ("finished", "stopped", "failed")
 
 
+def resumptions(view: RunView) -> int:
+    """How often the run was resumed: as often as every worker began again."""
+    workers = [worker for worker in view.workers.values() if not worker.ended] or view.workers.values()
+    return min((len(worker.incarnations) - 1 for worker in workers), default=0)
+
+
 def config_of(view: RunView) -> dict[str, Any]:
     """The run's configuration as a plain table, {} before it is known."""
     return _about(view, "config")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from penstock.infra.log import Log
-from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView
+from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
 from penstock.pipeline.runtime.topic_reader import Place, RunReader, place_of, scan
 from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
@@ -71,7 +71,8 @@ class RunView:
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
     moved_ms: int = 0
     """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
-    """The newest scored groups."""
+    worked: WorkingTime = field(default_factory=WorkingTime)
+    """When something was written."""
     _killers: set[Place] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
     _made: RunRecord | None = None
@@ -105,6 +106,7 @@ class RunView:
         _, state = runs.read(record, run=self.run)
         self.record = state if self._made is None else runs.with_status(self._made, state)
         self.moved_ms = max(self.moved_ms, state.updated_ns // 1_000_000)
+        self.worked.add(state.created_ns / 1e9)
         return state
 
     def _fold_made(self, record: Record) -> RunRecord | None:
@@ -119,6 +121,7 @@ class RunView:
         if not ledger.continues(entry, after=self._last_seq):
             return None
         self._last_seq = entry.seq
+        self.worked.add(entry.time_ns / 1e9)
         if entry.kind == "run-opened":
             self.opened = self.opened or entry
         elif entry.kind == "run-closed":
@@ -141,6 +144,7 @@ class RunView:
         if measurement.seq in numbers:
             return None
         numbers.add(measurement.seq)
+        self.worked.add(measurement.time_ns / 1e9)
         worker = self.workers.setdefault(measurement.worker, WorkerView(worker=measurement.worker, role=measurement.role))
         before = [worker.total(name) for name in WORK]
         worker.add(measurement)

@@ -4,13 +4,16 @@ The rule: plain values that add up; none of them knows where its records came fr
 """
 
 import functools
+from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.topics.metrics import Measurement
 
+PAUSE_S = 60.0
+"""Workers report each second, and in long computations somebody still does: a longer silence of all is a pause."""
 RATE_WINDOW = 10
 """Statuses, one a second, over which a worker's rates are taken."""
 
@@ -74,6 +77,8 @@ class WorkerView:
     values: dict[str, float] = field(default_factory=dict)
     """Newest values of the newest incarnation."""
     labels: dict[str, str] = field(default_factory=dict)
+    since_ns: int = 0
+    """When it said first what it does now, up to the first comma: a step is one activity, its micro-batches are not."""
     ended: bool = False
     incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Last cumulative values of each incarnation."""
@@ -92,6 +97,8 @@ class WorkerView:
             self.incarnation, self.ended = found.incarnation, False
             self.labels = {}  # the last words of the one before are not its own
             self._recent.clear()
+        if _activity(found.labels) != _activity(self.labels) and "doing" in found.labels:
+            self.since_ns = found.time_ns
         self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
         self.labels = {**self.labels, **found.labels}
         self.ended = self.ended or found.kind == "final"
@@ -108,6 +115,48 @@ class WorkerView:
         if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
             return None
         return (having[-1][1] - having[0][1]) / (having[-1][0] - having[0][0]) * 1e9
+
+
+def _activity(labels: Mapping[str, str]) -> str:
+    return labels.get("doing", "").partition(",")[0]
+
+
+@dataclass(slots=True)
+class WorkingTime:
+    """The stretches in which a run was worked on, so that no clock counts a pause.
+
+    Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work.
+    """
+
+    _spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, moment_s: float) -> None:
+        """Note a sign of life."""
+        place = bisect_right(self._spans, (moment_s, float("inf")))
+        if place and moment_s <= self._spans[place - 1][1]:
+            return
+        low = high = moment_s
+        if place < len(self._spans) and self._spans[place][0] - moment_s <= PAUSE_S:
+            high = self._spans.pop(place)[1]
+        if place and moment_s - self._spans[place - 1][1] <= PAUSE_S:
+            low = self._spans.pop(place - 1)[0]
+        insort(self._spans, (low, high))
+
+    def between(self, first_s: float | None, last_s: float | None) -> float | None:
+        """Seconds of work from one moment to another; None where one is not known.
+
+        Example:
+            work.between(0.0, 3600.0)  # -> 90.0, with signs of life at 0, 30, 60, 1000 and 1030
+        """
+        if first_s is None or last_s is None:
+            return None
+        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._spans)
+
+    def until(self, now_s: float) -> float:
+        """All seconds of work; up to `now_s`, if that is so soon after the last sign of life that there may still be some."""
+        last = self._spans[-1][1] if self._spans else now_s
+        more = now_s - last if 0.0 < now_s - last <= PAUSE_S else 0.0
+        return sum(high - low for low, high in self._spans) + more
 
 
 def together(tallies: Iterable[Tally]) -> Tally:

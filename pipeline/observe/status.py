@@ -102,11 +102,10 @@ def bottleneck_as_json(found: Bottleneck | None) -> dict[str, str] | None:
 
 
 def elapsed_s(view: RunView, *, now_s: float) -> float | None:
-    """Seconds since the run was created, up to its end."""
+    """Seconds of work since the run was created, up to its end, without the pauses between a stop and its resumption."""
     if view.record is None:
         return None
-    end = view.closed.time_ns / 1e9 if view.closed else now_s
-    return max(0.0, end - view.record.created_ns / 1e9)
+    return view.worked.until(0.0 if has_ended(view) else now_s)
 
 
 def to_go_s(view: RunView) -> float | None:

@@ -86,6 +86,7 @@ def group_records(draw, *, max_samples=4):
         samples=tuple(draw(st.lists(samples, max_size=max_samples))),
         created_ns=draw(INT64),
         scored_ns=draw(INT64),
+        reward_ns=draw(INT64),
     )
 
 
@@ -326,7 +327,7 @@ EXAMPLES = {
     "prompts": a_prompt(),
     "rollouts": a_rollout(),
     "several samples": (a_rollout(sample=0), a_rollout(sample=2, tokens=4, finish="length")),
-    "groups": a_group(),
+    "groups": replace(a_group(), reward_ns=7),
     "weights": a_manifest(),
     "weights-chunk": weights.Chunk(version=2, index=1, data=bytes(range(50))),
     "ledger": an_entry(),

@@ -107,8 +107,51 @@ def test_a_recorded_run_loads_and_its_head_says_what_the_report_says(page: Any, 
         assert re.search(rf"{fate}\s*{report['groups'][fate]}\D", page.inner_text("#fates").replace("\t", " ")), fate
     assert "reward-failed" in page.text_content("#letters")
     titles = page.locator("#charts h3").all_text_contents()
-    for title in ("Reward", "Completion length", "Lag", "Effective sample size", "KL", "Loss", "Gradient norm"):
+    titles += [text for line in page.locator("#still").all_text_contents() for text in line.partition(": ")[2].split(" · ")]
+    for title in ("Reward", "Fates of the groups", "Completion length", "Lag", "Effective sample size", "KL", "Loss", "Gradient norm"):
         assert any(text.startswith(title) for text in titles), title
+
+
+def test_a_page_opens_with_three_samples_of_the_newest_step_and_the_newest_trained_group(
+    page: Any, log: KafkaLog, recorded: RecordedRun
+) -> None:
+    table = samples_groups_steps.samples(log, recorded.run).to_pylist()
+    steps = samples_groups_steps.steps(log, recorded.run).to_pylist()
+    rewards = sorted(row["reward"] for row in table if row["group"] in steps[-1]["groups"])
+    cards = page.locator("#picked .card")
+    assert [text.split()[0].removesuffix("reward") for text in cards.locator("h4").all_text_contents()] == ["best", "median", "worst"]
+    shown_rewards = [float(re.search(r"reward (-?[\d.]+)", text.replace("−", "-"))[1]) for text in cards.locator("h4").all_text_contents()]
+    assert shown_rewards == pytest.approx([rewards[-1], rewards[len(rewards) - 1 - len(rewards) // 2], rewards[0]], abs=1e-2)
+    assert all(cards.locator(".answer").nth(place).is_visible() for place in range(3))
+    page.wait_for_selector("#group .card")
+    assert int(page.text_content("#group h3").removeprefix("Group ")) == max(steps[-1]["groups"])
+    assert page.url.endswith(".html"), "nobody has chosen that group"
+    lanes = page.locator("#lanes")
+    from_, to = (float(lanes.get_attribute(f"data-{end}")) for end in ("from", "to"))
+    first, last = page.evaluate("[Math.min(...data.s_start), timeline.most]")
+    assert 0 < from_ < first and to <= last, "the timeline begins with the first sample, not with loading"
+
+
+def test_equal_completions_are_one_card_and_groups_are_sorted_by_reward(watched: Watched, tmp_path: Path) -> None:
+    write(build(log_with(list(Teller(steps=3).whole())), RUN), tmp_path / "run.html")
+    page = watched.open(tmp_path / "run.html")
+    page.wait_for_selector("#group .card")
+    cards = page.locator("#group .card")
+    assert cards.count() == 1
+    assert page.text_content("#group .card h4 button") == "× 4"
+    page.click("#group .card h4 button")
+    assert cards.count() == 4
+
+    def groups() -> list[str]:
+        return [text.split("\n")[0] for text in page.locator("#rows .row").all_inner_texts()]
+
+    assert groups() == [str(number) for number in range(7, -1, -1)]
+    page.select_option("#f-order", "best")
+    page.wait_for_function("() => list.shown[0] === 7 && list.shown[5] < 3")
+    assert groups()[:5] == ["7", "6", "5", "4", "3"]
+    page.select_option("#f-order", "worst")
+    page.wait_for_function("() => list.shown[7] === 5")
+    assert groups()[-5:] == ["4", "3", "7", "6", "5"]
 
 
 def test_the_tracker_leaves_the_page_beside_the_report_and_with_mlflow(recorded: RecordedRun, watched: Watched) -> None:
@@ -131,8 +174,9 @@ def test_the_timeline_has_a_lane_for_every_worker_and_answers_to_keys_wheel_and_
         page.evaluate("draw()")
         return float(lanes.get_attribute("data-to")) - float(lanes.get_attribute("data-from"))
 
-    whole = span()
     lanes.focus()
+    page.keyboard.press("0")
+    whole = span()
     page.keyboard.press("+")
     assert span() == pytest.approx(whole / 2, rel=1e-6)
     before = float(lanes.get_attribute("data-from"))
@@ -217,13 +261,16 @@ def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_s
     wanted = trained["completion"][1:6]
     groups = {row["group"] for row in table if row["completion"] and wanted.lower() in row["completion"].lower()}
     page.fill("#f-text", wanted)
+    page.select_option("#f-order", "oldest")
     wait_for_shown(page, len(groups))
     page.focus("#list")
-    page.keyboard.press("ArrowDown")
-    page.wait_for_selector(".card")
+    page.keyboard.press("Home")
+    page.wait_for_function("wanted => document.querySelector('#group h3')?.textContent === wanted", arg=f"Group {min(groups)}")
     assert page.text_content("#group h3") == f"Group {min(groups)}"
     samples = [row for row in table if row["group"] == min(groups)]
-    cards = page.locator(".card")
+    cards = page.locator("#group .card")
+    for fold in page.locator("#group .card h4 button").all():
+        fold.click()
     assert cards.count() == len(samples) == 4
     for place, row in enumerate(samples):
         card = cards.nth(place)
@@ -239,11 +286,13 @@ def test_search_finds_completions_and_a_chosen_group_shows_its_samples_side_by_s
 def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page: Any, log: KafkaLog, recorded: RecordedRun) -> None:
     number = page.evaluate("data.g_number[Array.from(data.g_fate).indexOf(0)]")
     page.evaluate("number => openGroup(data.byNumber.get(number))", number)
-    page.wait_for_selector(".card .text span")
+    page.wait_for_function("number => document.querySelector('#group h3')?.textContent === `Group ${number}`", arg=number)
+    for fold in page.locator("#group .card h4 button").all():
+        fold.click()
     row = next(row for row in samples_groups_steps.samples(log, recorded.run).to_pylist() if row["group"] == number and row["sample"] == 0)
 
     def colours() -> list[str]:
-        return page.evaluate("[...document.querySelectorAll('.card .text span')].map((one) => one.style.background)")
+        return page.evaluate("[...document.querySelectorAll('#group .card .text span')].map((one) => one.style.background)")
 
     by = {}
     for name in ("logprob", "advantage", "version", "none"):
@@ -253,13 +302,13 @@ def test_tokens_are_coloured_by_logprob_advantage_or_version_and_tell_more(page:
     assert len(set(by["logprob"])) > 4
     assert 1 < len(set(by["advantage"])) <= 4
     assert len(set(by["version"])) >= 1 and by["version"] != by["logprob"] and set(by["none"]) == {""}
-    page.hover(".card .text span >> nth=0")
+    page.hover("#group .card .text span >> nth=0")
     tip = page.inner_text("#tip")
     assert f"token 0: id {row['token_ids'][0]}" in tip
     told = float(re.search(r"logprob (-?[\d.]+) nat", tip)[1])
     assert told == pytest.approx(row["behaviour_logprobs"][0], abs=6e-4)
     assert f"policy version {row['policy_version_min']}" in tip
-    page.focus(".card .text >> nth=0")
+    page.focus("#group .card .text >> nth=0")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert page.inner_text("#tip").startswith("token 1:")
@@ -274,9 +323,10 @@ def test_text_that_looks_like_markup_is_shown_as_text(watched: Watched, tmp_path
     write(build(log_with(told), RUN), path)
     page = watched.open(path)
     page.evaluate("openGroup(0)")
-    page.wait_for_selector(".card")
+    page.wait_for_selector("#group .card")
     assert page.text_content("#group .prompt >> nth=0") == EVIL
-    assert EVIL in page.locator(".card").nth(0).text_content()
+    assert EVIL in page.locator("#group .card").nth(0).text_content()
+    assert EVIL in page.locator("#picked .card").nth(0).text_content()
     assert page.locator("#group .note").nth(0).text_content() == EVIL
     assert page.locator("img").count() == 0
     page.fill("#f-text", "onerror=alert")
@@ -293,8 +343,9 @@ def test_a_run_that_has_only_begun_is_shown_as_far_as_it_is(watched: Watched, tm
     page = watched.open(tmp_path / "open.html")
     assert page.text_content("#status") == "running"
     page.evaluate("openGroup(0)")
-    page.wait_for_selector(".card")
-    assert page.locator(".card h4").nth(0).text_content() == "sample 0not scored"
+    page.wait_for_selector("#group .card")
+    assert page.locator("#group .card h4").nth(0).text_content().startswith("sample 0")
+    assert page.locator("#group .card h4").nth(0).text_content().endswith("not scored")
     assert watched.complaints == []
     page = watched.open(tmp_path / "first.html")
     assert shown(page) == 0

@@ -268,5 +268,7 @@ def test_the_page_says_what_changed(recorded: RecordedRun, tmp_path: Path, capsy
     shown = capsys.readouterr().out
     assert f"after   {file}:digits x 2" in shown
     assert "samples that had no reward" in shown
-    assert "flips " in shown
+    assert shown.splitlines()[-1].startswith("flips ")  # what it comes to stands last, where a terminal stands still
+    assert shown.index("changed outcomes") < shown.index("groups judged again")
+    assert "edited since" not in shown
     assert JUDGE not in shown

@@ -7,7 +7,7 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 import json
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.infra.errors import LostPartition, OutcomeUnknown
 from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
@@ -291,9 +291,10 @@ class Scorer:
             return self._group(group, "failed", result.reason, ())
         self._faults.passed()
         self.session.reporter.add("groups")
+        self.session.reporter.add("reward_s", result.seconds)
         score, algorithm = Score.of(result.result), self.session.config.algorithm
         outcome = verdict(group.ordered(), scoring.completions, score, algorithm=algorithm)
-        return self._group(group, outcome.outcome, outcome.reason, outcome.samples)
+        return replace(self._group(group, outcome.outcome, outcome.reason, outcome.samples), reward_ns=round(1e9 * result.seconds))
 
     def _overdue(self) -> list[Group]:
         """Incomplete groups past their deadline, in time in which a rollout worker was there, as abandoned."""

@@ -160,6 +160,7 @@ class Trainer:
         if not self._round_is_ready():
             return False
         step, plan = self.policy.step(), list[Planned]()
+        step.on_batch = lambda batch, count: self._say_batch(number, batch, count, groups=len(plan))
         while len(plan) < schedule.prompts_per_step:
             selected = self.inbox.take(learner_version=version)
             self._record_stale()
@@ -173,8 +174,7 @@ class Trainer:
             self.writer.finish_publishing(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
-            # At once where a group may take long: nothing is reported while it is computed.
-            self.session.reporter.doing(f"training step {number}, group {len(plan)} of {schedule.prompts_per_step}", now=len(plan) == 1)
+            self.session.reporter.doing(f"training step {number}, group {len(plan)} of {schedule.prompts_per_step}")
             step.add(group, plan[-1])
         self.writer.finish_publishing(wait=False)
         outcome = step.finish(learner_version=version)
@@ -184,6 +184,13 @@ class Trainer:
         self.writer.after_step(self.policy)
         self.session.reporter.status()
         return True
+
+    def _say_batch(self, step: int, batch: int, count: int | None, *, groups: int) -> None:
+        """Say which micro-batch is computed; at once where that takes long, as nothing is reported meanwhile."""
+        about = max(batch, round(batch * self.session.schedule.prompts_per_step / groups))
+        of = f"of {count}" if count is not None else f"of about {about}"
+        slow = self._compute_s is None or self._compute_s > 1.0
+        self.session.reporter.doing(f"training step {step}, micro-batch {batch} {of}", now=slow)
 
     def end(self) -> None:
         """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""

@@ -22,16 +22,20 @@ def status(
     from dataclasses import asdict
 
     from penstock.pipeline.launch.stall_watchdog import describe, examine
-    from penstock.pipeline.observe.run_view import load
+    from penstock.pipeline.observe.live.completions import Completions
+    from penstock.pipeline.observe.run_view import read_view
     from penstock.pipeline.observe.stall import Scene
     from penstock.pipeline.observe.status import WATCHED, silences, standing, standstill_s
     from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.topic_reader import RunReader
 
     if follow:
         _follow(run, bootstrap, security, json=json)
         return
     with at(bootstrap, security) as log:
-        view = load(log, resolve(log, run), topics=WATCHED)
+        reader = RunReader(log, resolve(log, run))
+        completions = Completions(reader.run)
+        view = read_view(reader, topics=WATCHED, also=completions.add)
         now_s = time.time()
         silent = silences(view, now_s=now_s)
         still_s = standstill_s(view, now_s=now_s)
@@ -41,9 +45,16 @@ def status(
         return
     from rich.console import Console
 
-    from penstock.pipeline.observe.live.frame import frame
+    from penstock.infra.paths import run_directory
+    from penstock.pipeline.launch.attended import launcher_of
+    from penstock.pipeline.observe.live.frame import frame, missing
+    from penstock.pipeline.observe.run_status import has_ended
 
-    Console().print(frame(view, now_s=now_s, silent=silent))
+    console = Console()
+    console.print(frame(view, now_s=now_s, silent=silent, width=console.width, completions=completions.shown()))
+    if not has_ended(view) and launcher_of(run_directory(view.run)) is None:
+        for role in missing(view, silent=silent):
+            print(f"missing: {role} (`penstock worker {role} --run {view.run}`)")
     if stuck is not None and still_s is not None:
         print(describe(stuck, still_s=still_s))
 

@@ -11,17 +11,22 @@ from penstock.pipeline.cli.options import Bootstrap, Json, emit
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file whose GPUs are to be placed, too.")] = None,
     *,
+    imports: Annotated[bool, typer.Option("--imports", help="Import every package too, which takes a minute.")] = False,
     bootstrap: Bootstrap = "embedded",
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
     from penstock.pipeline.config.load import load
-    from penstock.pipeline.launch.doctor import as_text, examine
+    from penstock.pipeline.launch.doctor import as_line, examine, summary
     from penstock.pipeline.launch.placement import visible_gpus
 
-    findings = examine(bootstrap=bootstrap, config=None if config is None else load(config, gpus=len(visible_gpus())))
+    loaded, findings = None if config is None else load(config, gpus=len(visible_gpus())), []
+    for finding in examine(bootstrap=bootstrap, config=loaded, imports=imports):
+        findings.append(finding)
+        if not json:
+            print(as_line(finding), flush=True)
     if json:
         emit([finding.as_dict() for finding in findings])
     else:
-        print(as_text(findings))
+        print(summary(findings))
     return 1 if any(finding.level == "fail" for finding in findings) else 0

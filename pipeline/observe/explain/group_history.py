@@ -124,6 +124,7 @@ class GroupHistory:
             self.counted.values(),
             complete=self.complete,
             admitted=admitted.created_ns / NS if admitted else None,
+            judged=(group.scored_ns - group.reward_ns) / NS if group and group.reward_ns is not None else None,
             scored=group.scored_ns / NS if group else None,
             taken=max(begun, group.scored_ns / NS) if begun and group else None,
             committed=step.time_ns / NS if step else None,

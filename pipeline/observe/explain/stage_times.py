@@ -24,6 +24,8 @@ class Moments:
     first_ended: float | None = None
     last_ended: float | None = None
     """Known once the group is complete."""
+    judged: float | None = None
+    """When its reward functions were called."""
     scored: float | None = None
     taken: float | None = None
     """When the step it was trained in began its first backward pass, or the group was scored, whichever came later."""
@@ -37,11 +39,16 @@ STAGES: Sequence[tuple[str, str, str]] = (
     ("drawing", "begun", "last_ended"),
     ("of it waiting for the slowest sample", "first_ended", "last_ended"),
     ("scoring", "last_ended", "scored"),
+    ("waited for the scorer", "last_ended", "judged"),
+    ("reward functions", "judged", "scored"),
     ("waiting for the trainer", "scored", "taken"),
     ("training", "taken", "committed"),
     ("publishing", "committed", "published"),
 )
-"""Name, and the moments between which it lies; the first sample's end is when the slowest one begins to be waited for."""
+"""Name, and the moments between which it lies; the first sample's end is when the slowest one begins to be waited for.
+
+`scoring` is of records that do not say how long the reward functions took.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +75,8 @@ def moments_of(drawn: Iterable[Rollout], *, complete: bool, **known: float | Non
 def stages(moments: Moments) -> list[Stage]:
     """The stages whose ends are both known, in order; a negative one is a difference between two machines' clocks."""
     zero, rows = moments.admitted, []
-    for name, first, last in STAGES:
+    known = [stage for stage in STAGES if stage[0] != "scoring" or moments.judged is None]
+    for name, first, last in known:
         begins, ends = getattr(moments, first), getattr(moments, last)
         if zero is not None and begins is not None and ends is not None:
             rows.append(Stage(name=name, begins_s=begins - zero, seconds=ends - begins))

@@ -72,6 +72,7 @@ class Row:
     scorer: str
     created_ns: int
     scored_ns: int
+    reward_ns: int | None
     rollouts: tuple[Drawn, ...]
     rewards: npt.NDArray[np.float64]
     components: tuple[tuple[float | None, ...], ...]
@@ -126,6 +127,7 @@ class GroupPages:
             scorer=worker,
             created_ns=group.created_ns,
             scored_ns=group.scored_ns,
+            reward_ns=group.reward_ns,
             rewards=np.array(group.rewards),
             components=tuple(sample.components for sample in group.samples),
             advantages=self.advantages.of(group),
@@ -154,6 +156,7 @@ class GroupPages:
                 scorer=worker,
                 created_ns=prompt.created_ns if prompt else 0,
                 scored_ns=group.scored_ns if group else 0,
+                reward_ns=None,
                 rewards=np.full(len(samples), np.nan),
                 components=((),) * len(samples),
                 advantages=np.full(len(samples), np.nan, np.float32),

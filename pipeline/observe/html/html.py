@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from penstock.pipeline.observe.html.chunks import Chunks
 
-CODE = ("data.js", "dom.js", "timeline.js", "pointer.js", "curves.js", "samples.js", "group.js", "main.js")
+CODE = ("data.js", "dom.js", "timeline.js", "pointer.js", "curves.js", "samples.js", "group.js", "picked.js", "main.js")
 
 
 def assemble(*, title: str, index: str, vocabulary: str, chunks: Chunks) -> bytes:

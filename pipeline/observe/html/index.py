@@ -13,6 +13,7 @@ import numpy as np
 from penstock.pipeline.observe.html.groups import Drawn, GroupPages, Row, short
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, Column, smallest
 from penstock.pipeline.observe.html.run_history import MAX_TEXT, RunHistory
+from penstock.pipeline.observe.html.shares import component_means, fate_shares
 from penstock.pipeline.observe.html.timeline import KINDS, Clock, activity_columns, interval_columns, scoring_columns, time_spent, timeline
 from penstock.pipeline.observe.run_status import config_of, fates, steps_per_version
 from penstock.pipeline.observe.run_view import RunView
@@ -60,6 +61,8 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
         "zero_ms": clock.zero_ns // 1_000_000,
         "tick_ms": clock.tick_ms,
         "fates": (*FATES, OPEN),
+        "fate_shares": fate_shares(view),
+        "component_means": component_means(groups.rows, step_of=_step_of(view), count=len(groups.reward_names)),
         "finishes": FINISHES,
         "kinds": KINDS,
         "workers": [{"name": name, "role": _role(view, name)} for name in names],
@@ -157,7 +160,7 @@ def _prompts(groups: GroupPages) -> tuple[list[str], Column]:
 
 def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tuple[type[np.generic], Callable[[Row], Any]]]:
     """The columns of the list of groups."""
-    step_of = {group: step.step for step in groups.view.steps.values() for group in step.groups}
+    step_of = _step_of(groups.view)
     fate_of, number_of = fates(groups.view), {fate: number for number, fate in enumerate((*FATES, OPEN))}
     return {
         "g_number": (np.uint32, lambda row: row.group),
@@ -170,6 +173,10 @@ def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tu
         "g_scorer": (np.uint16, lambda row: workers.get(row.scorer, NONE)),
         "g_detail": (np.uint8, lambda row: row.group in groups.wanted.tokens and row.place is not None),
     }
+
+
+def _step_of(view: RunView) -> dict[int, int]:
+    return {group: step.step for step in view.steps.values() for group in step.groups}
 
 
 def _samples(groups: GroupPages, *, workers: Mapping[str, int], clock: Clock) -> dict[str, Column]:

@@ -51,7 +51,7 @@ def timeline(rows: Iterable[Row], history: RunHistory) -> list[Interval]:
     facts = Facts(entries=history.entries)
     for row in rows:
         if row.scorer:
-            facts.ended[row.group] = Ended(row.group, row.scorer, row.scored_ns)
+            facts.ended[row.group] = Ended(row.group, row.scorer, row.scored_ns, row.reward_ns)
         for sample in row.rollouts:
             span = sample.started_ns, sample.ended_ns, history.written_ns.get(row.group, sample.ended_ns)
             facts.drawn[row.group, sample.sample] = Drawn(row.group, sample.sample, sample.worker, sample.version_min, *span)

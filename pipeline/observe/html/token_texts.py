@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.log import Log
 from penstock.pipeline.envs.tokenization import digests, model_folder
 from penstock.pipeline.observe.run_status import config_of, info_of
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.runtime.run_registry import find
 
 
 class TokenTexts:
@@ -53,6 +55,11 @@ class TokenTexts:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def texts_of(log: Log, run: str) -> TokenTexts:
+    """By the run's record alone, which is read within milliseconds."""
+    return TokenTexts.of(RunView(run=run, record=find(log, run)))
 
 
 def _open(path: str | None, expected: str | None) -> Any:

@@ -11,10 +11,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.observe.live.completions import Completion
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
-from penstock.pipeline.observe.run_status import config_of, has_ended, last_reward, status_of, steps_planned
+from penstock.pipeline.observe.run_status import config_of, has_ended, last_reward, resumptions, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
@@ -23,27 +24,46 @@ from penstock.pipeline.runtime.roles import ROLES, order
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is marked."""
+GONE_S, PATIENCE_S = 60.0, 20.0
+"""A worker that was not heard of for so long is gone; one that comes may be so much later than the others."""
 LASTING = ("starting", "loading", "training", "evaluating", "repeating", "writing")
 """How work begins to be called during which a worker reports nothing: the time it takes is said instead."""
 HEADER_LINES = 10
+BORDER = 4
+"""Columns that the panel takes."""
 WIDE = 96
 """Columns of a terminal with room for every number of a worker."""
 COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
 
 
 def frame(
-    view: RunView, *, now_s: float, silent: Mapping[str, float], outage_s: float = 0.0, width: int = 120, height: int = 40
+    view: RunView,
+    *,
+    now_s: float,
+    silent: Mapping[str, float],
+    outage_s: float = 0.0,
+    width: int = 120,
+    height: int = 40,
+    completions: Sequence[Completion] = (),
+    status: str | None = None,
 ) -> RenderableType:
-    """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker."""
+    """The whole picture for a terminal of this size; `silent` says for how many seconds nothing was heard of each worker.
+
+    `status` is what a launcher knows of a run that it has stopped before the log says so.
+    """
+    status = status or status_of(view)
     parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s)]
     found = wastes(view, last=RECENT_GROUPS)
     parts += [Text(str(waste), style="yellow") for waste in found]
-    rows = max(4, height - HEADER_LINES - 2 * len(found))
-    parts += [Text(""), _workers(view, silent=silent, rows=rows, all_columns=width >= WIDE)]
+    parts += [Text(one.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for one in completions]
+    absent = missing(view, silent=silent) if status in ("created", "running") else []
+    parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
+    rows = max(4, height - HEADER_LINES - 2 * len(found) - len(completions) - bool(absent))
+    parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, all_columns=width >= WIDE)]
     chosen = config_of(view).get("schedule", {})
     sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
     subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
-    title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status_of(view), 'dim')}]{status_of(view)}[/]"
+    title = f"[bold]penstock[/] {view.run} [{STATUS_STYLES.get(status, 'dim')}]{status}[/]"
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=subtitle, subtitle_align="right", border_style="dim", padding=(0, 1)
     )
@@ -66,7 +86,9 @@ def line(view: RunView, *, now_s: float) -> str:
         to_go = to_go_s(view)
         parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
     if not view.steps:
-        parts.append(waiting_for(view))
+        parts.append(waiting_for(view, now_s=now_s))
+    elif (computing := _computing(view, now_s=now_s)) is not None:
+        parts.append(computing)
     elif found := wastes(view, last=RECENT_GROUPS):
         parts.append(", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in found))
     elif (slowest := bottleneck(view)) is not None:
@@ -76,11 +98,38 @@ def line(view: RunView, *, now_s: float) -> str:
     return "  ".join(parts)
 
 
-def waiting_for(view: RunView) -> str:
+def waiting_for(view: RunView, *, now_s: float) -> str:
     """What the workers do while no step is done yet."""
     if not view.workers:
         return "waiting for the workers"
-    return "; ".join(f"{worker.worker}: {worker.labels.get('doing', 'starting')}" for worker in _ordered(view) if worker.role != "tracker")
+    return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in _ordered(view) if worker.role != "tracker")
+
+
+def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
+    """What a worker says it does, with the time that it takes so far where it may be long.
+
+    Example:
+        doing(worker, now_s=131.0)  # -> "training step 3, micro-batch 2 of 5, 31 s"
+    """
+    said = worker.labels.get("doing", "starting")
+    lasts_s = max(silent_s, now_s - worker.since_ns / 1e9 if worker.since_ns else 0.0)
+    return f"{said}, {lasts_s:.0f} s" if said.startswith(LASTING) and lasts_s > SILENT_S else said
+
+
+def missing(view: RunView, *, silent: Mapping[str, float]) -> list[str]:
+    """The roles that a run cannot do without and of which nobody is there, while others have been for `PATIENCE_S`."""
+    there = [worker for worker in view.workers.values() if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
+    if max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
+        return []
+    roles = {worker.role for worker in there}
+    return [role.name for role in ROLES.values() if role.on_sample_path and role.name not in roles]
+
+
+def _computing(view: RunView, *, now_s: float) -> str | None:
+    """What the trainer computes, where that takes long."""
+    trainer = next((worker for worker in view.workers.values() if worker.role == "trainer" and not worker.ended), None)
+    said = "" if trainer is None else doing(trainer, now_s=now_s)
+    return f"trainer: {said}" if said.startswith("training") and said.endswith(" s") else None
 
 
 _SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_per_version"))
@@ -153,33 +202,31 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     return text
 
 
-def _workers(view: RunView, *, silent: Mapping[str, float], rows: int, all_columns: bool) -> Table:
+def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: int, all_columns: bool) -> Table:
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
     ordered = _ordered(view)
-    lines = [(worker, _row(view, worker, silent_s=silent.get(worker.worker, 0.0))) for worker in ordered[:rows]]
+    lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in ordered[:rows]]
     wanted = [number for number, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
     kept = [number for number in wanted if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
     for number in kept:
         table.add_column(COLUMNS[number], justify="right", no_wrap=True)
-    for worker, (name, doing, *numbers) in lines:
-        table.add_row(name, doing, *(numbers[number] for number in kept), style="dim" if worker.ended else "")
+    for worker, (name, said, *numbers) in lines:
+        table.add_row(name, said, *(numbers[number] for number in kept), style="dim" if worker.ended else "")
     if len(ordered) > rows:
         table.add_row(f"and {len(ordered) - rows} more", style="dim")
     return table
 
 
-def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[RenderableType]:
-    doing = Text(worker.labels.get("doing", "starting"))
+def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) -> Sequence[RenderableType]:
+    said = Text(doing(worker, now_s=now_s, silent_s=silent_s))
     if worker.ended:
-        doing = Text("ended" if "error" not in worker.labels else f"failed: {worker.labels['error']}")
-    elif silent_s > SILENT_S and doing.plain.startswith(LASTING):
-        doing.append(f", {silent_s:.0f} s")
-    elif silent_s > SILENT_S:
-        doing = Text(f"silent for {silent_s:.0f} s", style="red")
-    if len(worker.incarnations) > 1:
-        doing.append(f" (start {len(worker.incarnations)})", style="dim")
+        said = Text("ended" if "error" not in worker.labels else f"failed: {worker.labels['error']}")
+    elif silent_s > SILENT_S and not said.plain.startswith((*LASTING, "stopping")):
+        said = Text(f"silent for {silent_s:.0f} s", style="red")
+    if (again := len(worker.incarnations) - 1 - resumptions(view)) > 0:
+        said.append(f" (started again {again}x)", style="dim")
     version, lag = worker.values.get("version"), None
     rates: Sequence[float | None]
     if worker.role == "trainer":
@@ -192,7 +239,7 @@ def _row(view: RunView, worker: WorkerView, *, silent_s: float) -> Sequence[Rend
     cpu = worker.rate("cpu_s")
     return (
         Text(worker.worker, style=ROLES[worker.role].colour if worker.role in ROLES else ""),
-        doing,
+        said,
         _number(version, digits=0),
         _number(lag, digits=0 if worker.role != "trainer" else 1),
         *(_number(rate) for rate in rates),

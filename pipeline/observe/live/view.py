@@ -12,7 +12,9 @@ from rich.text import Text
 
 from penstock.infra.errors import LogUnreachable
 from penstock.infra.log import Log, Tail
+from penstock.pipeline.observe.live.completions import Completions
 from penstock.pipeline.observe.live.frame import frame, line
+from penstock.pipeline.observe.live.notebook import HEIGHT, WIDTH, NotebookScreen
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import WATCHED
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -25,6 +27,7 @@ REDRAW_S = 0.25
 LINE_EVERY_S = 5.0
 QUIET_LINE_EVERY_S = 15.0
 """Plain lines while no step is finished."""
+PLAIN_WIDTH = 110
 LETTERS_SHOWN = 3
 """Dead letters of a kind that have a line each."""
 
@@ -32,14 +35,17 @@ LETTERS_SHOWN = 3
 class LiveView:
     """A picture that is redrawn in place, or plain lines where there is no terminal; driven by its owner's loop."""
 
-    def __init__(self, log: Log, run: str, *, console: Console, plain: bool) -> None:
+    def __init__(self, log: Log, run: str, *, console: Console, plain: bool, screen: NotebookScreen | None = None) -> None:
         self.view = RunView(run=run)
         self._log, self._console = log, console
         self._tail: Tail | None = None
         self._heard: dict[str, float] = {}
         self._letters: Counter[str] = Counter()
+        self._completions = Completions(run)
+        self._status: str | None = None
         drawn = console.is_terminal and not plain
-        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
+        terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
+        self._live: Live | NotebookScreen | None = screen or terminal
         self._drawn = self._said = 0.0
         self._said_step = 0
         self._opened = time.time()
@@ -55,6 +61,7 @@ class LiveView:
                 continue  # the role that owns reading the topic puts it aside; it is shown as a dead letter
             if isinstance(folded, Measurement):
                 self._heard[folded.worker] = time.monotonic()
+            self._completions.add(folded, record)
             if record.timestamp_ms / 1000 > self._opened:
                 self._tell(folded)
         self._show()
@@ -74,13 +81,15 @@ class LiveView:
         """Print a line above the picture, or among the plain lines."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def close(self) -> None:
-        """Show the last state, leave it on the screen, and stop reading."""
+    def close(self, *, status: str | None = None) -> None:
+        """Show the last state, leave it on the screen, and stop reading; `status` is said where the log does not know it yet."""
+        self._status = status
         if self._live is not None:
             self._draw()
             self._live.stop()
+            if isinstance(self._live, Live):  # what it drew is gone
+                self._console.print(self._frame())
             self._live = None
-            self._console.print(self._frame())
         elif self._said_step != len(self.view.steps):
             self.tell(line(self.view, now_s=time.time()))
         if self._tail is not None:
@@ -117,8 +126,11 @@ class LiveView:
             return
         pause = LINE_EVERY_S if len(self.view.steps) != self._said_step else QUIET_LINE_EVERY_S
         if now - self._said >= pause and self.view.record is not None:
+            stepped = len(self.view.steps) != self._said_step
             self._said, self._said_step = now, len(self.view.steps)
             self.tell(line(self.view, now_s=time.time()))
+            for one in self._completions.shown()[:1] if stepped else ():
+                self.tell(f"  {one.line(PLAIN_WIDTH)}")
 
     def _tell(self, folded: object) -> None:
         """Lines for what happens seldom and should not be missed."""
@@ -129,8 +141,17 @@ class LiveView:
             self.tell(f"version {folded.version}: {', '.join(known)}", style="blue")
 
     def _frame(self) -> RenderableType:
-        width, height = self._console.size
-        return frame(self.view, now_s=time.time(), silent=self.silent, outage_s=self.outage_s, width=width, height=height)
+        width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
+        return frame(
+            self.view,
+            now_s=time.time(),
+            silent=self.silent,
+            outage_s=self.outage_s,
+            width=width,
+            height=height,
+            completions=self._completions.shown(),
+            status=self._status,
+        )
 
     def _draw(self) -> None:
         assert self._live is not None

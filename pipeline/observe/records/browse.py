@@ -6,6 +6,7 @@ The rule: looking changes nothing, and a record nobody can decode is shown with 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -14,13 +15,15 @@ from penstock.infra.errors import RecordMissing
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.runtime.topic_reader import KILLER, drain
+from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, topic_name
 from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
+COUNTED_BYTES, COUNTED_OFFSETS = 64 << 20, 200_000
+"""Records of topics up to this size are counted, which takes reading them."""
 SHOWN_BYTES = 32
 
 _READERS: Mapping[str, Callable[..., object]] = {
@@ -42,6 +45,10 @@ class TopicRow:
     partitions: int
     offsets: int
     """Offsets in use: records and the markers of transactions, less what retention released."""
+    records: int | None
+    """None for a topic that is too large to be read for it."""
+    bytes: int | None
+    """On the disk of this machine's broker; None for any other."""
 
 
 def kafka_topic(run: str, topic: str) -> str:
@@ -54,8 +61,8 @@ def kafka_topic(run: str, topic: str) -> str:
     return topic_name(run, plain)
 
 
-def list_topics(log: Log, run: str) -> list[TopicRow]:
-    """A run's topics in the order in which a sample's life passes them; missing ones are left out."""
+def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyType({})) -> list[TopicRow]:
+    """A run's topics in the order in which a sample's life passes them; missing ones are left out. `sizes` are bytes by Kafka name."""
     counts = {topic: log.partitions(topic_name(run, topic)) for topic in TOPICS}
     rows = []
     for topic, count in counts.items():
@@ -64,7 +71,18 @@ def list_topics(log: Log, run: str) -> list[TopicRow]:
         name = topic_name(run, topic)
         held = [(name, partition) for partition in range(count)]
         begins, ends = log.begin_offsets(held), log.end_offsets(held)
-        rows.append(TopicRow(topic=topic, kafka_name=name, partitions=count, offsets=sum(ends[at] - begins[at] for at in held)))
+        offsets = sum(ends[at] - begins[at] for at in held)
+        small = topic != "weights" and sizes.get(name, 0) <= COUNTED_BYTES and offsets <= COUNTED_OFFSETS
+        rows.append(
+            TopicRow(
+                topic=topic,
+                kafka_name=name,
+                partitions=count,
+                offsets=offsets,
+                records=sum(1 for _ in scan(log, name)) if small else None,
+                bytes=sizes.get(name),
+            )
+        )
     return rows
 
 

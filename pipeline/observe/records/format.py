@@ -8,11 +8,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.records.browse import view
 from penstock.topics.wire.record import Record
 
 SHOWN_ITEMS = 24
 SHOWN_TEXT = 80
+SHOWN_SAMPLE = 24
+HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens", "sample-tokens", "samples", "reward-mean"})
+"""Headers that a line leaves out: they are the same for all records, or stand in its gist."""
 
 
 def as_json_line(record: Record, *, run: str) -> str:
@@ -20,24 +24,27 @@ def as_json_line(record: Record, *, run: str) -> str:
     return json.dumps(view(record, run=run))
 
 
-def as_line(record: Record, *, run: str) -> str:
-    """A record as one line: when, where, what its headers say, and the gist of its payload."""
+def as_line(record: Record, *, run: str, texts: TokenTexts | None = None) -> str:
+    """A record as one line: when, where, what its headers say, and the gist of its payload; `texts` decodes the tokens of samples."""
     seen = view(record, run=run)
     clock = time.strftime("%H:%M:%S", time.localtime(seen["time_s"]))
-    shown = " ".join(f"{name}={value}" for name, value in seen["headers"].items() if name not in ("run", "schema", "sha256"))
-    gist = f"UNUSABLE {seen['unusable']}" if seen["unusable"] else _gist(record.topic.rpartition(".")[2], seen["payload"])
+    topic = record.topic.rpartition(".")[2]
+    hidden = HIDDEN | {"outcome"} if topic == "rollouts" else HIDDEN
+    shown = " ".join(f"{name}={value}" for name, value in seen["headers"].items() if name not in hidden)
+    gist = f"UNUSABLE {seen['unusable']}" if seen["unusable"] else _gist(topic, seen["payload"], texts)
     return f"{clock} {record.partition}/{record.offset} {shown}  {gist}".rstrip()
 
 
-def _gist(topic: str, payload: dict[str, Any]) -> str:
+def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
     match topic:
         case "prompts":
             gist = repr(payload["prompt"])
         case "rollouts":
             samples = payload.get("samples", [payload])
-            gist = ", ".join(f"{sample['finish']} after {len(sample['token_ids'])} tokens" for sample in samples)
+            gist = ", ".join(f"{_text_of(sample, texts)}{sample['finish']} after {len(sample['token_ids'])} tokens" for sample in samples)
         case "groups":
-            gist = payload["reason"] or "rewards " + " ".join(f"{sample['reward']:g}" for sample in payload["samples"])
+            judged = " ".join(f"{sample['reward']:g} {_quoted(sample['completion'])}" for sample in payload["samples"])
+            gist = " · ".join(filter(None, (payload["reason"], judged)))
         case "ledger" | "metrics":
             numbers = payload.get("metrics") or payload.get("values") or {}
             doing = (payload.get("labels") or {}).get("doing", "")
@@ -56,6 +63,15 @@ def _gist(topic: str, payload: dict[str, Any]) -> str:
         case _:
             gist = f"{payload['run']} {payload['status']}"
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
+
+
+def _text_of(sample: Mapping[str, Any], texts: TokenTexts | None) -> str:
+    text = None if texts is None else texts.completion(sample["token_ids"])
+    return "" if text is None else f"{_quoted(text)} "
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_SAMPLE else text[:SHOWN_SAMPLE] + "…")
 
 
 def as_page(seen: Mapping[str, Any]) -> str:

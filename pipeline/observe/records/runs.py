@@ -28,7 +28,7 @@ def list_runs(log: Log) -> list[dict[str, Any]]:
     done = dict.fromkeys(names.values(), 0)
     for entry in scan(log, *names):
         done[names[entry.topic]] += _is_step(entry, names[entry.topic])
-    sizes, now = _sizes(log), time.time_ns()
+    sizes, now = own_sizes(log), time.time_ns()
     rows = []
     for record in records:
         full = made.get(record.run, record)
@@ -51,8 +51,8 @@ def list_runs(log: Log) -> list[dict[str, Any]]:
     return rows
 
 
-def _sizes(log: Log) -> dict[str, int]:
-    """Topic -> bytes, where the log is this machine's own broker."""
+def own_sizes(log: Log) -> dict[str, int]:
+    """Topic -> bytes, where the log is this machine's own broker; {} for any other."""
     own = embedded.status().bootstrap
     return embedded.topic_bytes() if own and getattr(log, "bootstrap", None) == own else {}
 

@@ -21,6 +21,7 @@ from penstock.pipeline.observe.run_status import (
     fates,
     info_of,
     last_reward,
+    resumptions,
     status_of,
     steps_per_version,
     steps_planned,
@@ -89,6 +90,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "eval": [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())],
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),
+        "resumed": resumptions(view),
         "restarts": _restarts(view),
         "mlflow_run_id": view.mlflow.get("run_id"),
         "mlflow_uri": view.mlflow.get("uri"),
@@ -182,14 +184,14 @@ def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFa
 
 
 def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dict[str, Any]:
-    """Seconds. start: created to opened; train: first sample begun to last step done; wall: created to closed.
+    """Seconds. start: created to first sample begun; train: from there to last step done; end: from there to closed; wall: all three.
 
-    `rollout_to_train_end_s`: per round, its first sample begun to its last step committed. `trainer_waiting_ratio`: the trainer's
-    waiting in its waiting and computing.
+    None of them counts a pause: `paused_s` is what lies between a stop and its resumption. `rollout_to_train_end_s`: per round, its
+    first sample begun to its last step committed. `trainer_waiting_ratio`: the trainer's waiting in its waiting and computing.
     """
     created = view.record.created_ns / 1e9 if view.record else None
-    opened = view.opened.time_ns / 1e9 if view.opened else None
-    closed = view.closed.time_ns / 1e9 if view.closed else (steps[-1].time_s if steps else None)
+    done = steps[-1].time_s if steps else None
+    closed = view.closed.time_ns / 1e9 if view.closed else done
     begun = min((step.metrics["first_sample_at"] for step in steps if "first_sample_at" in step.metrics), default=None)
     waited = sum(step.metrics.get("wait_s", 0.0) for step in steps)
     computed = sum(step.metrics.get("compute_s", 0.0) for step in steps)
@@ -197,11 +199,14 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
     for members in _rounds(steps, per_version=per_version):
         starts = [step.metrics["first_sample_at"] for step in members if "first_sample_at" in step.metrics]
         spans.append(members[-1].time_s - min(starts) if starts else None)
+    between, wall_s = view.worked.between, view.worked.between(created, closed)
     return {
-        "wall_s": _minus(closed, created),
+        "wall_s": wall_s,
+        "paused_s": None if closed is None or created is None or wall_s is None else closed - created - wall_s,
         "install_s": info_of(view).get("install_s"),
-        "start_s": _minus(opened, created),
-        "train_s": _minus(steps[-1].time_s if steps else None, begun),
+        "start_s": between(created, begun),
+        "train_s": between(begun, done),
+        "end_s": between(done, closed),
         "rollout_to_train_end_s": spans,
         "trainer_wait_s": waited,
         "trainer_compute_s": computed,
@@ -256,19 +261,15 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
 
 
 def _restarts(view: RunView) -> dict[str, int]:
-    """How often workers of a role began again under a name that was there before, those of a resumed run included."""
+    """How often workers of a role began again under a name that was there before; where all did, the run was resumed."""
     restarts: dict[str, int] = {}
     for worker in view.workers.values():
-        restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1
+        restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1 - resumptions(view)
     return {role: count for role, count in sorted(restarts.items()) if count}
 
 
 def _source(labels: Mapping[str, str]) -> dict[str, str]:
     return {"source": labels["source"]} if "source" in labels else {}
-
-
-def _minus(end: float | None, start: float | None) -> float | None:
-    return None if end is None or start is None else end - start
 
 
 def _plain(value: Any) -> Any:

@@ -140,17 +140,20 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if empty := report["empty_steps"]:
         text = f"{empty} of {report['steps']} steps had no trained token and left the weights as they were"
         lines.append(("empty", Text(text, style="yellow")))
-    if report["restarts"]:
-        lines.append(("restarts", Text(" · ".join(f"{role} {count}" for role, count in report["restarts"].items()))))
+    restarts = [f"{role} {count}" for role, count in report["restarts"].items()]
+    restarts += [f"the whole run was resumed {again} time{'s' if again > 1 else ''}"] if (again := report.get("resumed")) else []
+    if restarts:
+        lines.append(("restarts", Text(" · ".join(restarts))))
     return lines
 
 
 def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     time, lag, weights, lines = report["time"], report["lag"], report["weights"], list[tuple[str, Text]]()
-    phases = [(name, time.get(f"{name}_s")) for name in ("install", "start", "train", "wall")]
+    phases = [(name, time.get(f"{name}_s")) for name in ("install", "start", "train", "end", "wall")]
     known = [f"{name} {seconds:.1f} s" for name, seconds in phases if seconds is not None]
     if known:
-        lines.append(("time", Text(" · ".join(known))))
+        paused = time.get("paused_s") or 0.0
+        lines.append(("time", Text(" · ".join([*known, *([f"paused for {duration(paused)} besides"] if paused >= 1.0 else [])]))))
     spans = [seconds for seconds in time["rollout_to_train_end_s"] if seconds is not None]
     if time["trainer_waiting_ratio"] is not None:
         split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"

@@ -72,6 +72,7 @@ class Ended(NamedTuple):
     group: int
     worker: str
     scored_ns: int
+    reward_ns: int | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ def timeline(log: Log, run: str) -> pa.Table:
     for outcome in reader.groups():
         if outcome.payload is not None and outcome.headers is not None:
             worker = outcome.headers.worker or "scorer"
-            facts.ended[outcome.payload.group] = Ended(outcome.payload.group, worker, outcome.payload.scored_ns)
+            facts.ended[outcome.payload.group] = Ended(outcome.payload.group, worker, outcome.payload.scored_ns, outcome.payload.reward_ns)
     for sample in reader.samples():
         if sample.payload is not None:
             facts.add_sample(sample.payload, written_ns=sample.record.timestamp_ms * 1_000_000)
@@ -140,14 +141,14 @@ def _draws(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
 
 
 def _scores(facts: Facts, roles: dict[str, str]) -> Iterator[Interval]:
-    """From the last of a group's samples to be written to its outcome."""
+    """The time of a group's reward functions; of an earlier release, from the last of its samples to be written to its outcome."""
     written: dict[int, int] = {}
     for sample in facts.drawn.values():
         outcome = facts.ended.get(sample.group)
         if outcome is not None and sample.written_ns <= outcome.scored_ns:
             written[sample.group] = max(written.get(sample.group, 0), sample.written_ns)
     for group, outcome in facts.ended.items():
-        began = written.get(group, outcome.scored_ns)
+        began = written.get(group, outcome.scored_ns) if outcome.reward_ns is None else outcome.scored_ns - outcome.reward_ns
         yield Interval(roles.get(outcome.worker, "scorer"), outcome.worker, "score", began, outcome.scored_ns, group)
 
 

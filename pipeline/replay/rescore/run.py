@@ -5,7 +5,7 @@ The rule: group by group; what is held of a run are its prompts and numbers, nev
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
     """
     source = read_run(log, run)
     config = changed(source.config, functions=wish.functions, weights=wish.weights, overrides=wish.overrides)
-    described = {"before": describe(source.config), "after": describe(config)}
+    described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)
     comparison, shown = Comparison(wish.threshold), time.monotonic()
     origin = {"run": run, "reward": described["after"], "was": described["before"]}
@@ -78,11 +78,9 @@ def check(config: Config) -> None:
         raise ConfigError(f"reward.functions: {error}") from error
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """The reward functions with their weights, and the SHA-256 of the source that each has on this machine."""
+def describe(config: Config, *, sources: dict[str, str] | None = None) -> dict[str, Any]:
+    """The reward functions with their weights, and the SHA-256 of the source of each: the recorded ones, or those on this machine."""
     reward = config.reward
-    try:
-        sources: dict[str, str] | None = rewards.digests(reward.functions)
-    except PluginError:  # the recorded ones need not be here
-        sources = None
+    with suppress(PluginError):  # those of an earlier run need not be here
+        sources = sources or rewards.digests(reward.functions)
     return {"functions": reward.functions, "weights": reward.weights or [1.0] * len(reward.functions), "sources": sources}

@@ -13,12 +13,30 @@ Plain = Mapping[str, Any]
 
 
 def as_page(report: Plain) -> str:
-    """The report over many lines."""
+    """The report over many lines: what changed one by one, and then, where a terminal stands still, what it comes to."""
+    return "\n".join([*_details(report), *_summary(report)])
+
+
+def _details(report: Plain) -> list[str]:
+    changed = [f"group {row['group']}: {row['before']} -> {row['after']}{_because(row['reason'])}" for row in report["changed_outcomes"]]
+    lists = {
+        "changed outcomes": changed,
+        "samples that flip": [_flip(row) for row in report["flips"]],
+        "prompts whose rewards changed most": [_prompt(row) for row in _by_change(report["prompts"])],
+        "broken rewards": [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]],
+        "not judged": [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]],
+        "gone": report["gone"],
+    }
+    return [line for name, rows in lists.items() if rows for line in (name, *_cut(rows), "")]
+
+
+def _summary(report: Plain) -> list[str]:
     reward = report["reward"]
+    before, after = _functions(reward["before"]), _functions(reward["after"])
     lines = [
         f"run {report['run']}: {report['judged']} of {report['groups']} groups judged again",
-        f"  before  {_functions(reward['before'])}",
-        f"  after   {_functions(reward['after'])}",
+        f"  before  {before}",
+        f"  after   {after}{_edited(reward)}",
         "",
         f"rewards   {_change(report)}",
     ]
@@ -26,21 +44,19 @@ def as_page(report: Plain) -> str:
     new = report["newly_judged"]
     if new["samples"]:
         lines.append(f"          {new['samples']} samples that had no reward: mean {_number(new['mean_after'])}")
-    lines += ["", "groups    " + (", ".join(f"{count} {change}" for change, count in report["outcomes"].items()) or "none")]
-    lines += _list(
-        "changed outcomes",
-        [f"group {row['group']}: {row['before']} -> {row['after']}{_because(row['reason'])}" for row in report["changed_outcomes"]],
-    )
-    flips = report["flips"]
-    head = f"flips     {len(flips)} samples cross {report['threshold']:g}: {report['flips_up']} up, {report['flips_down']} down"
-    lines += ["", head, *_cut([_flip(row) for row in flips])]
-    lines += _list("prompts whose rewards changed most", [_prompt(row) for row in _by_change(report["prompts"])])
-    lines += _list("broken rewards", [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]])
-    lines += _list("not judged", [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]])
-    lines += _list("gone", report["gone"])
+    lines.append("groups    " + (", ".join(f"{count} {change}" for change, count in report["outcomes"].items()) or "none"))
+    flips = len(report["flips"])
+    lines.append(f"flips     {flips} samples cross {report['threshold']:g}: {report['flips_up']} up, {report['flips_down']} down")
     if report["written"]:
-        lines += ["", f"written as run {report['written']}: `penstock replay train {report['written']}` trains from it"]
-    return "\n".join(lines)
+        lines.append(f"written as run {report['written']}: `penstock replay train {report['written']}` trains from it")
+    return lines
+
+
+def _edited(reward: Plain) -> str:
+    """Which functions of the same name have another source than when the run was created."""
+    before, after = reward["before"]["sources"] or {}, reward["after"]["sources"] or {}
+    names = [name.rpartition("/")[2] for name in before if name in after and before[name] != after[name]]
+    return f"; edited since the run was created: {', '.join(names)}" if names else ""
 
 
 def _change(row: Plain) -> str:

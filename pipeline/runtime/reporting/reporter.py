@@ -20,6 +20,8 @@ from penstock.topics.wire.record import Outgoing
 
 STATUS_EVERY_S = 1.0
 """How often a worker reports its status; the feeder and the live view rely on it."""
+SAY_EVERY_S = 30.0
+"""How often, at most, a worker prints what it does."""
 SAID_AT_FIRST = 5
 """Lines of one sort that are printed one by one."""
 SUM_EVERY_S = 10.0
@@ -95,6 +97,8 @@ class Reporter:
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Held while a measurement takes its number: the wish to stop is reported from a thread of its own."""
     _last_status: float = 0.0
+    _said: str = ""
+    _said_s: float = field(default_factory=time.monotonic)
     _started: float = field(default_factory=time.monotonic)
     _counted: float = field(init=False)
     """Up to when the time is counted."""
@@ -153,7 +157,15 @@ class Reporter:
         self.throttled.sum_up()
         self.producer.check()
         self._count_time()
+        self._say_activity()
         self.send(kind="status", values=self.numbers(), labels=self.labels)
+
+    def _say_activity(self) -> None:
+        """Print what the worker does, if it is something else than was printed last: a shell of its own is not silent for hours."""
+        now, doing = time.monotonic(), self.labels.get("doing", "")
+        if doing != self._said and now - self._said_s >= SAY_EVERY_S:
+            self._said, self._said_s = doing, now
+            self.say(doing)
 
     def send(
         self,

@@ -324,6 +324,30 @@ def test_a_closed_terminal_ends_in_the_orderly_stop():
     assert process.wait(20) == 130
 
 
+SLOW_TO_STOP = """
+import time
+from penstock.pipeline.launch.shutdown import asked_to_stop
+with asked_to_stop() as stop:
+    print("ready", flush=True)
+    stop.wait()
+    print("stopping", flush=True)
+    time.sleep(1.0)
+"""
+
+
+@pytest.mark.parametrize(("second", "ends_at_once"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
+def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_terminal_are_one(second: int, ends_at_once: bool):
+    with subprocess.Popen([sys.executable, "-c", SLOW_TO_STOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == b"stopping\n"
+        time.sleep(0.3)
+        process.send_signal(second)
+        _, said = process.communicate()
+    assert (b"KeyboardInterrupt" in said) == ends_at_once
+
+
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
     program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LASTING}"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:

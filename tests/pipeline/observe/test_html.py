@@ -23,6 +23,7 @@ from penstock.pipeline.observe.html.groups import shared
 from penstock.pipeline.observe.html.index import MARGIN_BYTES
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, logprobs, pack
 from penstock.pipeline.observe.html.run_history import generic, kind_of
+from penstock.pipeline.observe.html.shares import fate_shares
 from penstock.pipeline.observe.html.timeline import NEVER, Clock
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.report.summary import collect
@@ -30,7 +31,7 @@ from penstock.pipeline.observe.run_view import RunView
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import RUN, Teller
+from tests.support.a_run import RUN, Teller, as_records
 from tests.support.page_records import EVIL, log_with, rewritten
 
 STEPS = 3
@@ -362,3 +363,19 @@ def test_what_was_written_twice_is_shown_once() -> None:
     again = [record for record in told if record.topic.endswith((".rollouts", ".groups"))]
     index = unpacked(blocks(build(log_with([*told, *again]), RUN))["index"])
     assert len(index["s_reward"]) == 16
+
+
+def test_what_became_of_the_groups_is_a_curve_whose_points_stand_for_enough_of_them() -> None:
+    teller, told = Teller(steps=40), []
+    told += [teller.record(), teller.opened(), teller.version(0)]
+    for step in range(40):
+        told += teller.group([0.0] * 4, version=step, outcome="filtered")
+        told += teller.round(step)
+    view = RunView(run=RUN)
+    for record in as_records(told):
+        view.fold(record)
+    points = fate_shares(view)
+    assert [step for step, _ in points] == sorted({step for step, _ in points})
+    assert len(points) == 7  # of 120 groups: six versions of three groups each, and what is left
+    assert all(shares == {"filtered": pytest.approx(1 / 3), "trained": pytest.approx(2 / 3)} for _, shares in points)
+    assert fate_shares(RunView(run=RUN)) == []

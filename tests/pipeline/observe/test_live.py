@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.observe.live.frame import frame, line
+from penstock.pipeline.observe.live.completions import Completion, without_template
+from penstock.pipeline.observe.live.frame import frame, line, missing
+from penstock.pipeline.observe.live.notebook import NotebookScreen
 from penstock.pipeline.observe.live.view import LiveView
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts
@@ -80,9 +82,81 @@ def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> N
         _, told = begun()
         view = view_of(told)
         view.workers["trainer"].labels["doing"] = doing
+        view.workers["trainer"].since_ns = 0
         found = shown(view, silent={"trainer": 31.0})
         assert f"{doing}, 31 s" in found
         assert "silent" not in found
+
+
+def test_the_time_of_a_step_goes_on_over_its_micro_batches() -> None:
+    teller, told = begun()
+    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of about 5"}))
+    teller.now_s += 20.0
+    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5"}))
+    view = view_of(told)
+    assert "training step 5, micro-batch 2 of 5, 31 s" in shown(view, now_s=teller.now_s + 11.0)
+    assert "trainer: training step 5, micro-batch 2 of 5, 31 s" in line(view, now_s=teller.now_s + 11.0)
+
+
+def test_a_role_without_which_a_run_stands_still_is_said_to_be_missing_once_the_others_have_been_there() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.opened()]
+    told += [teller.measured_by(worker, uptime_s=40.0) for worker in ("rollout-0", "scorer-0", "trainer", "tracker")]
+    view = view_of(told)
+    assert missing(view, silent={}) == ["feeder"]
+    assert "not here: feeder" in shown(view)
+    assert missing(view, silent={"trainer": 90.0}) == ["feeder", "trainer"]
+    assert missing(view_of([teller.record(), teller.measured_by("trainer", uptime_s=3.0)]), silent={}) == []
+
+
+def test_a_resumed_run_is_not_one_of_which_every_worker_was_started_again() -> None:
+    teller, told = begun()
+    told += [teller.measured_by(worker, incarnation="b") for worker in ("rollout-0", "trainer")]
+    assert "started again" not in shown(view_of(told))
+    told.append(teller.measured_by("trainer", incarnation="c"))
+    assert "(started again 1x)" in shown(view_of(told))
+
+
+def test_a_run_that_its_launcher_has_stopped_is_shown_as_stopped() -> None:
+    _, told = begun()
+    assert "demo-1 stopped" in shown(view_of(told), status="stopped")
+
+
+def test_the_best_and_the_newest_completion_are_shown_without_what_all_prompts_share() -> None:
+    log, out = a_log(), io.StringIO()
+    live = LiveView(log, RUN, console=Console(file=out, width=100, force_terminal=True, color_system=None), plain=False)
+    teller, told = begun()
+    write(log, [*told, *teller.group([0.0, 0.25], version=5)])
+    live.poll(0.1)
+    live.close()
+    last = out.getvalue().rpartition("╭")[2]
+    assert "best 0.444  '3 4' → '5'" in last
+    assert "newest 0.000  '3 4' → '5'" in last
+
+
+def test_what_a_chat_template_adds_to_every_prompt_is_left_out() -> None:
+    prompts = [f"<|user|>Answer in one word: what is {sum_}?<|end|><|assistant|>" for sum_ in ("1+1", "2+3", "10+3")]
+    assert [without_template(prompt, prompts) for prompt in prompts] == ["1+1", "2+3", "10+3"]
+    assert without_template(prompts[0], prompts[:1]) == prompts[0]
+    assert Completion("best", 1.0, "x" * 200, "y" * 200).line(80).count("…") == 2
+    assert len(Completion("best", 1.0, "x" * 200, "y" * 200).line(80)) <= 80
+
+
+def test_a_notebooks_cell_shows_the_same_picture_and_replaces_it() -> None:
+    shown_, log = [], a_log()
+
+    class Handle:
+        def update(self, data: dict[str, str], *, raw: bool) -> None:
+            shown_.append(data["text/html"])
+
+    screen = NotebookScreen(lambda _data, **_: Handle())
+    live = LiveView(log, RUN, console=Console(file=io.StringIO()), plain=True, screen=screen)
+    write(log, begun()[1])
+    live.poll(0.1)
+    live.close()
+    assert "step" in shown_[-1]
+    assert shown_[-1].startswith("<pre")
+    assert "rollout-0" in shown_[-1]
 
 
 def test_columns_without_a_number_leave_their_room_to_what_workers_do() -> None:

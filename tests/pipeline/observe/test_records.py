@@ -3,12 +3,14 @@
 import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.paths import run_directory
 from penstock.pipeline import cli
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.observe.records import browse, format, runs
@@ -51,6 +53,8 @@ def test_the_topics_of_a_run_are_listed_in_the_order_of_a_samples_life(log: Log)
     rows = browse.list_topics(log, RUN)
     assert tuple(row.topic for row in rows) == TOPICS
     found = {row.topic: (row.partitions, row.offsets) for row in rows}
+    assert {row.topic: row.records for row in rows}["weights"] is None
+    assert {row.topic: row.records for row in rows}["prompts"] == 8
     assert found["prompts"] == (PARTITIONS, 8)  # two a step, one filtered, one unused
     assert found["ledger"] == (1, 1 + 3 + 4 + 1)  # opened, steps, versions, closed
 
@@ -171,6 +175,47 @@ def test_every_sample_of_a_record_is_shown() -> None:
     assert format.as_line(record, run=RUN).endswith("  stop after 20 tokens, length after 4 tokens")
 
 
+def test_a_line_shows_what_was_written_and_how_it_was_judged() -> None:
+    told_again = [*Teller(steps=1).group([0.5, 1.0], version=0)]
+    sample, outcome = told_again[1], told_again[-1]
+    records = [Record(partition=0, offset=7, timestamp_ms=0, key=b"0", **fields(sent)) for sent in (sample, outcome)]
+
+    class Texts:
+        def completion(self, ids: list[int]) -> str:
+            return f"{len(ids)} words"
+
+    drawn, judged = (format.as_line(record, run=RUN, texts=Texts()) for record in records)  # type: ignore[arg-type]
+    assert drawn.endswith("  '3 words' stop after 3 tokens")
+    assert judged.endswith("  0.5 '5' 1 '5'")
+    assert "crc32" not in drawn + judged
+    assert "worker=rollout-0" in drawn
+
+
+def fields(sent: Outgoing) -> dict[str, Any]:
+    return {"topic": sent.topic, "headers": sent.headers, "value": sent.value}
+
+
+def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log = KafkaLog(broker, client_id="test")
+    told(log, Teller(run_id, steps=1, created_s=time.time() - 600).whole(), run=run_id)
+    folder = run_directory(run_id)
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "weights").write_bytes(b"x" * 100_000)
+    (folder / "report.txt").write_text("done", encoding="utf-8")
+    removed = ["runs", "rm", run_id, "--bootstrap", broker]
+    assert cli.main(removed) == 0
+    assert "would be freed; --yes does it" in capsys.readouterr().out
+    assert log.topics(f"{run_id}.")
+    assert cli.main([*removed, "--yes", "--keep-model"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"{run_id}: ")
+    assert said[0].endswith(" freed")
+    assert not log.topics(f"{run_id}.")
+    assert [path.name for path in folder.iterdir()] == ["model"]
+    assert run_id not in {row["run"] for row in list_runs(log)}
+    log.close()
+
+
 def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = KafkaLog(broker, client_id="test")
     told(log, [*Teller(run_id, steps=3, created_s=time.time()).whole(), foreign("prompts", b"junk", run=run_id)], run=run_id)
@@ -194,6 +239,7 @@ def test_the_command_line_looks_into_the_topics_of_a_real_broker(broker: str, ru
     assert run_id in asked("runs")
     state = json.loads(asked("status", run_id, "--json"))
     assert (state["status"], state["steps_done"], state["version"]) == ("finished", 3, 3)
+    assert "step 3/3  reward 1.000" in asked("status", run_id, "-f")  # ends by itself, as the run is over
     assert {worker["worker"] for worker in state["workers"]} == {"feeder", "rollout-0", "scorer-0", "trainer", "evaluator"}
     assert run_id in asked("status", run_id)
     report = json.loads(asked("report", run_id, "--json"))

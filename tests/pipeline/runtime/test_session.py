@@ -31,6 +31,17 @@ def test_measurements_are_numbered_and_carry_the_newest_values_and_labels() -> N
     assert (last.seq, last.kind, last.labels) == (1, "final", {"doing": "scoring", "status": "finished"})
 
 
+def test_what_a_worker_does_is_printed_now_and_then_where_it_has_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter, "SAY_EVERY_S", 0.0)
+    session = session_of(log_with(), config_of(), role="scorer")
+    for doing in ("waiting for samples", "waiting for samples", "scoring"):
+        session.reporter.doing(doing)
+        session.reporter.status(force=True)
+    assert [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()] == ["waiting for samples", "scoring"]
+
+
 @pytest.mark.parametrize(
     ("finishing", "text"), [(None, "ends what it does now: loading"), (lambda: "hands 3 groups back", "hands 3 groups back")]
 )

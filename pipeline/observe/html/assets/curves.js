@@ -2,23 +2,39 @@
 
 const MOST_POINTS = 700, WIDE = 350, HIGH = 136, EDGE = { left: 50, right: 8, top: 8, bottom: 18 };
 
+const STILL = 1e-6; // what never leaves this band is rounding, or constant
+
 function buildCurves() {
-  const box = $("charts");
-  const byStep = (name, label, short = label) => ({ label, short, points: data[`m_${name}`] ? Array.from(data.m_step, (step, place) => [step, data[`m_${name}`][place]]) : [] });
+  const box = $("charts"), used = new Set(), still = [];
+  const byStep = (name, label, short = label) => {
+    used.add(name);
+    return { label, short, points: data[`m_${name}`] ? Array.from(data.m_step, (step, place) => [step, data[`m_${name}`][place]]) : [] };
+  };
+  const fates = data.fates.map((fate) => ({ label: fate, colour: `var(--${fate})`, points: data.fate_shares.filter((row) => row[1][fate] !== undefined).map(([step, shares]) => [step, shares[fate]]) }));
+  const components = data.reward_names.length > 1 ? data.component_means.map((points, place) => ({ label: data.reward_names[place], points })) : [];
   const charts = [
     ["Reward", "mean", [{ label: "all scored samples, by version", short: "all", points: data.rewards.map(([step, , mean]) => [step, mean]) }, byStep("reward_trained", "trained")]],
-    ["Evaluation", "accuracy, held-out", [{ label: "greedy", points: data.evals.map(([step, , greedy]) => [step, greedy]) }, { label: "sampled", points: data.evals.map(([step, , , sampled]) => [step, sampled]) }], true],
+    ["Fates of the groups", "share, by version", fates],
+    ["Reward by function", "mean of the trained, unweighted", components],
+    ["Evaluation", "accuracy, held-out", [{ label: "greedy", points: data.evals.map(([step, , greedy]) => [step, greedy]) }, { label: "sampled", points: data.evals.map(([step, , , sampled]) => [step, sampled]) }], { dots: true }],
+    ["Spread of rewards", "standard deviation", [byStep("reward_std", "all samples", "all"), byStep("reward_group_std", "within a group", "group")]],
+    ["Entropy", "nat a token", [byStep("entropy", "entropy")]],
     ["Completion length", "tokens, mean", [byStep("completion_tokens_mean", "mean")]],
+    ["Truncated", "share of the samples", [byStep("truncated_share", "truncated")]],
     ["Lag", "versions", [byStep("lag_mean", "mean"), byStep("lag_max", "max")]],
     ["Effective sample size", "1 is on-policy", [byStep("ess", "ESS")]],
     ["KL", "nat a token, k3", [byStep("kl_behaviour_k3", "behaviour to current", "behaviour"), byStep("kl_reference", "to reference", "reference")]],
     ["Loss", "", [byStep("loss", "loss")]],
     ["Gradient norm", "before clipping", [byStep("grad_norm", "norm")]],
-    ["Time of a step", "s", [byStep("compute_s", "computed"), byStep("wait_s", "waited for groups", "waited")]],
+    ["Time of a step", "s", [byStep("compute_s", "computed"), byStep("wait_s", "waited for groups", "waited")], { cut: true }],
   ];
-  const used = new Set(["reward_trained", "completion_tokens_mean", "lag_mean", "lag_max", "ess", "kl_behaviour_k3", "kl_reference", "loss", "grad_norm", "compute_s", "wait_s"]);
-  box.append(...charts.map(([title, unit, series, dots]) => chart(title, unit, series, dots)).filter((node) => node));
+  for (const [title, unit, series, how] of charts) {
+    const points = series.flatMap((one) => one.points).filter(([, y]) => y !== null && Number.isFinite(y)), [low, high] = extent(points);
+    if (points.length > series.filter((one) => one.points.length).length && high - low < STILL) still.push(`${title} ${Math.abs(high) < STILL ? 0 : number(high)}`);
+    else box.append(...[chart(title, unit, series, how)].filter((node) => node));
+  }
   if (!box.children.length) box.append(el("p", { className: "dim" }, "No step was committed yet."));
+  if (still.length) box.after(el("p", { className: "dim small", id: "still" }, `Not drawn, as they never change: ${still.join(" · ")}.`));
   const rest = Object.keys(data).filter((name) => name.startsWith("m_") && !["m_step", "m_version", "m_time"].includes(name)).map((name) => name.slice(2)).filter((name) => !used.has(name));
   if (!rest.length) return;
   const more = el("details", { id: "more-curves" }, el("summary", {}, `${rest.length} more of each step's measures`));
@@ -26,18 +42,18 @@ function buildCurves() {
     if (more.children.length > 1) return;
     more.append(el("div", { className: "charts" }, ...rest.map((name) => chart(name, "", [byStep(name, name)])).filter((node) => node)));
   });
-  box.after(more);
+  ($("still") ?? box).after(more);
 }
 
-// One chart; null where nothing is known.
-function chart(title, unit, series, dots = false) {
+// One chart; null where nothing is known. With `cut` a few extreme points do not flatten the others: they end at the edge.
+function chart(title, unit, series, { dots = false, cut = false } = {}) {
   const known = series.map((one) => ({ ...one, points: one.points.filter(([, y]) => y !== null && Number.isFinite(y)) })).filter((one) => one.points.length);
   if (!known.length) return null;
   const xs = known.flatMap((one) => [one.points[0][0], one.points[one.points.length - 1][0]]);
-  const ys = known.flatMap((one) => extent(one.points));
+  const ys = known.flatMap((one) => extent(cut ? ordinary(one.points) : one.points));
   const x = { low: Math.min(...xs), high: Math.max(...xs) }, y = niceRange(Math.min(...ys), Math.max(...ys));
   const atX = (value) => EDGE.left + ((value - x.low) / (x.high - x.low || 1)) * (WIDE - EDGE.left - EDGE.right);
-  const atY = (value) => HIGH - EDGE.bottom - ((value - y.low) / (y.high - y.low)) * (HIGH - EDGE.top - EDGE.bottom);
+  const atY = (value) => HIGH - EDGE.bottom - ((Math.min(value, y.high) - y.low) / (y.high - y.low)) * (HIGH - EDGE.top - EDGE.bottom);
   const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": spoken(title, known) });
   for (const tick of y.ticks) {
     picture.append(svg("line", { class: "grid", x1: EDGE.left, x2: WIDE - EDGE.right, y1: atY(tick), y2: atY(tick) }));
@@ -46,8 +62,11 @@ function chart(title, unit, series, dots = false) {
   picture.append(svg("text", { x: EDGE.left, y: HIGH - 4 }, count(x.low)), svg("text", { x: WIDE - EDGE.right, y: HIGH - 4, "text-anchor": "end" }, count(x.high)));
   known.forEach((one, place) => {
     const path = thin(one.points).map(([px, py], at) => `${at ? "L" : "M"}${atX(px).toFixed(1)} ${atY(py).toFixed(1)}`).join("");
-    picture.append(svg("path", { class: `c${place}`, d: path, "vector-effect": "non-scaling-stroke" }));
-    if (dots || one.points.length === 1) picture.append(...one.points.map(([px, py]) => svg("circle", { class: `c${place}`, cx: atX(px), cy: atY(py), r: 2.5 })));
+    const line = svg("path", { class: `c${place}`, d: path, "vector-effect": "non-scaling-stroke" });
+    const points = dots || one.points.length === 1 ? one.points.map(([px, py]) => svg("circle", { class: `c${place}`, cx: atX(px), cy: atY(py), r: 2.5 })) : [];
+    if (one.colour) line.style.stroke = one.colour;
+    if (one.colour) for (const point of points) point.style.fill = one.colour;
+    picture.append(line, ...points);
   });
   const said = el("output"), units = el("span", {}, unit), hair = svg("line", { class: "hair", y1: EDGE.top, y2: HIGH - EDGE.bottom, visibility: "hidden" });
   picture.append(hair);
@@ -71,8 +90,20 @@ function chart(title, unit, series, dots = false) {
   });
   picture.addEventListener("pointerleave", rest);
   rest();
-  const key = known.length > 1 ? el("div", { className: "key" }, ...known.map((one, place) => el("span", { className: `c${place}` }, el("i"), one.label))) : null;
+  const key = known.length > 1 ? el("div", { className: "key" }, ...known.map((one, place) => el("span", { className: `c${place}` }, keyLine(one.colour), one.label))) : null;
   return el("figure", { className: "chart" }, el("h3", {}, title, units, said), picture, key);
+}
+
+function keyLine(colour) {
+  const node = el("i");
+  if (colour) node.style.background = colour;
+  return node;
+}
+
+// The points without those above three times their 90 % quantile.
+function ordinary(points) {
+  const values = points.map(([, y]) => y).sort((a, b) => a - b), most = 3 * values[Math.floor(0.9 * (values.length - 1))];
+  return most > 0 ? points.filter(([, y]) => y <= most) : points;
 }
 
 const extent = (points) => points.reduce(([low, high], [, y]) => [Math.min(low, y), Math.max(high, y)], [Infinity, -Infinity]);

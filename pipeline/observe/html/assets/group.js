@@ -3,19 +3,22 @@
 const FIRST_TOKENS = 1500, FAINTEST = 6; // nat: tokens of that surprise and more have the full colour
 const group = { number: -1, by: "logprob", sample: -1 };
 
-async function openGroup(g, { sample = -1, scroll = false } = {}) {
+// `quiet` leaves the address and the timeline as they are: nobody has chosen the group.
+async function openGroup(g, { sample = -1, scroll = false, quiet = false } = {}) {
   Object.assign(group, { g, sample });
-  choose(g);
-  timeline.chosen = g;
-  paint();
-  history.replaceState(null, "", `#g${data.g_number[g]}`);
+  choose(g, quiet);
+  if (!quiet) {
+    timeline.chosen = g;
+    paint();
+    history.replaceState(null, "", `#g${data.g_number[g]}`);
+  }
   const chunk = data.g_chunk[g];
   const [text, token, words] = chunk === NOTHING ? [null, null, null] : await Promise.all([textsOf(chunk), tokensOf(chunk), vocabularyOf()]);
   if (group.g !== g) return; // another was asked for meanwhile
   const slot = data.g_slot[g];
   const [prompt, columns, completions] = text ? text[slot] : [null, null, []];
   const detail = token && data.g_detail[g] ? token : null;
-  $("group").replaceChildren(...heading(g, prompt, columns, text), ...sampleCards(g, completions, detail, words, text));
+  $("group").replaceChildren(...heading(g, prompt, columns, text), ...sampleCards(g, completions, detail, words, text, answerOf(columns)));
   if (scroll) $("samples").scrollIntoView();
   if (sample >= 0) $("group").querySelector(".marked")?.scrollIntoView({ block: "nearest" });
 }
@@ -34,6 +37,8 @@ function heading(g, prompt, columns, text) {
   if (prompt === null) nodes.push(el("p", { className: "note" }, text === null ? leftOut("texts and tokens", found) : ""), el("pre", { className: "prompt" }, data.prompts[data.g_prompt[g]]));
   else {
     nodes.push(el("pre", { className: "prompt", tabIndex: 0, ariaLabel: "Prompt" }, prompt));
+    const answer = answerOf(columns);
+    if (answer !== null) nodes.push(el("p", { className: "answer" }, el("span", { className: "dim" }, "answer "), answer));
     if (columns && columns !== "{}") nodes.push(el("details", {}, el("summary", {}, "the row's other columns"), el("pre", {}, pretty(columns))));
   }
   return nodes;
@@ -43,21 +48,45 @@ function leftOut(what, found) {
   return `This page has no ${what} of group ${found}, to stay small. \`penstock report ${data.run} --html PATH --tokens N\` takes more along; \`penstock sql ${data.run} "select * from samples where \\"group\\" = ${found}"\` has them.`;
 }
 
+// What the row says is right, null where it has no column of that name.
+function answerOf(columns) {
+  try { return String(JSON.parse(columns ?? "{}").answer ?? "") || null; } catch { return null; }
+}
+
 function pretty(columns) {
   try { return JSON.stringify(JSON.parse(columns), null, 2); } catch { return columns; }
 }
 
-function sampleCards(g, completions, detail, words, text) {
-  const first = data.first[g], last = data.first[g + 1];
-  if (first === last) return [el("p", { className: "dim" }, "No sample of it was drawn.")];
-  const cards = el("div", { className: "cards" });
-  const fill = () => cards.replaceChildren(...Array.from({ length: last - first }, (_, k) => card(g, first + k, k, completions[k], detail, words)));
+const SHORT_ANSWER = 80;
+
+function sampleCards(g, completions, detail, words, text, answer) {
+  if (data.first[g] === data.first[g + 1]) return [el("p", { className: "dim" }, "No sample of it was drawn.")];
+  const cards = el("div", { className: "cards" }), open = new Set(), beside = answer !== null && answer.length <= SHORT_ANSWER ? answer : null;
+  const one = (k) => card(g, data.first[g] + k, k, completions[k], detail, words, beside);
+  const fold = (alike) => {
+    const node = one(alike[0]), more = el("button", { type: "button", title: "Show each of them" }, `× ${alike.length}`);
+    more.addEventListener("click", () => { open.add(alike[0]); fill(); });
+    node.querySelector("h4").insertBefore(more, node.querySelector("h4 .n"));
+    return [node];
+  };
+  const fill = () => cards.replaceChildren(...alikes(g, completions).flatMap((alike) => (alike.length === 1 || open.has(alike[0]) ? alike.map(one) : fold(alike))));
   const nodes = [];
   if (detail) nodes.push(colourChoice(g, fill));
   else if (text) nodes.push(el("p", { className: "note" }, leftOut("tokens", data.g_number[g])));
   if (detail && !words && data.no_texts) nodes.push(el("p", { className: "note" }, `Tokens are shown by their ids: ${data.no_texts}.`));
   fill();
   return [...nodes, cards];
+}
+
+// The samples of a group, by number, those with the same completion and reward together; a marked one stays alone.
+function alikes(g, completions) {
+  const found = new Map();
+  for (let k = 0; k < data.first[g + 1] - data.first[g]; k++) {
+    const s = data.first[g] + k, known = completions[k] !== null && completions[k] !== undefined && s !== group.sample;
+    const key = known ? `${data.s_reward[s]} ${data.s_finish[s]} ${completions[k]}` : k;
+    found.set(key, [...(found.get(key) ?? []), k]);
+  }
+  return [...found.values()];
 }
 
 function colourChoice(g, fill) {
@@ -108,7 +137,7 @@ function versionsOf(g) {
 const VERSIONS = ["86, 180, 233", "230, 159, 0", "0, 158, 115", "204, 121, 167", "240, 228, 66", "0, 114, 178", "213, 94, 0"];
 const versionColour = (version) => `rgba(${VERSIONS[((version % VERSIONS.length) + VERSIONS.length) % VERSIONS.length]}, .42)`;
 
-function card(g, s, k, completion, detail, words) {
+function card(g, s, k, completion, detail, words, answer) {
   const reward = data.s_reward[s], advantage = data.s_advantage[s];
   const node = el("article", { className: `card${s === group.sample ? " marked" : ""}`, ariaLabel: `Sample ${data.s_number[s]}` },
     el("h4", {}, `sample ${data.s_number[s]}`, el("span", { className: "n" }, Number.isNaN(reward) ? "not scored" : `reward ${number(reward)}`)));
@@ -116,6 +145,7 @@ function card(g, s, k, completion, detail, words) {
   if (known && !(detail && words)) node.append(el("pre", { className: "text" }, ...marked(completion))); // without words ids follow the text
   if (detail) node.append(tokenText(g, s, k, detail, words));
   const facts = [
+    ...(answer === null ? [] : [["answer", answer]]),
     ...data.reward_names.map((name, place) => [`${name}${data.reward_weights[place] === 1 ? "" : ` × ${data.reward_weights[place]}`}`, number(data[`s_component${place}`][s])]),
     ["advantage", Number.isNaN(advantage) ? "–" : (advantage > 0 ? "+" : "") + number(advantage)],
     ["length", `${count(data.s_tokens[s])} tokens`], ["finish", data.finishes[data.s_finish[s]]], ["versions", range(data.s_min[s], data.s_max[s])],

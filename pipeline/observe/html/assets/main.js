@@ -87,6 +87,7 @@ async function main() {
   buildCurves();
   buildFlow();
   startSamples();
+  await buildPicked();
   draw();
   addEventListener("hashchange", openFromAddress);
   openFromAddress();

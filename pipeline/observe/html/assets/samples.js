@@ -19,9 +19,20 @@ function startSamples() {
   });
   $("list").addEventListener("keydown", move);
   new ResizeObserver(rows).observe($("list"));
-  list.shown = Array.from(data.g_number, (_, g) => g);
+  list.shown = ordered(Array.from(data.g_number, (_, g) => g));
   rows();
   tell("");
+  const newest = list.shown.find((g) => data.g_step[g] >= 0) ?? list.shown[0];
+  if (newest !== undefined) openGroup(newest, { quiet: true });
+}
+
+// Groups in the order that is asked for; without a reward they come last.
+function ordered(groups) {
+  const order = $("f-order").value, sign = order === "best" ? -1 : 1;
+  if (order === "oldest") return groups.sort((a, b) => a - b);
+  if (order === "newest") return groups.sort((a, b) => b - a);
+  const key = (g) => (Number.isNaN(data.g_reward[g]) ? Infinity : sign * data.g_reward[g]);
+  return groups.sort((a, b) => key(a) - key(b) || b - a);
 }
 
 function move(event) {
@@ -56,7 +67,7 @@ async function filter() {
   const mine = ++list.search, fits = asked(), wanted = $("f-text").value.toLowerCase();
   const all = Array.from(data.g_number, (_, g) => g).filter(fits);
   if (!wanted) {
-    put(all);
+    put(ordered(all));
     return tell("");
   }
   const chunks = Map.groupBy ? Map.groupBy(all, (g) => data.g_chunk[g]) : grouped(all);
@@ -69,7 +80,7 @@ async function filter() {
     found.push(...members.filter((g) => (some ? has(some[data.g_slot[g]], wanted) : data.prompts[data.g_prompt[g]].toLowerCase().includes(wanted))));
     if (++done % 4 === 0) tell(`searching, ${Math.round((100 * done) / chunks.size)} %`);
   }
-  put(found.sort((a, b) => a - b));
+  put(ordered(found));
   tell(unread ? `of ${count(unread)} older groups only the prompt's beginning was searched` : "");
 }
 
@@ -120,10 +131,10 @@ function row(g, place) {
 
 const oneLine = (text) => text.replace(/\s+/g, " ");
 
-function choose(g) {
+function choose(g, quiet) {
   list.chosen = g;
   const at = list.shown.indexOf(g), box = $("list");
-  if (at >= 0 && (at * ROW < box.scrollTop || (at + 1) * ROW > box.scrollTop + box.clientHeight)) box.scrollTop = Math.max(0, at * ROW - box.clientHeight / 3);
+  if (!quiet && at >= 0 && (at * ROW < box.scrollTop || (at + 1) * ROW > box.scrollTop + box.clientHeight)) box.scrollTop = Math.max(0, at * ROW - box.clientHeight / 3);
   rows();
   if (at >= 0) box.setAttribute("aria-activedescendant", `row-${g}`);
 }

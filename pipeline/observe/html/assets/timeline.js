@@ -38,6 +38,17 @@ function buildTimeline() {
     timeline.most = Math.max(timeline.most, item.end);
   }
   place();
+  Object.assign(timeline, working());
+}
+
+// From the first sample to the last step: loading, or a pause before it, would squeeze what matters.
+function working() {
+  const trains = data.kinds.indexOf("train"), moments = (column) => Array.from(column).filter((moment) => moment !== UNKNOWN);
+  const ends = Array.from(data.i_end).filter((_, i) => data.i_kind[i] === trains).concat(moments(data.s_end)), begun = moments(data.s_start);
+  const extreme = (values, choose, none) => values.reduce((best, value) => choose(best, value), none);
+  const from = extreme(begun, Math.min, Infinity), to = extreme(ends, Math.max, -Infinity), room = 0.01 * (to - from);
+  if (!(from < to)) return { from: timeline.least, to: timeline.most };
+  return { from: Math.max(timeline.least, from - room), to: Math.min(timeline.most, to + room) };
 }
 
 // Rows so that nothing overlaps, as far as there are that many; gives how many are in use.
@@ -222,7 +233,7 @@ function describe({ lane, item }) {
       const s = item.sample, reward = Number.isNaN(data.s_reward[s]) ? "not scored" : `reward ${number(data.s_reward[s])}`;
       lines.push(`${count(data.s_tokens[s])} tokens under version ${range(data.s_min[s], data.s_max[s])}, ${reward}`);
     }
-    if (kind === "score") lines.push("from its last sample in the log to its outcome");
+    if (kind === "score") lines.push("its reward functions");
   }
   if (item.at >= 0) {
     const step = data.i_step[item.at], version = data.i_version[item.at];

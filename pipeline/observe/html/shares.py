@@ -1,0 +1,58 @@
+"""Curves that no step has among its measures: what became of the groups, and what each reward function gave.
+
+The rule: a point stands for enough groups that it says something; nothing is read here.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.pipeline.observe.html.groups import Row
+from penstock.pipeline.observe.run_status import fates, steps_per_version
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.scheduling.fates import OPEN
+
+LEAST_GROUPS = 16
+"""Groups a point stands for, at least."""
+MOST_POINTS = 60
+
+
+def fate_shares(view: RunView) -> list[tuple[int, dict[str, float]]]:
+    """(optimizer step, fate -> share) along the run, of every fate that occurs; a group without samples counts with the one before it."""
+    ended = [(group, fate) for group, fate in sorted(fates(view).items()) if fate != OPEN]
+    names, per_version = sorted({fate for _, fate in ended}), steps_per_version(view)
+    size = max(LEAST_GROUPS, -(-len(ended) // MOST_POINTS))
+    points: list[tuple[int, dict[str, float]]] = []
+    counted, version = Counter[str](), 0
+    for group, fate in ended:
+        now = view.groups[group].version_min if group in view.groups else None
+        if now is not None and now > version:
+            if counted.total() >= size:
+                points.append(_point(counted, version * per_version, names))
+                counted.clear()
+            version = now
+        counted[fate] += 1
+    if counted.total() >= size // 2 or not points:
+        points.append(_point(counted, version * per_version, names))
+    return points if ended else []
+
+
+def _point(counted: Counter[str], step: int, names: Sequence[str]) -> tuple[int, dict[str, float]]:
+    return step, {name: counted[name] / counted.total() for name in names}
+
+
+def component_means(rows: Sequence[Row], *, step_of: Mapping[int, int], count: int) -> list[list[list[Any]]]:
+    """For each reward function [step, mean] over the samples of the listed groups of each step, None where it applies to none."""
+    by_step: dict[int, list[tuple[float | None, ...]]] = {}
+    for row in rows:
+        if row.group in step_of:
+            by_step.setdefault(step_of[row.group], []).extend(row.components)
+    curves: list[list[list[Any]]] = [[] for _ in range(count)]
+    for step, judged in sorted(by_step.items()):
+        for number, curve in enumerate(curves):
+            values = [one[number] for one in judged if number < len(one)]
+            known = [value for value in values if value is not None]
+            curve.append([step, float(np.mean(known)) if known else None])
+    return curves

@@ -1,0 +1,107 @@
+"""What the model writes, for the live view: the best completion of the newest groups, and the newest one.
+
+The rule: a payload is decoded only when its text is shown, however fast groups come.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.topics import groups
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.headers import Headers
+from penstock.topics.wire.record import Record
+
+RECENT = 16
+"""Groups among which the best one is looked for."""
+KNOWN = 32
+"""Prompts whose common beginning and end, which a chat template makes, are left out."""
+LEAST_COMMON = 12
+"""Characters that are worth leaving out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample."""
+
+    which: str
+    """best or newest"""
+    reward: float
+    prompt: str
+    text: str
+
+    def line(self, width: int) -> str:
+        """The sample in a line of at most so many characters.
+
+        Example:
+            Completion("best", 1.0, "2+2=", "4").line(60)  # -> "best 1.000  '2+2=' → '4'"
+        """
+        head = f"{self.which} {self.reward:.3f}  "
+        room = max(8, (width - len(head) - 7) // 2)
+        return f"{head}'{_cut(self.prompt, room)}' → '{_cut(self.text, room)}'"
+
+
+@dataclass(slots=True)
+class Completions:
+    """The newest scored groups of a run, undecoded."""
+
+    run: str
+    _records: "deque[tuple[float, Record]]" = field(default_factory=lambda: deque(maxlen=RECENT))
+    _prompts: "deque[str]" = field(default_factory=lambda: deque(maxlen=KNOWN))
+    _shown: list[Completion] = field(default_factory=list)
+    _stale: bool = False
+
+    def add(self, folded: object, record: Record) -> None:
+        """Keep a record of which a view has taken in the headers, if it is a group with rewards in one part."""
+        if record.topic != f"{self.run}.groups" or not isinstance(folded, Headers):
+            return
+        if folded.reward_mean is not None and folded.parts == 1:
+            self._records.append((folded.reward_mean, record))
+            self._stale = True
+
+    def shown(self) -> list[Completion]:
+        """The best sample of the recent group with the highest mean reward, and the first one of the newest group."""
+        if self._stale:
+            self._stale = False
+            best = self._read(max(self._records, key=lambda kept: kept[0])[1])
+            newest = self._read(self._records[-1][1])
+            top = [self._completion("best", best, max(best.samples, key=lambda sample: sample.reward))] if best else []
+            self._shown = top + ([self._completion("newest", newest, newest.samples[0])] if newest else [])
+        return self._shown
+
+    def _read(self, record: Record) -> groups.Group | None:
+        try:
+            group = groups.read(record, run=self.run)[1]
+        except Unusable:
+            return None  # the trainer sets it aside
+        if group.prompt not in self._prompts:
+            self._prompts.append(group.prompt)
+        return group
+
+    def _completion(self, which: str, group: groups.Group, sample: groups.ScoredSample) -> Completion:
+        return Completion(which, sample.reward, without_template(group.prompt, list(self._prompts)), sample.completion)
+
+
+def without_template(prompt: str, prompts: list[str]) -> str:
+    """A prompt without what all prompts begin and end with.
+
+    Example:
+        without_template("Answer briefly: 1+1?", ["Answer briefly: 1+1?", "Answer briefly: 2+3?"])  # -> "1+1?"
+    """
+    if len(prompts) < 2:
+        return prompt
+    first, last = _shared(prompts), _shared([text[::-1] for text in prompts])
+    low = first if first >= LEAST_COMMON else 0
+    high = len(prompt) - (last if last >= LEAST_COMMON else 0)
+    return prompt[low:high] if low < high else prompt
+
+
+def _shared(texts: list[str]) -> int:
+    """How many characters all of these texts begin with."""
+    low, high = min(texts), max(texts)
+    return next((place for place, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), min(len(low), len(high)))
+
+
+def _cut(text: str, limit: int) -> str:
+    line = " ".join(text.split())
+    half = (limit - 1) // 2
+    return line if len(line) <= limit else f"{line[:half]}…{line[len(line) - half :]}"

@@ -1,0 +1,50 @@
+"""The live view in a cell of a notebook: one output that is replaced, as a terminal's picture is.
+
+The rule: it is a screen like rich's, with the same three methods; outside of a notebook there is none.
+"""
+
+import io
+import sys
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+WIDTH, HEIGHT = 110, 40
+FORMAT = '<pre style="line-height:1.3;font-family:ui-monospace,Menlo,monospace">{code}</pre>'
+
+
+class NotebookScreen:
+    """An output of the cell that runs."""
+
+    def __init__(self, display: Any) -> None:
+        self._display, self._handle = display, None
+
+    def start(self) -> None:
+        """Take a place in the cell's output."""
+        self._handle = self._display({"text/plain": "starting"}, raw=True, display_id=True)
+
+    def update(self, picture: RenderableType, *, refresh: bool) -> None:
+        """Replace the picture."""
+        assert refresh
+        if self._handle is not None:
+            self._handle.update({"text/html": as_html(picture), "text/plain": "a picture of the run"}, raw=True)
+
+    def stop(self) -> None:
+        """Leave the last picture where it is."""
+
+
+def as_html(picture: RenderableType) -> str:
+    """A picture as HTML with its colours."""
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
+    console.print(picture)
+    return console.export_html(inline_styles=True, code_format=FORMAT)
+
+
+def notebook_screen() -> NotebookScreen | None:
+    """A screen in the notebook whose kernel this process is; None where it is none."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    from IPython.display import display
+
+    return NotebookScreen(display)

@@ -1,0 +1,46 @@
+"""What a re-scoring prints: details first, then the summary, with the functions that were edited since the run was created."""
+
+from typing import Any
+
+from penstock.pipeline.replay.rescore.text import as_page
+
+CHANGE = {"samples": 8, "changed": 2, "mean_before": 0.5, "mean_after": 0.25}
+
+
+def described(digest: str) -> dict[str, Any]:
+    return {"functions": ["/home/me/rew.py:number"], "weights": [1.0], "sources": {"/home/me/rew.py:number": digest}}
+
+
+def report(*, now: str) -> dict[str, Any]:
+    lists: dict[str, Any] = {name: [] for name in ("changed_outcomes", "flips", "prompts", "broken", "gone")}
+    return {
+        "run": "r",
+        "reward": {"before": described("a" * 64), "after": described(now)},
+        "judged": 2,
+        "groups": 3,
+        "threshold": 0.5,
+        "flips_up": 0,
+        "flips_down": 0,
+        "outcomes": {"scored -> scored": 2},
+        "components": {},
+        "newly_judged": {"samples": 0, "mean_after": None},
+        "written": None,
+        **CHANGE,
+        **lists,
+        "left_out": [{"group": 2, "before": None, "why": "it was abandoned"}],
+    }
+
+
+def test_a_reward_of_the_same_name_that_was_edited_is_named() -> None:
+    assert "after   /home/me/rew.py:number x 1; edited since the run was created: rew.py:number" in as_page(report(now="b" * 64))
+    assert "edited" not in as_page(report(now="a" * 64))
+
+
+def test_the_summary_stands_below_the_details() -> None:
+    lines = as_page(report(now="a" * 64)).splitlines()
+    assert lines[0] == "not judged"
+    assert lines[-3:] == [
+        "rewards   2 of 8 changed (25.0%); mean 0.5 -> 0.25",
+        "groups    2 scored -> scored",
+        "flips     0 samples cross 0.5: 0 up, 0 down",
+    ]
