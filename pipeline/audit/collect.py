@@ -159,9 +159,8 @@ class Gatherer:
         body = _hash(record.value)
         if not self._repeats("prompts", where.partition, prompt.group, body):
             numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
-            group, slot, oldest, samples, created_ns = numbers
             content = _prompt_hash(prompt, prompt.token_ids)
-            self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, content, body))
+            self.facts.prompts.append(PromptFact(where, *numbers, content, body))
 
     def _samples(self, record: Record, where: Where) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
