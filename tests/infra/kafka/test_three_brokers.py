@@ -9,6 +9,7 @@ from confluent_kafka import KafkaException, Producer
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import FOLLOWING, Copies
+from penstock.pipeline.launch.stall_watchdog import unblock
 from penstock.topics.catalogue import TopicSpec
 from tests.support.log_helpers import WAIT_S, outgoing
 from tests.support.three_brokers import NODES, ThreeBrokers
@@ -130,7 +131,8 @@ def test_with_two_nodes_out_of_sync_a_writer_waits_and_nothing_is_acknowledged(c
 def test_an_end_that_the_cluster_has_lost_is_found_and_written_as_it_was_decided(
     cluster: ThreeBrokers, log: KafkaLog, commit: bool
 ) -> None:
-    topic = made(log, f"lost-end-{commit}", Copies(replicas=1, in_sync=1, loss_allowed=True))
+    run, said = f"lost-end-{commit}", list[str]()
+    topic = made(log, f"{run}.groups", Copies(replicas=1, in_sync=1, loss_allowed=True))
     log.transactions(f"lost-end-{commit}.first").close()  # makes the topic of transactions
     leader = cluster.leader(topic, 0)
     writer = next(name for name in (f"lost-end-{commit}.{n}" for n in range(64)) if coordinator(cluster, name) != leader)
@@ -147,7 +149,8 @@ def test_an_end_that_the_cluster_has_lost_is_found_and_written_as_it_was_decided
     (found,) = log.hanging([topic], patience_s=1.0)
     assert (found.topic, found.partition, found.offset, found.transactional_id, found.committed) == (topic, 0, 0, writer, commit)
     assert log.end_offsets([(topic, 0)])[topic, 0] == 0
-    log.end_hanging(found, commit=commit)
+    unblock(log, run, said.append)
+    assert said == [f"{found}; it is there now"]
     assert values(log, topic) == [b"decided"] * commit
     assert log.hanging([topic], patience_s=0.1) == []
 
