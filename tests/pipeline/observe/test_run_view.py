@@ -173,14 +173,6 @@ def test_a_measurement_numbered_far_ahead_does_not_silence_its_worker() -> None:
     assert view.duplicates["metrics"] == 2
 
 
-def test_an_old_state_of_the_run_that_is_written_again_is_ignored() -> None:
-    teller = Teller()
-    created = teller.record("created")
-    teller.now_s += 1
-    view = folded(as_records([created, teller.record("failed"), created]))
-    assert status_of(view) == "failed"
-
-
 def test_a_version_that_was_not_published_is_refused() -> None:
     def manifest(version: int) -> Record:
         found = replace(a_manifest(), version=version)
