@@ -8,6 +8,8 @@ from dataclasses import dataclass
 RUNS_TOPIC = "penstock.runs"
 TOPICS = ("run", "prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
 """What flows, and what is kept of it."""
+TURNS = ("calls", "replies")
+"""Turns of trajectories, in runs whose environments have workers of their own; each is in its trajectory's record too: not archived."""
 OWNERS = "owners"
 """Who writes: of use only while the run is at work, so neither archived nor audited."""
 
@@ -59,15 +61,16 @@ def topic_name(run: str, topic: str) -> str:
     Example:
         topic_name("demo-1", "groups")  # -> "demo-1.groups"
     """
-    assert topic in (*TOPICS, OWNERS), topic
+    assert topic in (*TOPICS, *TURNS, OWNERS), topic
     return f"{run}.{topic}"
 
 
-def topics_of(run: str, *, partitions: int, weight_partitions: int = 3) -> dict[str, TopicSpec]:
+def topics_of(run: str, *, partitions: int, weight_partitions: int = 3, turns: bool = False) -> dict[str, TopicSpec]:
     """A run's topics by Kafka name, in a fixed order.
 
-    `prompts`, `rollouts` and `groups` have `partitions`: a group stays in one number through all three. `weights` has one for
-    manifests, one for version 0 and the others for chunks; where there are two, the chunks of version 0 are among the others'.
+    `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group stays in one number through
+    all. `weights` has one for manifests, one for version 0 and the others for chunks; where there are two, the chunks of version 0 are
+    among the others'.
     Raises `ValueError` for an impossible run id or count.
     """
     check_run_id(run)
@@ -75,9 +78,9 @@ def topics_of(run: str, *, partitions: int, weight_partitions: int = 3) -> dict[
         raise ValueError(f"partitions is {partitions}, at least 1 is needed")
     if weight_partitions < 2:
         raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
-    counts = {"prompts": partitions, "rollouts": partitions, "groups": partitions, "weights": weight_partitions}
+    counts = {**dict.fromkeys(("prompts", "rollouts", "groups", *TURNS), partitions), "weights": weight_partitions}
     specs = {}
-    for topic in (*TOPICS, OWNERS):
+    for topic in (*TOPICS, *(TURNS if turns else ()), OWNERS):
         name = topic_name(run, topic)
         specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=dict(_SETTINGS.get(topic, _RECORD)))
     return specs

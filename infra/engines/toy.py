@@ -172,4 +172,4 @@ def _draw(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tup
     return ids, np.log1p(-numbers[longest : longest + length]).astype(np.float32)
 
 
-KIND = EngineKind(open=lambda settings: ToyEngine(delay_s=settings.delay_s), swaps_in_flight=True)
+KIND = EngineKind(open=lambda settings: ToyEngine(delay_s=settings.delay_s, capacity=settings.concurrency), swaps_in_flight=True)

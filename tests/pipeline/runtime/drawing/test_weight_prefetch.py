@@ -12,11 +12,11 @@ from penstock.infra.tensors.machine_memory import MachineMemory
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
+from penstock.pipeline.runtime.drawing import weight_prefetch
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from penstock.topics import weights
-from penstock.workers.rollout import weight_prefetch
-from penstock.workers.rollout.weight_prefetch import WeightPrefetch
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
 pytest.importorskip("torch")

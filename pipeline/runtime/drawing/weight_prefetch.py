@@ -154,3 +154,17 @@ class WeightPrefetch:
         if self._refused is not None:
             self._say(f"version {version} is here")
             self._refused = None
+
+
+class VersionWatch(WeightPrefetch):
+    """The same for a worker that draws nothing itself: it follows which versions there are, and fetches none."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published."""
+        return self.state.newest_version
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
+        """The newest version, without its tensors."""
+        yield self.version, ()
