@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.paths import state_directory
+from penstock.pipeline.config.cpu_defaults import this_cpu
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, with_paths
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.check.preflight import check
@@ -34,7 +35,7 @@ def configured(
         return override(from_table(with_paths(config, Path.cwd())), [*overrides, *named])
     if isinstance(config, Config):
         return override(config, [*overrides, *named])
-    return load(str(config), [*overrides, *named], gpus=len(visible_gpus()))
+    return load(str(config), [*overrides, *named], gpus=len(visible_gpus()), cpu=this_cpu())
 
 
 def spec_of(function: Callable[..., Any]) -> str:

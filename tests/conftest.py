@@ -164,3 +164,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section(f"{len(over)} tests over their budget: {UNIT_S:g} s for a unit test, {OTHER_S:g} s for another")
     for name, seconds in sorted(over.items(), key=lambda held: -held[1])[:LISTED]:
         terminalreporter.line(f"{seconds:6.1f} s  {name}")
+
+
+@pytest.fixture
+def checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is there before the next step begins, for tests in which a step takes a millisecond and a flush ten."""
+    from penstock.pipeline.learner.checkpointer import Checkpointer
+
+    begin = Checkpointer.begin
+
+    def begin_and_finish(checkpoints: Checkpointer, *given: Any, **named: Any) -> None:
+        begin(checkpoints, *given, **named)
+        checkpoints.finish()
+
+    monkeypatch.setattr(Checkpointer, "begin", begin_and_finish)

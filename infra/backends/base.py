@@ -36,6 +36,8 @@ class Backend(Protocol):
     """False: every `backward` must be given the step's `denominator`, so a step starts only when its plan is whole."""
     sharded: bool
     """True: each process holds a part of the weights only, and copying them out is a collective."""
+    saves_beside: bool
+    """True: `save` and `export` only read what `step` and `load` change, so that a thread may run them beside `backward`."""
     steps: int
     """Optimizer steps taken so far; sets the learning rate."""
 
@@ -82,8 +84,8 @@ class Backend(Protocol):
         """Restore exactly the state that `save` wrote."""
         ...
 
-    def export(self, directory: str | Path) -> None:
-        """Write the model and its tokenizer in Hugging Face format."""
+    def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
+        """Write these weights, which `weights` has given, and the tokenizer in Hugging Face format."""
         ...
 
     def fingerprint(self) -> dict[str, str | int]:

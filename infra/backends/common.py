@@ -202,11 +202,11 @@ class LocalModel:
         else:
             self.adapters.load(tensors)
 
-    def export(self, directory: str | Path) -> None:
-        """Write the current weights and the tokenizer in Hugging Face format; adapters are merged, and beside it by themselves."""
+    def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
+        """Write these weights and the tokenizer in Hugging Face format; the current adapters are written beside them."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        state = {tensor.name: from_bytes(tensor) for tensor in self.weights()}
+        state = {tensor.name: from_bytes(tensor) for tensor in tensors}
         self.model.save_pretrained(target, state_dict=state)
         for pattern in TOKENIZER_FILES:
             for file in sorted(Path(self.settings.model_path).glob(pattern)):

@@ -27,6 +27,7 @@ class DeepSpeedBackend(LocalModel):
 
     name = "deepspeed"
     divides_late = True
+    saves_beside = False  # its parameters and gradients change hands in backward passes
 
     def __init__(self, *, zero_stage: int = 2, **settings: Any) -> None:
         """Open the model; `settings` are the fields of `BackendSettings`."""

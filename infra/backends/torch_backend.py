@@ -33,6 +33,7 @@ class TorchBackend(LocalModel):
 
     name = "torch"
     divides_late = True
+    saves_beside = True
     sharded = False
 
     def __init__(self, **settings: Any) -> None:

@@ -100,7 +100,7 @@ class ToyEngine:
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         held = list(tensors)
         shapes = self._shapes or {tensor.name: tuple(tensor.shape) for tensor in held}
-        self._salt = digest(check_tensors(held, shapes, version=version)).encode()
+        self._salt = digest(check_tensors(held, shapes, version=version), "sha256").encode()
         self._shapes, self.version = shapes, version
         self._stats["loads"] += 1
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.database import make_database
+from penstock.infra.mlflow.registry import Kept, inputs, register
 from penstock.topics.wire.secrets import without_password
 
 RUN_TAG = "penstock.run"
@@ -62,9 +63,16 @@ class Target:
     """URI of the artifact store for a new experiment; None leaves the choice to the server."""
     params: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    data: Sequence[Mapping[str, Any]] = ()
+    """The data sets: `name`, `source`, `digest`, `rows` and `context` of each."""
     start_ms: int | None = None
     over: bool = False
     """True if the pipeline run has ended already: missing points are delivered without showing it as running."""
+
+    @property
+    def local(self) -> bool:
+        """True if MLflow is a database file of this machine, and not a server."""
+        return self.uri.startswith("sqlite:")
 
 
 class MlflowRun:
@@ -78,6 +86,8 @@ class MlflowRun:
             self.run_id: str = found.info.run_id
             self.position: dict[str, int] = _position(found.data.tags.get(POSITION_TAG))
             log_params(self._client, self._entities, self.run_id, target.params)
+            if target.data:
+                self._client.log_inputs(self.run_id, inputs(self._entities, target.data))
             if found.info.status != "RUNNING" and not target.over:  # a tracker before this one was told to stop
                 self._client.update_run(self.run_id, status="RUNNING")
 
@@ -92,6 +102,11 @@ class MlflowRun:
                 last = start + limit >= len(metrics)
                 self._client.log_batch(self.run_id, metrics=metrics[start : start + limit], tags=[tag] if last else [])
         self.position = now
+
+    def register(self, kept: Kept) -> None:
+        """Make the checkpoints that exist the versions of the registered model that has the pipeline run's id."""
+        with translated(self.target.uri):
+            register(self._client, name=self.target.run, run_id=self.run_id, kept=kept, local=self.target.local)
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
         """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, by default now."""

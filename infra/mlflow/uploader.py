@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.infra.errors import TrackingError
+from penstock.infra.mlflow.registry import Kept
 from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target
 from penstock.topics.wire.secrets import without_password
 
@@ -61,6 +62,7 @@ class Uploader:
         self._offset = self._passed = 0
         self._delivered: Mapping[str, int] = {}
         self._mlflow_run: MlflowRun | None = None
+        self._kept = self._registered = Kept()
         self._changed = threading.Condition()
         self._ending: Ending | None = None
         self._done = False
@@ -72,9 +74,10 @@ class Uploader:
         """Number of the journal's points that are not known to have reached MLflow."""
         return self._journal.points - self._passed
 
-    def more(self) -> None:
-        """Wake the thread: the journal has grown."""
+    def more(self, kept: Kept) -> None:
+        """Wake the thread: the journal may have grown, and these checkpoints exist."""
         with self._changed:
+            self._kept = kept
             self._changed.notify_all()
 
     def wait_for_run(self, timeout_s: float) -> str | None:
@@ -139,9 +142,18 @@ class Uploader:
         self._delivered = self._mlflow_run.position
         self._passed += sum(len(delivery.points) for delivery in deliveries)
         self._offset = offset
-        if ending is not None and offset >= end:
+        over = ending is not None and offset >= end
+        if ending is not None and over:
             self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts)
-            self._done = True
+        if self._to_register() or (over and self._kept != self._registered):
+            kept = self._kept
+            self._mlflow_run.register(kept)
+            self._registered = kept
+        self._done = over
+
+    def _to_register(self) -> bool:
+        """Whether the registry is behind; a server, which is sent the models themselves, is told when all else is done."""
+        return self._target.local and self._kept != self._registered
 
     def _connect(self) -> MlflowRun:
         """Find the MLflow run; if it has less than was delivered, restart the journal from its beginning."""
@@ -156,5 +168,5 @@ class Uploader:
     def _gather(self) -> None:
         """Wait until there is something to do, and `GATHER_S` more for further points."""
         with self._changed:
-            self._changed.wait_for(lambda: self._journal.end > self._offset or self._ending)
+            self._changed.wait_for(lambda: self._journal.end > self._offset or self._ending or self._to_register())
             self._changed.wait_for(lambda: self._ending or self.queued >= MAX_POINTS, GATHER_S)

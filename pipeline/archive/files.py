@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.infra.checkpoints import sync
+from penstock.infra.checkpoints.files import sync
 from penstock.pipeline.archive.layout import Kind, kind_of
 
 FORMAT = 1

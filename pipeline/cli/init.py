@@ -46,10 +46,11 @@ def init(
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Try all that can fail later: data, model, reward, disk, GPUs; draw two samples and judge them."""
+    from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.placement import visible_gpus
 
-    report(load(config, overrides or [], gpus=len(visible_gpus())), samples=True, json=json)
+    report(load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu()), samples=True, json=json)
     if not json:
         say(f"all is well; start it: penstock run {config}")
 

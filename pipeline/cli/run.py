@@ -40,6 +40,7 @@ def run(
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
     from penstock.infra.paths import make_files_private
+    from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.launch.placement import visible_gpus
 
@@ -61,7 +62,7 @@ def run(
             *(f'kafka.security.{key}="{value}"' for key, value in security_settings(security).items()),
         ]
         overrides = [*settings, *(overrides or [])]
-    loaded = load(config, overrides or [], gpus=len(visible_gpus()))
+    loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
     if dry_run:
         # Only looking downloads nothing: a data set that is not here is reported as such.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -74,12 +75,13 @@ def run(
 
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
     """Check a configuration, register its run and make its topics; start no worker."""
+    from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register
     from penstock.pipeline.launch.placement import visible_gpus
 
-    loaded = load(config, overrides or [], gpus=len(visible_gpus()))
+    loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
     with connected(loaded.kafka) as log:
         checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
         record = register(loaded, log=log, run_id=run_id, checked=checked.info, say=say)

@@ -56,7 +56,7 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
     for default in DEVICE_DEFAULTS:
         name, _, key = default.key.partition(".")
         section = filled.get(name, {})
-        if not isinstance(section, dict) or not _on_gpu(section, gpus):
+        if not isinstance(section, dict) or not on_gpu(section, gpus):
             continue
         fields = SECTIONS[name].model_fields
         if default.only is None or section.get(default.only[0], fields[default.only[0]].default) == default.only[1]:
@@ -73,8 +73,9 @@ def as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _on_gpu(section: Mapping[str, Any], gpus: int) -> bool:
-    device = section.get("device", "auto")
+def on_gpu(section: Any, gpus: int) -> bool:
+    """Whether a section's model is on a GPU."""
+    device = section.get("device", "auto") if isinstance(section, Mapping) else None
     return isinstance(device, str) and (device.startswith("cuda") or (device == "auto" and gpus > 0))
 
 

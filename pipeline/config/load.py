@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from penstock.pipeline.config import synonyms
-from penstock.pipeline.config.device_defaults import with_device_defaults
+from penstock.pipeline.config.cpu_defaults import Cpu, with_cpu_defaults
+from penstock.pipeline.config.device_defaults import on_gpu, with_device_defaults
 from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.config.schema import PATHS_OF, Resolve, Section
 from penstock.pipeline.config.security import refuse_password
@@ -24,10 +25,10 @@ from penstock.topics.wire.secrets import without_passwords
 __all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json", "with_paths"]
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu: Cpu | None = None) -> Config:
     """Read a TOML file and apply `a.b=c` overrides; relative paths are relative to the file (overrides: to the working directory).
 
-    `gpus` is how many this machine has: with them, absent keys stand for other values.
+    `gpus` is how many this machine has, `cpu` its processor: absent keys stand for what fits them.
 
     Raises:
         ConfigError: one line naming key, value and the nearest valid key.
@@ -45,7 +46,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0) -> C
     for override in overrides:
         _apply(table, override)
     _refuse_passwords(table)
-    return from_table(with_device_defaults(table, gpus=gpus))
+    filled = with_device_defaults(table, gpus=gpus)
+    return from_table(with_cpu_defaults(filled, cpu=cpu, on_gpu=on_gpu(filled.get("trainer", {}), gpus)))
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:

@@ -26,6 +26,7 @@ from penstock.pipeline.config.schema import (
 )
 from penstock.pipeline.config.services import KafkaSection, LaunchSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.topics.catalogue import DELETED_SEGMENT_BYTES, KEPT_SEGMENT_BYTES
 from penstock.topics.weights import FIRST
 
 
@@ -204,6 +205,11 @@ class Config(Section):
     def weight_partitions(self) -> int:
         """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
         return FIRST + self.weights.partitions
+
+    @property
+    def weight_segment_bytes(self) -> int:
+        """Bytes of a segment of `weights`: short ones where old versions are deleted, else such that few files are open."""
+        return DELETED_SEGMENT_BYTES if self.weights.keep == "chain" else KEPT_SEGMENT_BYTES
 
     @property
     def rules(self) -> Schedule:

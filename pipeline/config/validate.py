@@ -132,8 +132,8 @@ def _combine(config: Config) -> str | None:
 
 
 def _samples(config: Config) -> str | None:
-    if config.schedule.samples_per_prompt == 1:
-        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2"
+    if config.schedule.samples_per_prompt == 1 and ":" not in (config.algorithm.advantage or ""):
+        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or an algorithm.advantage of your own"
     return None
 
 

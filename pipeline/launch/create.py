@@ -9,7 +9,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.infra.errors import PenstockError
@@ -19,6 +19,7 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import check
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.datasets.rows import Dataset
 from penstock.pipeline.envs.environments.sources import AGENT, check_agent
 from penstock.pipeline.envs.tokenization import Renderer, digests
 from penstock.pipeline.learner.try_functions import try_own_functions
@@ -51,7 +52,13 @@ def create(
     log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    specs = topics_of(run, partitions=config.partitions, weight_partitions=config.weight_partitions, turns=config.turns_by_log)
+    specs = topics_of(
+        run,
+        partitions=config.partitions,
+        weight_partitions=config.weight_partitions,
+        weight_segment_bytes=config.weight_segment_bytes,
+        turns=config.turns_by_log,
+    )
     log.create_topics(specs, copies=config.kafka.copies)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
@@ -80,7 +87,8 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         dataset.order(config)
         if config.environment.source is not None and config.environment.source.startswith(AGENT):
             check_agent(config.environment.source)
-        for held_out in open_eval_data(config).values():
+        held_out_sets = open_eval_data(config)
+        for held_out in held_out_sets.values():
             check(held_out, also=renderer.render)
             rewards.resolve(config.eval_reward.functions, config.eval_reward.weights).check(held_out[0].columns)
     except (ValueError, OSError) as error:
@@ -103,9 +111,21 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         "prompts": config.prompts(rows),
         "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
         "digests": model_digests,
+        "data": [
+            *_described(config.data_sources, dataset.sources, context="training"),
+            *_described(config.eval_sources, held_out_sets, context="evaluation"),
+        ],
         "reward_sources": rewards.digests(config.reward.functions),
         "git": git_revision(),
     }
+
+
+def _described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:
+    """What the run's record says of its data sets: by the digest of their rows they are known again."""
+    return [
+        {"name": name, "source": source, "digest": rows.digest, "rows": len(rows), "context": context}
+        for source, (name, rows) in zip(sources, opened.items(), strict=True)
+    ]
 
 
 def git_revision() -> str | None:

@@ -21,6 +21,7 @@ from penstock.pipeline.config.security import credentials
 from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.attended import ui_address
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
+from penstock.pipeline.launch.check.arithmetic import threads
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import place, visible_gpus
@@ -131,8 +132,7 @@ def watch(
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
         if (address := ui_address()) is not None:
             say(f"in a browser: {address}run?id={run}")
-        if placement.gpus is not None:
-            say(str(placement))
+        say(f"threads: {threads(config)}" if placement.gpus is None else str(placement))
         view = LiveView(log, run, console=_console(quiet), plain=not live, screen=screen)
         tell = view.tell if live else say
         watching = Watching(

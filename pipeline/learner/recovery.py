@@ -34,12 +34,12 @@ def recover(policy: PolicyTrainer, writer: RunWriter, past: Past) -> None:
     if changed := changed_arithmetic(past.entries, now):
         text = ", ".join(f"{name} {recorded} -> {here}" for name, (recorded, here) in changed.items())
         reporter.say(f"the arithmetic is not the one the run was computed with: {text}")
-    if writer.store is not None:
+    if (store := writer.checkpoints.store) is not None:
         at_most = writer.lost.step if writer.lost is not None else None  # whoever has to send a version again has to pass it
         doing = partial(reporter.doing, now=True)
-        state = policy.load_newest(writer.store, past.recorded(), say=reporter.say, doing=doing, at_most=at_most)
+        state = policy.load_newest(store, past.recorded(), say=reporter.say, doing=doing, at_most=at_most)
         if state is not None:
-            writer.saved_steps = state.steps
+            writer.checkpoints.saved_steps = state.steps
             reporter.values.update(step=state.steps, version=state.version)
             if writer.lost is not None and writer.lost.step == state.steps:
                 writer.publish(policy.weights(), version=writer.lost.version, step=state.steps)

@@ -9,17 +9,17 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.infra import faults
-from penstock.infra.checkpoints import CheckpointStore, State
 from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
+from penstock.infra.tensors.stream import hash_of
+from penstock.pipeline.learner.checkpointer import MODEL, Checkpointer
 from penstock.pipeline.learner.chunk_gaps import ChunkGaps
 from penstock.pipeline.learner.fingerprint import arithmetic_of
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights, open_store
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
 from penstock.pipeline.learner.repeat_step import Difference
 from penstock.pipeline.learner.weight_publisher import Publication, WeightPublisher
 from penstock.pipeline.runtime.ledger_follower import LedgerState
@@ -33,10 +33,6 @@ from penstock.topics.weights import Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
-MODEL = "model"
-"""The folder of a checkpoint, and of a run's directory, that transformers and vLLM load."""
-BYTES_PER_PARAMETER = 12
-"""A checkpoint's float32 masters and AdamW's two moments."""
 DIGEST_BELOW = 100_000_000
 """Models with fewer parameters have the digest of their weights in every step of the ledger, others in every version."""
 
@@ -49,12 +45,9 @@ class RunWriter:
     transactions: Transactions
     state: LedgerState
     """The ledger and the versions as this writer has left them."""
-    store: CheckpointStore | None = field(init=False)
-    """None where the run wants no checkpoints."""
+    checkpoints: Checkpointer = field(init=False)
     newest_offset: int = -1
     """Where the newest entry of this writer stands."""
-    saved_steps: int | None = None
-    """Steps done at the newest checkpoint that can be used."""
     lost: Manifest | None = None
     """The newest version, while its chunks cannot be read and have not been sent again."""
     _rebased_at: int | None = None
@@ -68,9 +61,11 @@ class RunWriter:
 
     def __post_init__(self) -> None:
         """Open the checkpoint directory. Raises `CheckpointError`."""
-        self.store = open_store(self.session.config, self.session.run)
-        self._publisher = WeightPublisher(self.session, count=self.session.log.partitions(self.session.topic("weights")) or 2)
-        self._gaps = ChunkGaps(self.session)
+        session = self.session
+        self.checkpoints = Checkpointer(session, self.write)
+        count = session.log.partitions(session.topic("weights")) or 2
+        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count)
+        self._gaps = ChunkGaps(session)
         self._gaps.skip(self.state.manifests.values())
 
     def begin(self, policy: PolicyTrainer) -> None:
@@ -109,7 +104,7 @@ class RunWriter:
 
         A checkpoint is written at once, as it alone holds the new optimizer state. Where the last version is out, its weights stay.
         """
-        self.finish_publishing()
+        self.finish_begun()
         done, first = policy.steps_done, differences[0][0].step if differences else None
         details = {
             "fingerprint": fingerprint,
@@ -135,6 +130,7 @@ class RunWriter:
             policy.backend.load_weights(policy.weights_of(policy.version))
             self._rebased_at = None
         self.checkpoint(policy)
+        self.finish_begun()
         policy.release_weights()
 
     def write(self, kind: ledger.EntryKind, *also: Outgoing, **fields: Any) -> Entry:
@@ -206,7 +202,8 @@ class RunWriter:
     def _release(self) -> None:
         """Delete the chunks of versions that nobody needs any more; where that is refused the run goes on."""
         per_version = self.session.schedule.steps_per_version
-        steps = self.store.steps() if self.store is not None and per_version > 1 else []  # a snapshot within a version is read again
+        store = self.checkpoints.store
+        steps = store.steps() if store is not None and per_version > 1 else []  # a snapshot within a version is read again
         needed = {rules.version_after(done, steps_per_version=per_version) for done in steps} & self.state.manifests.keys()
         before = deletable(self.state.manifests, ends=self._gaps.ends, needed=needed)
         topic = self.session.topic("weights")
@@ -222,9 +219,10 @@ class RunWriter:
         newest, base = self.state.newest_version, self._publisher.base
         if self._publication is not None or base is None or base.version != newest:
             return
+        published = self.state.manifests[newest]
         if (problem := self._publisher.look_through(self.state.manifests, newest)) is not None:
             self.session.reporter.say(f"version {newest} cannot be read any more ({problem}): it is sent again")
-            self._publish_again(Weights(lambda: base.tensors), self.state.manifests[newest])
+            self._publish_again(Weights(lambda: base.tensors, hash_of(published.digest)), published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
         """Send a published version whole; a manifest with the same digest says where its chunks are now."""
@@ -252,40 +250,25 @@ class RunWriter:
         return policy.weights().digest if self._parameters < DIGEST_BELOW else None
 
     def checkpoint(self, policy: PolicyTrainer) -> None:
-        """Write a checkpoint of the steps done, unless there is one or the run wants none. Raises `CheckpointError`."""
-        reporter, started, done = self.session.reporter, time.monotonic(), policy.steps_done
-        if self.store is None or self.saved_steps == done:
+        """Begin a checkpoint of the steps done, unless there is one or the run wants none. Raises `CheckpointError`."""
+        if self.checkpoints.store is None:
             return
         self.finish_publishing()
-        faults.reach("checkpoint.before")
-        reporter.doing(f"writing checkpoint of step {done}", now=True)
-        version = policy.version
-        published = self.state.manifests[version]
-        known = published.step == done and self._rebased_at != done
-        digest = published.digest if known else policy.weights().digest
-        state = State(run=self.session.run, steps=done, version=version, digest=digest, seq=self.state.last_seq)
+        published = self.state.manifests[policy.version]
+        known = published.step == policy.steps_done and self._rebased_at != policy.steps_done
+        self.checkpoints.begin(policy, published=published, known=known, parameters=self._parameters, seq=self.state.last_seq)
 
-        def record(size: int) -> None:
-            measured = {"bytes": float(size), "write_s": time.monotonic() - started}
-            self.write("checkpoint", step=state.steps, version=state.version, digest=state.digest, metrics=measured)
-
-        exports, about_bytes = self.session.config.trainer.export, BYTES_PER_PARAMETER * self._parameters
-
-        def save(directory: Path) -> None:
-            policy.backend.save(directory)
-            if exports:
-                policy.backend.export(directory.parent / MODEL)
-
-        size = self.store.write(state, save=save, record=record, about_bytes=about_bytes + exports * published.nbytes)
-        self.saved_steps = done
-        reporter.values.update(checkpoint_step=done, checkpoint_bytes=size, checkpoint_s=time.monotonic() - started)
+    def finish_begun(self, *, wait: bool = True) -> None:
+        """Commit the version and the checkpoint that are on their way; without `wait`, only what is ready."""
+        self.finish_publishing(wait=wait)
+        self.checkpoints.finish(wait=wait)
 
     def export(self, policy: PolicyTrainer) -> None:
         """Write the model as a Hugging Face directory, if the run wants it."""
         if self.session.config.trainer.export:
             target = run_directory(self.session.run) / MODEL
             self.session.reporter.doing("writing the final model")
-            policy.backend.export(target)
+            policy.backend.export(target, policy.weights().tensors)
             self.session.reporter.say(f"final model in {target}")
 
     def check_manifest(self, record: Record) -> None:
@@ -306,7 +289,7 @@ class RunWriter:
 
     def close_run(self, *, steps: int, status: str, reason: str) -> None:
         """Commit the ledger's last entry."""
-        self.finish_publishing()
+        self.finish_begun()
         ends = self.session.log.end_offsets([(self.session.topic("weights"), p) for p in range(1, self._publisher.count)])
         self._gaps.read_to((partition, end) for (_, partition), end in ends.items())
         newest = self.state.manifests.get(self.state.newest_version)

@@ -20,7 +20,7 @@ from penstock.pipeline.algorithms.registry import LOSSES
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
-from penstock.pipeline.learner.ranks import Ranks
+from penstock.pipeline.learner.ranks.lead import Ranks
 from penstock.pipeline.learner.step_measures import group_measures
 from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
@@ -141,6 +141,8 @@ class Step:
     """Optimizer steps of the run before this one."""
     ranks: Ranks | None = None
     """The other processes of the trainer, which train their share of the micro-batches."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before the model changes."""
     on_batch: Callable[[int, int | None], None] = lambda _number, _count: None
     """Called before each micro-batch runs with its number, from 1, and how many there are once the plan is whole."""
     first_backward_at: float | None = None
@@ -169,6 +171,7 @@ class Step:
         if self._batcher is not None and (rest := self._batcher.close()):
             self._close(rest)
         if not self._held:
+            self.before_update()
             self.backend.steps += 1  # the learning rate's schedule goes on
             return StepOutcome(
                 loss=0.0, grad_norm=0.0, boundaries=(), metrics={"loss": 0.0, "grad_norm": 0.0, **self._measures(learner_version)}
@@ -182,6 +185,7 @@ class Step:
         if not self.backend.divides_late:
             for batch in self._held:
                 self._backward(batch, denominator=denominator)
+        self.before_update()
         started = time.monotonic()
         result = self.backend.step(denominator=denominator)
         self.compute_s += time.monotonic() - started

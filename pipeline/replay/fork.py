@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.checkpoints import sync_directory
+from penstock.infra.checkpoints.files import sync_directory
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
@@ -145,7 +145,7 @@ def _origin(recording: Recording, course: PolicyTrainer, step: int) -> dict[str,
 def _write(course: PolicyTrainer, directory: Path, *, state: bool) -> None:
     """The model as engines open it, and the optimizer's state; durable before they have their name."""
     (directory / "model").mkdir(parents=True)
-    course.backend.export(directory / "model")
+    course.backend.export(directory / "model", course.backend.weights())
     if state:
         course.backend.save(directory / "backend")
     sync_directory(directory)

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.errors import BackendError, CheckpointError, PenstockError, Unrecoverable
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
 from penstock.pipeline.learner.ledger_history import read_planned
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say, open_store
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.learner.repeat_step import repeat
 from penstock.pipeline.replay.plan_reader import check_kept
 from penstock.pipeline.replay.recording import Recording, with_model
+from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.weights.read import fetch
 
 PROGRESS_S = 3.0
@@ -125,7 +126,8 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
         raise PenstockError(f"the optimizer state that {recording.run} began with is not on this machine: {state} (it is not in the log)")
 
     def open_at(settings: Config) -> PolicyTrainer:
-        return PolicyTrainer.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version))
+        hash_name = hash_of(manifest.digest)
+        return PolicyTrainer.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version), hash_name=hash_name)
 
     same_dtype = config.trainer.dtype == recording.config.trainer.dtype
     try:

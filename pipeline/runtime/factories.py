@@ -1,4 +1,4 @@
-"""Opens the engine and the backend that a configuration names.
+"""Opens the engine, the backend and the checkpoints that a configuration names.
 
 The rule: one model is loaded at a time in a process, because transformers changes global state while it loads.
 """
@@ -6,11 +6,14 @@ The rule: one model is loaded at a time in a process, because transformers chang
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
+from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.engines.base import Engine, EngineSettings
 from penstock.infra.errors import EngineError
+from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.envs.agents.driver import Limits
 from penstock.pipeline.envs.agents.engine import TrajectoryEngine
@@ -120,3 +123,12 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             entropy=True,
             **own,
         )
+
+
+def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:
+    """The run's checkpoints, None when it wants none; `to_read` leaves alone what a trainer may be writing. Raises `CheckpointError`."""
+    chosen = config.trainer
+    if not chosen.checkpoint_every:
+        return None
+    directory = Path(chosen.checkpoint_dir) / run if chosen.checkpoint_dir else run_directory(run) / "checkpoints"
+    return CheckpointStore(directory, keep_last=chosen.checkpoint_keep_last, keep_every=chosen.checkpoint_keep_every, to_read=to_read)

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.infra.checkpoints import MANIFEST, STATE, CheckpointStore, Recorded, State, objection, to_keep
+from penstock.infra.checkpoints.files import MANIFEST
+from penstock.infra.checkpoints.rules import Best, Recorded, State, objection, to_keep
+from penstock.infra.checkpoints.saving import STATE
+from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.errors import CheckpointError, LogError
 from tests.support.paths import ROOT
 
@@ -245,7 +249,8 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 FULL_DISK = """
 import sys
 from pathlib import Path
-from penstock.infra.checkpoints import CheckpointStore, State
+from penstock.infra.checkpoints.rules import State
+from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.errors import CheckpointError
 store = CheckpointStore(Path(sys.argv[1]) / "r1")
 def write(steps, size, about):
@@ -338,3 +343,48 @@ def tiny_backend(tiny_path: str) -> Iterator[Callable[..., object]]:
     yield make
     for backend in opened:
         backend.close()
+
+
+def test_a_checkpoint_is_written_beside_the_training_and_the_one_before_stays_until_it_has_its_name(store: CheckpointStore) -> None:
+    store.write(state_of(10), save=save, record=ignore)
+    reading, read = threading.Event(), threading.Event()
+
+    def slowly(directory: Path) -> None:
+        reading.set()
+        assert read.wait(30.0)
+        save(directory)
+
+    saving = store.begin(state_of(20), save=slowly, beside=True)
+    assert reading.wait(30.0)
+    assert not saving.ended and store.steps() == [10]
+    assert usable(CheckpointStore(store.directory, to_read=True), recorded_for(10))[0] == 10  # whoever looks now sees the former one
+    read.set()
+    saving.wait_copied()
+    assert store.steps() == [10]
+    store.finish(saving, record=ignore)
+    assert store.steps() == [20, 10]
+    assert store.verify(20, recorded_for(20)) == state_of(20)
+
+
+def test_what_fails_beside_the_training_is_raised_by_whoever_finishes_and_leaves_nothing(store: CheckpointStore) -> None:
+    saving = store.begin(state_of(20), save=lambda to: (to / "no such folder" / "big").touch(), beside=True)
+    saving.wait_copied()  # nobody waits for what will not come
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 20 .*No such file or directory"):
+        store.finish(saving, record=ignore)
+    assert list(store.directory.iterdir()) == []
+
+
+def test_the_best_evaluated_checkpoint_stays_whenever_its_evaluation_comes_and_whoever_reads_the_directory(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.rate(20, 0.7)  # the evaluation was faster than the disk
+    for steps, accuracy in ((10, 0.5), (20, None), (30, 0.6), (40, 0.7)):
+        store.write(state_of(steps), save=save, record=ignore)
+        if accuracy is not None:
+            store.rate(steps, accuracy)
+    assert store.steps() == [40, 20]
+    again = CheckpointStore(tmp_path, keep_last=1)
+    assert again.best == Best(steps=20, accuracy=0.7)
+    again.rate(40, 0.8)
+    again.write(state_of(50), save=save, record=ignore)
+    assert again.steps() == [50, 40]
+    assert CheckpointStore(tmp_path, to_read=True).best == Best(steps=40, accuracy=0.8)

@@ -1,6 +1,7 @@
 """A trainer by itself: its groups are in the log before it starts, so that a run takes a second and is the same every time."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,8 +129,10 @@ def outcome_of(log: Log, run: str) -> dict[str, Any]:
     entries = [ledger.read(record, run=run)[1] for record in records if record.topic.endswith("ledger")]
     manifests = [weights.read(record, run=run)[1] for record in records if record.topic.endswith("weights")]
     of_step = [(entry.step, entry.loss_bits, entry.grad_norm_bits, entry.metrics["dropped"]) for entry in entries if entry.kind == "step"]
+    opened = next((entry.details for entry in entries if entry.kind == "run-opened"), None)
     return {
         "status": report["status"],
+        "forward": json.loads(opened or "{}").get("fingerprint", {}).get("forward"),
         "digest": report["weights"]["digest"],
         "groups": report["groups"],
         "steps": of_step,

@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
@@ -31,6 +31,8 @@ from penstock.topics.wire.errors import Unusable
 from penstock.workers.evaluator.accuracy import EarlyStopping, due, summary
 
 READ_LIMIT_S = 120.0
+EXAMPLES = 3
+"""The first held-out prompts, whose greedy completions of every evaluated version stand in the log."""
 SEED_OFFSET = 1_000_003
 """Makes the evaluator's random numbers differ from the rollout workers', which use run.seed with the same group numbers."""
 
@@ -69,6 +71,7 @@ def main(session: Session) -> None:
             break
         reason = stopping.note(version=version, accuracy=values.get("greedy_accuracy"))
         labels = {"source": ", ".join(session.config.eval_sources)} | ({"ask": "stop", "reason": reason} if reason else {})
+        labels["examples"] = json.dumps(evaluator.examples)
         values["best_version"] = float(stopping.best_version or 0)
         session.reporter.send(kind="eval", values=values, labels=labels, version=version)
     evaluator.close()
@@ -106,6 +109,8 @@ class Evaluator:
     """The name of each row's source."""
     renderer: Renderer
     faults: FaultCount
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    """Prompt, greedy completion and reward of the first held-out prompts under the newest evaluated version."""
 
     @classmethod
     def open(cls, session: Session) -> "Evaluator":
@@ -128,16 +133,19 @@ class Evaluator:
         self.engine.load_weights(version, fetch(session.log, state.manifests, version, run=session.run))
         longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
         scores: dict[bool, dict[int, Score]] = {}
-        turns: list[int] = []
+        turns, shown = list[int](), dict[int, str]()
         for greedy, rows in ((True, 1), (False, held.samples)):
             how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
             for index, completions in self._drawn([self._request(index, rows, how) for index in range(len(self.rows))]):
                 turns += [sum(turn.source == "model" for turn in getattr(completion, "turns", ())) for completion in completions]
                 self._judge(index, completions, version)
+                if greedy and index < EXAMPLES:
+                    shown[index] = self.decoder.decode(list(map(int, completions[0].token_ids)))
             if session.stop.is_set():
                 return None
             scores[greedy] = self._scored()
         values = self.measures(scores[True], scores[False])
+        self.examples = [self._example(index, shown[index], scores[True].get(index)) for index in sorted(shown)]
         if session.config.environment.source is not None:
             values["turns_mean"] = sum(turns) / len(turns)
         found = [f"{how} {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_accuracy") in values]
@@ -156,6 +164,11 @@ class Evaluator:
             return request
         messages = self.renderer.messages(row)
         return episode_request(request, text=text, messages=json.dumps(messages) if messages else None, columns=row.columns)
+
+    def _example(self, index: int, completion: str, score: Score | None) -> dict[str, Any]:
+        row, (text, _) = self.rows[index]
+        asked = row.prompt if row.prompt is not None else text
+        return {"prompt": asked, "completion": completion, "reward": None if score is None else score.rewards[0]}
 
     def _judge(self, index: int, completions: Sequence[Completion], version: int) -> None:
         """Have the completions of one prompt scored; where an environment broke, the prompt has no reward."""

@@ -28,6 +28,7 @@ from penstock.topics.metrics import Measurement
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
+from penstock.workers.tracker.kept_checkpoints import KeptCheckpoints
 from penstock.workers.tracker.metrics_file import MetricsFile
 from penstock.workers.tracker.sinks import sinks
 
@@ -76,6 +77,7 @@ class Tracker:
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
         self.sinks = sinks(session.config, session.run, directory, say=session.reporter.say)
+        self._checkpoints = KeptCheckpoints(session)
         self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
         names = [*sorted(self._owned), session.topic("groups")]
         counts = {name: session.log.partitions(name) or 0 for name in names}
@@ -165,6 +167,8 @@ class Tracker:
             self._write_down(self.points.of(payload, record, source=source))
             if isinstance(payload, Entry) and payload.kind == "version" and payload.version is not None:
                 self._published.append((now, payload.version))
+            if isinstance(payload, Entry) and payload.kind == "checkpoint":
+                self._checkpoints.note(payload, offset=record.offset)
         self._reward(now)
         self._flush()
 
@@ -195,7 +199,7 @@ class Tracker:
     def _flush(self) -> None:
         self.file.flush()
         if self.uploader is not None:
-            self.uploader.more()
+            self.uploader.more(self._checkpoints.kept())
 
     def _announce(self) -> None:
         """Publish the MLflow run's id, so that a report finds it."""
@@ -290,7 +294,7 @@ def _uploader(session: Session, file: MetricsFile) -> Uploader | None:
     if not chosen.enabled:
         return None
     tags = {"penstock.git": str(session.info.get("git") or "unknown"), "mlflow.source.name": "penstock", **lineage(session.info)}
-    target = target_of(session.record, session.config, tags=tags)
+    target = target_of(session.record, session.config, tags=tags, data=session.info.get("data", ()))
     session.reporter.say(f"MLflow at {without_password(target.uri)}, experiment {target.experiment!r}")
     return Uploader(target, file, say=session.reporter.say)
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from penstock.infra.log import Partition
-from penstock.pipeline.learner.policy_trainer import open_store
+from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules

@@ -20,8 +20,8 @@ from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch.restart_policy import how
-from penstock.pipeline.learner.follower import Follower
 from penstock.pipeline.learner.ledger_history import read_planned
+from penstock.pipeline.learner.ranks.follower import Follower
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.runtime.exit_status import FAILED
 from penstock.pipeline.runtime.factories import make_backend

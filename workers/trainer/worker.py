@@ -5,7 +5,6 @@ committed plans since the newest checkpoint are trained again from the log and m
 """
 
 import math
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
+from penstock.infra.tensors.stream import HASH, hash_of
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import StepOutcome
+from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
@@ -104,6 +105,7 @@ class Trainer:
             steps=session.steps,
             weights_of=lambda version: fetch(session.log, manifests, version, run=session.run),
             processes=processes,
+            hash_name=hash_of(manifests[0].digest) if 0 in manifests else HASH,
         )
         writer = RunWriter(session, transactions, past.story)
         inbox = GroupInbox(
@@ -115,7 +117,7 @@ class Trainer:
         )
         follow: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         follow[session.topic("weights"), 0] = "earliest"
-        if session.config.eval.target is not None or session.config.eval.patience is not None or session.config.run.epochs is not None:
+        if session.config.eval_sources or session.config.run.epochs is not None:
             follow[session.topic("metrics"), 0] = "earliest"
         if resumed.mark is not None:
             follow.update({at: resumed.mark.positions.get(place_name(session, at), 0) for at in follow})
@@ -171,12 +173,12 @@ class Trainer:
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
                 continue
-            self.writer.finish_publishing(wait=False)
+            self.writer.finish_begun(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
             self.session.reporter.doing(f"training step {number}, group {len(plan)} of {schedule.prompts_per_step}")
             step.add(group, plan[-1])
-        self.writer.finish_publishing(wait=False)
+        self.writer.finish_begun(wait=False)
         outcome = step.finish(learner_version=version)
         self.writer.finish_publishing()  # a step is never committed before the version that the last one completed
         self._commit(outcome, plan, version=version, started=started)
@@ -196,12 +198,12 @@ class Trainer:
         """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""
         session, done = self.session, self.policy.steps_done
         if session.stop.is_set() and done < session.steps and self.asked_to_end is None:
-            self.writer.finish_publishing()
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
+            self.writer.finish_begun()
             session.reporter.say(f"stopped after step {self.committed - 1}; the run can be resumed")
             return
-        self.writer.finish_publishing()
+        self.writer.finish_begun()
         self.writer.export(self.policy)
         self._close_run(status="finished", reason=self.asked_to_end or "all steps done")
 
@@ -209,7 +211,7 @@ class Trainer:
         """What is still done after a request to stop."""
         saving_s = self.session.reporter.values.get("checkpoint_s")
         text = f"ends step {self.policy.steps_done} if all its groups are here{_about(self._compute_s)}, else drops it"
-        return text if self.writer.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
+        return text if self.writer.checkpoints.store is None else f"{text}; then writes a checkpoint{_about(saving_s)}"
 
     def _close_run(self, *, status: Status, reason: str) -> None:
         self.writer.close_run(steps=self.policy.steps_done, status=status, reason=reason)
@@ -237,7 +239,7 @@ class Trainer:
         reporter = self.session.reporter
         reporter.doing(why)
         started = time.monotonic()
-        self.writer.finish_publishing(wait=False)
+        self.writer.finish_begun(wait=False)
         for record in self.tail.poll(PUBLISHING_POLL_S if self.writer.publishing else POLL_S):
             self._receive(record)
         waited = time.monotonic() - started
@@ -276,13 +278,16 @@ class Trainer:
                 return  # the tracker owns reading `metrics`
             if measurement.role == "feeder" and measurement.values.get("all_out"):
                 self._admitted = int(measurement.values["admitted"])
+            if measurement.kind == "eval" and measurement.version is not None:
+                manifest = self.writer.state.manifests.get(measurement.version)
+                self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
             if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
                 self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
 
     def _mark(self) -> str:
         """Where this step, which is about to be committed, leaves the run."""
         positions = {at: self.tail.position(at) for at in self.followed}
-        store = self.writer.store
+        store = self.writer.checkpoints.store
         return mark_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps()).to_json()
 
     def _record_stale(self) -> None:
@@ -310,7 +315,7 @@ class Trainer:
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]
         measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(drops - self._drops)}
-        measured["peak_rss_bytes"] = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        measured["peak_rss_bytes"] = peak_rss()
         measured |= {"queued_groups": float(len(lags)), **{f"queued_{name}": value for name, value in lag_summary(lags).items()}}
         hashing = time.monotonic()
         digest = self.writer.step_digest(self.policy)

@@ -23,6 +23,7 @@ class LeadBackend:
     """A backend whose other ranks are in other processes; `backward` alone is not passed on, as each rank has its own samples."""
 
     divides_late = True
+    saves_beside = False  # every rank has to enter it, in the order of everything else
 
     def __init__(self, own: Backend, processes: "ProcessSet") -> None:
         """`own` is rank 0's."""
@@ -83,10 +84,9 @@ class LeadBackend:
         """Restore every rank's state; `BackendError` when any rank cannot."""
         self._together("load", directory)
 
-    def export(self, directory: str | Path) -> None:
-        """Write the model and its tokenizer in Hugging Face format."""
-        self._gather()
-        self.own.export(directory)
+    def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
+        """Write these weights and the tokenizer in Hugging Face format."""
+        self.own.export(directory, tensors)
 
     def fingerprint(self) -> dict[str, str | int]:
         """Rank 0's, which names the number of processes."""

@@ -16,11 +16,12 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
+    from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary
     from penstock.pipeline.launch.placement import visible_gpus
 
-    loaded, findings = None if config is None else load(config, gpus=len(visible_gpus())), []
+    loaded, findings = None if config is None else load(config, gpus=len(visible_gpus()), cpu=this_cpu()), []
     for finding in examine(bootstrap=bootstrap, config=loaded, imports=imports):
         findings.append(finding)
         if not json:

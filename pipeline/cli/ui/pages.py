@@ -14,13 +14,14 @@ from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, p
 from penstock.pipeline.cli.ui.watched import Watching
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.launch.attended import log_files
-from penstock.pipeline.launch.check.preflight import cut, size
+from penstock.pipeline.launch.check.preflight import SHOWN, size
 from penstock.pipeline.observe.explain import as_json
 from penstock.pipeline.observe.explain.text import as_page
 from penstock.pipeline.observe.html.build import build
 from penstock.pipeline.observe.records import browse, format
 from penstock.pipeline.observe.records.picked import newest_samples
 from penstock.pipeline.observe.records.runs import list_runs
+from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.summary import summarise
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.observe.report.verdict import verdict
@@ -116,7 +117,7 @@ def _card(picked: Any) -> Html:
     answer = "" if picked.answer is None else f'<p><span class="dim">answer </span>{text(picked.answer)}</p>'
     head = f"{picked.which}: reward {picked.reward:g}, group {picked.group}"
     completion = f'<p><span class="dim">completion </span>{text(picked.completion)}</p>'
-    return Html(f'<div class="card"><p class="dim">{head}</p><p>{text(cut(picked.prompt))}</p>{answer}{completion}</div>')
+    return Html(f'<div class="card"><p class="dim">{head}</p><p>{text(one_line(picked.prompt, SHOWN))}</p>{answer}{completion}</div>')
 
 
 def navigation(name: str) -> Html:

@@ -29,6 +29,7 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
             "workers",
             ", ".join(f"{count} {role.name}" for role in ROLES.values() if (count := role.workers(config))),
         ),
+        ("threads", threads(config)),
         ("engine", f"{config.rollout.engine}; trainer {config.trainer.backend}"),
         ("gpus", _gpus(config)),
         (
@@ -37,6 +38,13 @@ def arithmetic(config: Config, *, rows: int) -> list[tuple[str, str]]:
             f"proximal {config.proximal}, correction {config.correction}, kl_coef {config.algorithm.kl_coef}",
         ),
     ]
+
+
+def threads(config: Config) -> str:
+    """How many threads compute, and in which number format the trainer does."""
+    trainer, rollout = config.trainer, config.rollout
+    each = f" in each of {trainer.processes} processes" if trainer.processes > 1 else ""
+    return f"trainer {trainer.threads}{each}, in {trainer.dtype}; each rollout worker {rollout.threads}, in {rollout.dtype}"
 
 
 def _gpus(config: Config) -> str:

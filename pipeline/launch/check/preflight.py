@@ -3,10 +3,13 @@
 The rule: the first problem is raised as one line that says what to do; what was found before it has been told.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import state_path
@@ -14,9 +17,11 @@ from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
-from penstock.pipeline.launch.check.disk import needed_bytes, parameters
+from penstock.pipeline.launch.check.disk import Growth, delta_share, parameters
+from penstock.pipeline.launch.check.memory import estimates, shape_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.runtime.factories import check_engine
 
@@ -64,6 +69,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     count = parameters(config.model_directory)
     note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
     check_disk(config, info, note)
+    note("memory", memory_line(config))
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores = trial.judge_answers(config)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
@@ -85,17 +91,42 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
     count = parameters(config.model_directory)
     if count is None:
         return
-    published, checkpoints = needed_bytes(config, count=count, steps=info["steps"], versions=info["versions"])
+    chosen, steps, share = config.weights, info["steps"], delta_share(config.trainer.dtype, config.trainer.lr)
+    likely, most = Growth(config=config, count=count, share=share), Growth(config=config, count=count, share=1.0)
+    note(
+        "weights",
+        f"{size(likely.whole)} whole, every {chosen.anchor_every} versions; a delta about {size(likely.delta)} at trainer.lr = "
+        f'{config.trainer.lr:g} in {config.trainer.dtype}; weights.keep = "{chosen.keep}"',
+    )
     home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
     free = shutil.disk_usage(home).free
-    here = published if config.kafka.bootstrap == "embedded" else 0
-    written = f"at most {size(published)} of weights in {info['versions'] + 1} versions, {size(checkpoints)} of checkpoints"
-    note("disk", f"{written}; {size(free)} are free")
-    if here + checkpoints > free:
+    full, earliest = likely.full_at(free, steps=steps), most.full_at(free, steps=steps)
+    soon = f"; full after step {earliest} if every delta were whole" if earliest is not None and full is None else ""
+    note(
+        "disk",
+        f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step, "
+        f"{size(likely.checkpoints(steps))} of checkpoints; {size(free)} are free{soon}",
+    )
+    if full is not None:
+        chain = Growth(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), count=count, share=share)
+        less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
         raise PenstockError(
-            f"the run writes up to {size(here + checkpoints)} and {size(free)} are free: lower run.steps, raise schedule."
-            'steps_per_version, set trainer.dtype = "bfloat16", or set PENSTOCK_HOME to a larger disk'
+            f"the disk would be full after step {full} of {steps}: the run writes about {size(likely.here(steps))}, {size(free)} are free: "
+            f'{less}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
+            "or set PENSTOCK_HOME to a larger disk"
         )
+
+
+def memory_line(config: Config) -> str:
+    """The most that each worker is expected to take; says so where that is more than this machine has free."""
+    shape = shape_of(json.loads((config.model_directory / "config.json").read_text(encoding="utf-8")))
+    if shape is None:
+        return "not estimated: the model is no decoder with dense gated layers"
+    found, counts = estimates(config, shape), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
+    parts = [f"{each.role} {size(each.total)}" + (f" x {count}" if (count := counts.get(each.role, 1)) > 1 else "") for each in found]
+    total, free = sum(each.total * counts.get(each.role, 1) for each in found), psutil.virtual_memory().available
+    where = "most of it on the GPUs" if visible_gpus() else f"{size(free)} are free"
+    return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
 
 
 def size(count: float) -> str:
@@ -120,12 +151,13 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell) -> list[dict[s
     scores = trial.judge(config, *columns)
     for number, (sample, score, row) in enumerate(zip(samples, scores, trial.rows_of(config), strict=True), 1):
         sample["reward"], sample["answer"] = score.rewards[0], row.columns.get("answer")
-        answer = "" if sample["answer"] is None else f"\n  answer      {cut(str(sample['answer']))}"
+        prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
+        answer = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
         cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
         note(
             f"sample {number}",
-            f"reward {_score(score)}, {len(sample['token_ids'])} tokens{cut_off}\n  prompt      {cut(sample['prompt'])}{answer}\n"
-            f"  completion  {cut(sample['completion'])}",
+            f"reward {_score(score)}, {len(sample['token_ids'])} tokens{cut_off}\n"
+            f"  prompt      {prompt}{answer}\n  completion  {completion}",
         )
     tokens = sum(len(sample["token_ids"]) for sample in samples)
     trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
@@ -137,14 +169,3 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell) -> list[dict[s
 
 def _score(score: Score) -> str:
     return f"{score.rewards[0]:g}"
-
-
-def cut(text: str, limit: int = SHOWN) -> str:
-    """A text on one line; of a long one both ends, as a question stands at the end of its prompt.
-
-    Example:
-        cut("abcdefghij", 6)  # -> "ab … ij"
-    """
-    line = " ".join(text.split())
-    half = (limit - 1) // 2
-    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"

@@ -4,7 +4,7 @@ The rule: whoever writes to a run's experiment asks here, so that tracker, what-
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.infra.mlflow.child_run import PARENT_TAG
@@ -17,8 +17,15 @@ from penstock.topics.runs import RunRecord
 FORKED_TAG = "penstock.forked_from"
 
 
-def target_of(record: RunRecord, config: Config, *, tags: Mapping[str, str], params: Mapping[str, Any] | None = None) -> Target:
-    """The run's place in MLflow; its configuration, or another table, as parameters."""
+def target_of(
+    record: RunRecord,
+    config: Config,
+    *,
+    tags: Mapping[str, str],
+    params: Mapping[str, Any] | None = None,
+    data: Sequence[Mapping[str, Any]] = (),
+) -> Target:
+    """The run's place in MLflow; its configuration, or another table, as parameters, and `data` as its data sets."""
     state = state_directory()
     chosen, table = config.mlflow, json.loads(record.config) if params is None else params
     uri = chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
@@ -30,6 +37,7 @@ def target_of(record: RunRecord, config: Config, *, tags: Mapping[str, str], par
         artifacts=(state / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None,
         params=flatten(table),
         tags=tags,
+        data=data,
         start_ms=record.created_ns // 1_000_000,
         over=record.status in ("finished", "failed"),
     )

@@ -5,13 +5,14 @@ The rule: headers and the small topics are read, a sample's payload never; a fig
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.report import staleness, time_spent
 from penstock.pipeline.observe.report.episodes import episodes
+from penstock.pipeline.observe.report.evaluations import evaluations, examples
 from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.observe.report.staleness import practice, weighted
 from penstock.pipeline.observe.report.text import as_text, render
@@ -87,7 +88,8 @@ def summarise(view: RunView) -> dict[str, Any]:
         "filtered": _filtered(view),
         "practice": practice(steps),
         "weights": _weights(view),
-        "eval": [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())],
+        "eval": evaluations(view),
+        "examples": examples(view),
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),
         "resumed": resumptions(view),
@@ -266,10 +268,6 @@ def _restarts(view: RunView) -> dict[str, int]:
     for worker in view.workers.values():
         restarts[worker.role] = restarts.get(worker.role, 0) + len(worker.incarnations) - 1 - resumptions(view)
     return {role: count for role, count in sorted(restarts.items()) if count}
-
-
-def _source(labels: Mapping[str, str]) -> dict[str, str]:
-    return {"source": labels["source"]} if "source" in labels else {}
 
 
 def _plain(value: Any) -> Any:

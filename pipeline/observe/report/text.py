@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.observe.report.episodes import episodes_line
+from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.rebases import rebased_line
 from penstock.pipeline.observe.report.time_spent import as_line
 from penstock.pipeline.observe.report.verdict import verdict
@@ -26,6 +27,7 @@ BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
 CURVE_WIDTH = 32
 TEXT_WIDTH = 110
+EXAMPLE_WIDTH = 72
 
 
 def render(report: Mapping[str, Any], *, directory: Path | None = None) -> RenderableType:
@@ -92,6 +94,22 @@ def _learning(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         lines.append(("", Text(f"{trained['first']:.3f} → {_number(trained['last'])}   of the samples that were trained", style="dim")))
     if report["eval"]:
         lines.append(("eval", _evals(report["eval"])))
+    return lines + _examples(report.get("examples", ()))
+
+
+def _examples(examples: Sequence[Mapping[str, Any]]) -> list[tuple[str, Text]]:
+    """Held-out prompts, each with the answer before training and the newest one."""
+    lines = []
+    for number, one in enumerate(examples):
+        answers = [
+            Text.assemble(
+                (f"\n  {when:<7}", "dim"),
+                one_line(one[when]["completion"], EXAMPLE_WIDTH),
+                (f"   reward {_number(one[when]['reward'])}", "dim"),
+            )
+            for when in ("before", "after")
+        ]
+        lines.append(("examples" if number == 0 else "", Text.assemble(one_line(one["prompt"], EXAMPLE_WIDTH), *answers)))
     return lines
 
 

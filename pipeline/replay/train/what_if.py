@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.infra.checkpoints import State
+from penstock.infra.checkpoints.rules import State
 from penstock.infra.errors import PenstockError
 from penstock.infra.mlflow.tracking import Point
 from penstock.pipeline.config.load import ConfigError
@@ -225,5 +225,5 @@ def check_place(directory: Path) -> None:
 def _export(course: PolicyTrainer, directory: Path) -> None:
     """Write the model, aside first: half a model never has the name."""
     aside = directory.with_name(f".{directory.name}.new")
-    course.backend.export(aside)
+    course.backend.export(aside, course.backend.weights())
     aside.rename(directory)

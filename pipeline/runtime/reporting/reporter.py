@@ -14,6 +14,7 @@ import psutil
 from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
 from penstock.pipeline.runtime.reporting.log_lines import say
+from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.reporting.time_uses import use_of
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
@@ -214,4 +215,5 @@ class Reporter:
             "uptime_s": self._counted - self._started,
             "cpu_s": times.user + times.system,
             "rss_mib": process.memory_info().rss / 2**20,
+            "peak_rss_mib": peak_rss() / 2**20,
         }

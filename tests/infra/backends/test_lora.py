@@ -55,7 +55,7 @@ def test_an_export_gives_the_trained_logits_in_plain_transformers_and_its_adapte
 
     backend, batch = opened(model_path, "torch"), batch_of(5)
     train(backend, 3)
-    backend.export(tmp_path)
+    backend.export(tmp_path, backend.weights())
     ids = torch.from_numpy(batch.input_ids)
     with torch.no_grad():
         unmerged = backend.model(input_ids=ids).logits

@@ -22,14 +22,6 @@ from penstock.topics.wire.secrets import without_password
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables: making one takes seconds."""
-    path = tmp_path_factory.mktemp("mlflow") / "empty.db"
-    MlflowRun(Target(run="none", uri=f"sqlite:///{path}", experiment="none", artifacts=(path.parent / "art").as_uri()))
-    return path
-
-
 @pytest.fixture
 def target(empty_database: Path, tmp_path: Path) -> Target:
     shutil.copy(empty_database, tmp_path / "mlflow.db")

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.checkpoints import CheckpointStore, Recorded, State
+from penstock.infra.checkpoints.rules import Recorded, State
+from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.errors import BackendError
 from penstock.pipeline.learner import policy_trainer
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer, open_store
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.repeat_step import repeat
+from penstock.pipeline.runtime.factories import open_store
 from penstock.topics.ledger import Entry
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, scored
 

@@ -45,7 +45,7 @@ def step(policy: PolicyTrainer, writer: RunWriter) -> None:
     writer.write("step", step=policy.steps_done, digest=writer.step_digest(policy), metrics={"dropped": 0.0})
     policy.steps_done += 1
     writer.after_step(policy)
-    writer.finish_publishing()
+    writer.finish_begun()
 
 
 def kinds(log: MemoryLog) -> list[str]:
@@ -121,7 +121,7 @@ def test_there_is_one_checkpoint_of_a_step(log: MemoryLog, tmp_path: Path) -> No
     writer.begin(policy)
     for _ in range(2):
         step(policy, writer)
-    assert writer.saved_steps == 2
+    assert writer.checkpoints.saved_steps == 2
     writer.checkpoint(policy)
     assert kinds(log).count("checkpoint") == 1
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.observe.run_view import load
 from tests.support.crew import complete, config_of
 
@@ -31,6 +32,11 @@ def test_a_run_whose_evaluation_reward_breaks_ends_with_the_failures_counted_and
     report = complete(MemoryLog(), run_id, config, roles=ROLES)
     assert (report["status"], report["steps"]) == ("finished", 2)
     assert [found["version"] for found in report["eval"]] == [0, 2]
+    assert [one["prompt"] for one in report["examples"]] == [f"{i}+{i + 1}=" for i in range(3)]
+    assert [(one["before"]["version"], one["after"]["version"]) for one in report["examples"]] == [(0, 2)] * 3
+    assert {one[when]["reward"] for one in report["examples"] for when in ("before", "after")} == {0.5}
+    text = as_text(report)
+    assert all(one["after"]["completion"] in text and one["prompt"] in text for one in report["examples"])
     for found in report["eval"]:
         assert (found["n"], found["n_failed"], found["greedy_accuracy"]) == (7.0, 3.0, 1.0)
         assert (found["data/n"], found["data/n_failed"]) == (4.0, 3.0)

@@ -20,6 +20,8 @@ from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
+pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
+
 RUN, STEPS = "snapshots", 6
 
 

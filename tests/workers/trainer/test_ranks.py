@@ -38,12 +38,27 @@ def test_several_processes_give_the_losses_gradients_and_weights_of_one(
     assert min(norm for _, norm in alone["trained_steps"]) > 0
     for (name, own), found in zip(cases, on_ranks(size, cases, settings, config, groups=groups, directory=tmp_path), strict=True):
         case = f"{name} {own}"
+        print(f"{size} processes, {groups} groups, {case}: {apart(found, alone)}")
         np.testing.assert_allclose(found["trained_steps"], alone["trained_steps"], rtol=1e-4, err_msg=case)
         np.testing.assert_allclose(found["trained_steps"][0], alone["trained_steps"][0], rtol=1e-5, err_msg=case)
         for tensor, gradient in alone["first"].items():
-            apart = np.abs(found["first"][tensor] - gradient).max()
-            assert apart <= 1e-5 * np.abs(gradient).max() + 1e-6, f"{case}: first gradient of {tensor}"
+            distance = np.abs(found["first"][tensor] - gradient).max()
+            assert distance <= 1e-5 * np.abs(gradient).max() + 1e-6, f"{case}: first gradient of {tensor}"
             np.testing.assert_allclose(found["trained"][tensor], alone["trained"][tensor], rtol=1e-4, atol=1e-4, err_msg=case)
+
+
+def apart(found: dict[str, Any], alone: dict[str, Any]) -> str:
+    """Largest relative differences of losses and norms, and of whole tensors by their norms."""
+
+    def far(key: str) -> float:
+        norms = [(np.linalg.norm(found[key][name] - value), np.linalg.norm(value)) for name, value in alone[key].items()]
+        return float(max(gap / norm for gap, norm in norms if norm))
+
+    steps = [np.array(run["trained_steps"]) for run in (found, alone)]
+    of_steps = np.abs(steps[0] - steps[1]) / np.abs(steps[1])
+    losses, norms = of_steps.max(axis=0)
+    tensors = f"first gradients {far('first'):.1e}, weights after {len(of_steps)} steps {far('trained'):.1e}"
+    return f"losses {losses:.1e}, norms {norms:.1e}, {tensors}"
 
 
 @pytest.mark.slow

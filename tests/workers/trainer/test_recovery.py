@@ -27,6 +27,8 @@ from tests.support.deaths import dying_at
 from tests.support.processes import Processes
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
 
+pytestmark = pytest.mark.usefixtures("checkpoints_at_once")
+
 
 @pytest.fixture
 def log() -> MemoryLog:
@@ -181,7 +183,7 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
     for field, told in (
         ("loss_bits", f"loss {bits}"),
         ("grad_norm_bits", f"gradient norm {bits}"),
-        ("digest", r"weights [0-9a-f]{16}… where the ledger says e{16}…"),
+        ("digest", r"weights blake3:[0-9a-f]{9}… where the ledger says e{16}…"),
     ):
         trainer, past = three_steps()
         changed = [

@@ -48,6 +48,7 @@ def undisturbed(run: Callable[[Log, str], None]) -> dict[str, Any]:
 
 def test_the_undisturbed_run_is_what_the_cases_count_on(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["stale"] == [7]
+    assert undisturbed["forward"].startswith("shared rows")
     assert undisturbed["groups"] == undisturbed["groups"] | {"trained": 12, "stale": 1, "filtered": 1}
     assert [version for version, _ in undisturbed["versions"]] == list(range(7))
     assert undisturbed["kinds"] == {"run-opened": 1, "step": 6, "version": 7, "stale": 1, "run-closed": 1}

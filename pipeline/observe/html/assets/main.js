@@ -11,6 +11,7 @@ function buildHead() {
   $("made").textContent = `created ${utc(data.zero_ms)} · page made ${utc(data.made_ms)} by penstock ${data.penstock}`;
   if (found.reason && found.status !== "finished") $("notes").append(el("p", { className: "note" }, `${found.status}: ${found.reason}`));
   $("figures").append(...figures(found, planned));
+  buildExamples(found.examples ?? []);
   for (const note of data.contents.left_out) $("notes").append(el("p", { className: "note" }, `${note} \`penstock report ${data.run} --html PATH --tokens N\` takes more along; penstock sql, penstock topics export and penstock topics show have all of it.`));
   $("everything").querySelector("pre").textContent = JSON.stringify(found, null, 2);
 }
@@ -37,6 +38,14 @@ function figures(found, planned) {
     ["weights", (found.weights.digest ?? "none").slice(0, 10), `digest; ${count(found.weights.versions)} versions, ${bytes(found.weights.bytes)}`],
   ];
   return shown.filter((one) => one).map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, el("small", {}, more))));
+}
+
+function buildExamples(examples) {
+  if (!examples.length) return;
+  const answer = ({ completion, reward }) => [completion, reward === null ? "–" : number(reward)];
+  const { before, after } = examples[0];
+  const columns = [["prompt"], [`greedy, version ${before.version}`], ["reward", "n"], [`greedy, version ${after.version}`], ["reward", "n"]];
+  $("examples").append(el("h3", {}, "Held-out prompts, before and after"), el("div", { className: "scroll", tabIndex: 0 }, table(columns, examples.map((one) => [one.prompt, ...answer(one.before), ...answer(one.after)]))));
 }
 
 function buildFlow() {

@@ -5,79 +5,27 @@ The rule: a checkpoint is used only if every file verifies and it agrees with th
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from penstock.infra import faults
+from penstock.infra.checkpoints.files import MANIFEST, check_file, sync
+from penstock.infra.checkpoints.rules import Best, Recorded, State, objection, to_keep
+from penstock.infra.checkpoints.saving import STATE, Saving
 from penstock.infra.errors import BackendError, CheckpointError
 
-BACKEND = "backend"
-"""The folder that a backend fills."""
-STATE = "state.json"
-MANIFEST = "manifest.json"
+BEST = "best.json"
+"""Names the checkpoint with the best evaluation so far."""
 _ASIDE = ".aside-"
 """Name prefix of a directory that is being written or removed; the next start deletes it."""
 _NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """A run's position at a checkpoint; every other counter follows from the ledger up to here."""
-
-    run: str
-    steps: int
-    """Optimizer steps done."""
-    version: int
-    """The newest published version."""
-    digest: str
-    """Digest of the weights."""
-    seq: int
-    """Number of the ledger's last entry before the checkpoint's own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """The ledger's record of a run, with which a checkpoint has to agree."""
-
-    run: str
-    steps: int
-    """Committed steps."""
-    seq: int
-    versions: Collection[int]
-    """Published versions."""
-    digests: Mapping[int, Collection[str]]
-    """Steps done -> digests of the checkpoints recorded at that point."""
-
-
-def objection(state: State, recorded: Recorded) -> str | None:
-    """Return why a whole checkpoint does not belong to this ledger; None when it does."""
-    if state.run != recorded.run:
-        return f"it is of run {state.run}"
-    if state.steps > recorded.steps or state.seq >= recorded.seq:
-        return f"it is beyond the ledger, which ends at step {recorded.steps} (entry {recorded.seq}; the checkpoint's is {state.seq + 1})"
-    if state.steps not in recorded.digests:
-        return "the ledger does not know it"
-    if state.digest not in recorded.digests[state.steps]:
-        return f"its weights have the digest {state.digest[:16]}…, in the ledger stands {min(recorded.digests[state.steps])[:16]}…"
-    if state.version not in recorded.versions:
-        return f"version {state.version} was never published"
-    return None
-
-
-def to_keep(steps: Collection[int], *, keep_last: int, keep_every: int | None = None) -> set[int]:
-    """Return the checkpoints to keep: the newest `keep_last`, and those whose number of steps is a multiple of `keep_every`.
-
-    Example:
-        to_keep({10, 20, 30, 40}, keep_last=1, keep_every=20)  # -> {20, 40}
-    """
-    return {*sorted(steps)[-keep_last:], *(number for number in steps if keep_every and number % keep_every == 0)}
 
 
 class CheckpointStore:
@@ -87,6 +35,8 @@ class CheckpointStore:
         """Make the directory and delete what an earlier process left incomplete; `to_read` does neither. Raises `CheckpointError`."""
         self.directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         self._refused: set[int] = set()
+        self._accuracies: dict[int, float] = {}
+        self.best = self._read_best()
         if to_read:
             return
         with self._explained("use the checkpoint directory"):
@@ -114,12 +64,12 @@ class CheckpointStore:
             files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file() and file != path / MANIFEST}
             if odd := sorted(files.keys() ^ manifest.keys()):
                 raise CheckpointError(f"{odd[0]} is {'missing' if odd[0] in manifest else 'not in its manifest'}")
-            _check_file(STATE, files[STATE], manifest[STATE])
+            check_file(STATE, files[STATE], manifest[STATE])
             state = State(**json.loads(files[STATE].read_bytes()))
             if why := (objection(state, recorded) if state.steps == steps else f"it is of step {state.steps}"):
                 raise CheckpointError(why)
             for name, file in files.items():
-                _check_file(name, file, manifest[name])
+                check_file(name, file, manifest[name])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the manifest is missing, torn or not JSON
             raise CheckpointError(f"its manifest or state cannot be read ({type(error).__name__}: {error})") from error
         self._refused.discard(steps)
@@ -130,33 +80,67 @@ class CheckpointStore:
         self._refused.add(steps)
 
     def write(self, state: State, *, save: Callable[[Path], None], record: Callable[[int], None], about_bytes: int = 0) -> int:
-        """Write a checkpoint and return its size; `record` gets the size and commits it to the ledger before the checkpoint gets its name.
+        """Write a checkpoint to its end, as `begin` and `finish` do in two parts; returns its size."""
+        return self.finish(self.begin(state, save=save, beside=False, about_bytes=about_bytes), record=record)
+
+    def begin(self, state: State, *, save: Callable[[Path], None], beside: bool, about_bytes: int = 0) -> Saving:
+        """Begin to write a checkpoint in a thread. Raises `CheckpointError` where the disk is too full to begin.
+
+        `save` fills a folder; `beside` says that it may run while the model is trained, up to the optimizer's next step.
+        """
+        explained = partial(self._explained, f"write the checkpoint of step {state.steps}", run=state.run, about_bytes=about_bytes)
+        with explained():
+            if shutil.disk_usage(self.directory).free < about_bytes:  # do not begin: a full disk would stop the broker as well
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        saving = Saving(state, self._aside(state.steps), explained)
+        saving.begin(save, beside=beside)
+        return saving
+
+    def finish(self, saving: Saving, *, record: Callable[[int], None]) -> int:
+        """Wait for a checkpoint's files; `record` gets their size and commits it to the ledger before the checkpoint gets its name.
 
         Then deletes those that are not to be kept. Raises `CheckpointError`, and whatever `record` raises; then nothing of it
         is left and what was there before is untouched.
         """
-        aside = self._aside(state.steps)
-        doing = f"write the checkpoint of step {state.steps}"
+        saving.wait()
         try:
-            with self._explained(doing, run=state.run, about_bytes=about_bytes):
-                if shutil.disk_usage(self.directory).free < about_bytes:  # do not begin: a full disk would stop the broker as well
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                (aside / BACKEND).mkdir(parents=True)
-                save(aside / BACKEND)
-                faults.reach("checkpoint.some")
-                (aside / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
-                size = _write_manifest(aside)
-                sync_directory(aside)
-            record(size)
-            with self._explained(doing, run=state.run, about_bytes=about_bytes):
-                self._name(aside, state.steps)
+            record(saving.size)
+            with saving.explained():
+                self._name(saving.aside, saving.state.steps)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            saving.discard()
             raise
         faults.reach("checkpoint.renamed")
-        self._refused.discard(state.steps)
+        self._refused.discard(saving.state.steps)
+        self._choose_best()
         self._remove_others()
-        return size
+        return saving.size
+
+    def rate(self, steps: int, accuracy: float) -> None:
+        """Take note of an evaluation: of the checkpoints that are there, the one with the highest accuracy stays."""
+        self._accuracies[steps] = accuracy
+        self._choose_best()
+
+    def _choose_best(self) -> None:
+        there = set(self.steps()) - self._refused
+        rated = [Best(steps=steps, accuracy=accuracy) for steps, accuracy in self._accuracies.items() if steps in there]
+        if self.best is not None and self.best.steps in there:
+            rated.insert(0, self.best)
+        chosen = max(rated, key=lambda one: one.accuracy, default=None)
+        if chosen is None or chosen == self.best:
+            return
+        self.best = chosen
+        with self._explained("note the best checkpoint"):
+            unfinished = self.directory / f".{BEST}"
+            unfinished.write_text(json.dumps(asdict(chosen)), encoding="utf-8")
+            unfinished.replace(self.directory / BEST)
+
+    def _read_best(self) -> Best | None:
+        """The best checkpoint as an earlier process has noted it."""
+        try:
+            return Best(**json.loads((self.directory / BEST).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def _name(self, aside: Path, steps: int) -> None:
         """Give a durable checkpoint its name, after moving away a refused one of that name."""
@@ -167,7 +151,8 @@ class CheckpointStore:
 
     def _remove_others(self) -> None:
         present = set(self.steps())
-        kept = to_keep(present - self._refused, keep_last=self._keep_last, keep_every=self._keep_every)
+        best = None if self.best is None else self.best.steps
+        kept = to_keep(present - self._refused, keep_last=self._keep_last, keep_every=self._keep_every, best=best)
         for steps in sorted(present - kept):
             with self._explained(f"remove the checkpoint of step {steps}"):
                 self._remove(steps)
@@ -199,42 +184,6 @@ class CheckpointStore:
                 f"make room there, then: penstock run --resume {run}" if run else "see to the directory, or choose trainer.checkpoint_dir"
             )
             raise CheckpointError(f"cannot {doing} in {self.directory}: {reason}{needs}{intact}; {then}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush every file below `directory`, and the directories, to the disk."""
-    for path in [*sorted(directory.rglob("*")), directory]:
-        sync(path)
-
-
-def sync(path: Path) -> None:
-    """Flush one file, or the names in one directory, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_manifest(directory: Path) -> int:
-    """Describe every file in `manifest.json`; returns their total size in bytes."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    described = {file.relative_to(directory).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
-    (directory / MANIFEST).write_text(json.dumps({"files": described}, indent=1), encoding="utf-8")
-    return sum(file.stat().st_size for file in [*files, directory / MANIFEST])
-
-
-def _check_file(name: str, file: Path, described: Mapping[str, object]) -> None:
-    size = file.stat().st_size
-    if size != described["bytes"]:
-        raise CheckpointError(f"{name} has {size} bytes where its manifest says {described['bytes']}")
-    if _sha256(file) != described["sha256"]:
-        raise CheckpointError(f"{name} is damaged: its SHA-256 is not the one in its manifest")
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _free_bytes(directory: Path) -> int:

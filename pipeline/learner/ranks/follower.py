@@ -11,7 +11,7 @@ from penstock.infra import faults
 from penstock.infra.backends.base import Backend
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.ranks.lead_backend import obey
-from penstock.pipeline.learner.ranks import train_nothing
+from penstock.pipeline.learner.ranks.lead import train_nothing
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.learner.training_samples import pack
 from penstock.topics.groups import Group

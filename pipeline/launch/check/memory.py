@@ -1,0 +1,156 @@
+"""How much memory each worker takes at most, from the sizes in a model's `config.json`: no weight is read.
+
+The rule: pure functions of sizes. What a process holds without a model was measured (`benchmarks/memory.py` repeats it); all else is
+counted. On a GPU the same parts lie in its memory, but for the libraries.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.pipeline.config.load import Config
+
+MIB = 2**20
+LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB}
+"""Resident memory of a process that has imported what it needs and connected to the broker, and holds no model."""
+LOGITS = 128 * MIB
+"""Logits that are alive at once in the trainer, and their gradient."""
+ITEM = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder with gated feed-forward layers."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    biases: bool
+    """Whether queries, keys and values have biases (Qwen2)."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, tied ones once."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * queries + 2 * self.hidden * keys + (queries + 2 * keys if self.biases else 0)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.embedding * (1 if self.tied else 2) + self.layers * layer + self.hidden
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def linear(self) -> int:
+        """Inputs and outputs of all linear layers of a decoder layer: with rank r they have r times as many parameters in adapters."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return 2 * (self.hidden + queries) + 2 * (self.hidden + keys) + 3 * (self.hidden + self.intermediate)
+
+    def activations(self, item: int) -> int:
+        """Bytes that a layer keeps of one token for the backward pass; norms compute in float32."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return item * (4 * self.hidden + 3 * queries + 4 * keys + 4 * self.intermediate) + 4 * 4 * self.hidden
+
+    def cached(self, tokens: int, item: int) -> int:
+        """Bytes of keys and values of so many tokens."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape | None:
+    """The sizes in a model's `config.json`; None of another kind of model, such as a mixture of experts."""
+    text = config.get("text_config")
+    found = text if isinstance(text, Mapping) else config
+    try:
+        layers, hidden, intermediate, heads, vocabulary = (
+            int(found[name]) for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    if any("expert" in name or name == "kv_lora_rank" for name in found):
+        return None
+    return Shape(
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=int(found.get("num_key_value_heads") or heads),
+        head_dim=int(found.get("head_dim") or hidden // heads),
+        vocabulary=vocabulary,
+        tied=bool(found.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+        biases=bool(found.get("attention_bias", found.get("model_type") == "qwen2")),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The peak of one worker's resident memory, by what it is for, in bytes."""
+
+    role: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(self.parts.values())
+
+
+def estimates(config: Config, shape: Shape) -> list[Estimate]:
+    """Trainer (each of its processes), rollout worker and evaluator."""
+    engine = Estimate(role="rollout", parts=engine_parts(config, shape))
+    found = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
+    return [*found, Estimate(role="evaluator", parts=engine.parts)] if config.eval_sources else found
+
+
+def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
+    """What a process of the trainer holds at its peak."""
+    trainer, count = config.trainer, shape.parameters
+    item, rank = ITEM[trainer.dtype], trainer.lora_rank
+    trained = rank * shape.linear * shape.layers if rank else count
+    shards = trainer.processes if trainer.backend == "deepspeed" else 1
+    of_stage = {0: (1, 1, 1), 1: (shards, 1, 1), 2: (shards, shards, 1), 3: (shards, shards, shards)}
+    optimizer, gradients, weights = of_stage[trainer.zero_stage] if shards > 1 else (1, 1, 1)
+    frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
+    return {
+        "libraries": LIBRARIES["trainer"],
+        "weights": item * count // weights,
+        "masters": 0 if item == 4 or rank else 4 * trained // optimizer,
+        "adapters": 4 * trained if rank else 0,
+        "moments": 8 * trained // optimizer,
+        "gradients": 4 * trained // gradients,
+        "frozen copies": frozen * item * count,
+        "published": 2 * item * count,
+        "activations": activations(config, shape) + LOGITS,
+    }
+
+
+def activations(config: Config, shape: Shape) -> int:
+    """Bytes of the largest micro-batch, every prompt and completion as long as may be."""
+    trainer, schedule = config.trainer, config.schedule
+    prompt, drawn = config.data.max_prompt_tokens, config.max_drawn_tokens
+    samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + drawn)))
+    prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
+    tokens, item = prompts * prompt + samples * drawn, ITEM[trainer.dtype]
+    kept = tokens * item * shape.hidden if trainer.gradient_checkpointing else tokens * shape.activations(item)
+    return shape.layers * kept + (tokens * shape.activations(item) if trainer.gradient_checkpointing else 0)
+
+
+def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
+    """What a process with the rollout engine holds at its peak."""
+    rollout, item = config.rollout, ITEM[config.rollout.dtype]
+    longest = config.data.max_prompt_tokens + config.max_drawn_tokens
+    vllm = rollout.engine == "vllm"
+    rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
+    return {
+        "libraries": LIBRARIES["vllm" if vllm else "transformers"],
+        "weights": item * shape.parameters,
+        "new version": ITEM[config.trainer.dtype] * shape.parameters,
+        "keys and values": shape.cached(rows * (longest + (64 if vllm else 0)), item),
+        "logits": rows * shape.vocabulary * 4 * 2,
+    }

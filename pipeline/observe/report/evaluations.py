@@ -1,0 +1,57 @@
+"""What the evaluator measured, and what the model answered before training and after it.
+
+The rule: before and after are answers to the same held-out prompts, those of the first and of the newest evaluated version.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.pipeline.observe.run_view import RunView
+from penstock.topics.metrics import Measurement
+
+
+def evaluations(view: RunView) -> list[dict[str, Any]]:
+    """The measures of every evaluated version, in order."""
+    return [{"version": version, **measured.values, **_source(measured.labels)} for version, measured in sorted(view.evals.items())]
+
+
+def examples(view: RunView) -> list[dict[str, Any]]:
+    """A few held-out prompts with the greedy completions and rewards of the first and the newest evaluated version."""
+    versions = sorted(view.evals)
+    if len(versions) < 2:
+        return []
+    before, after = (_answers(view.evals[version]) for version in (versions[0], versions[-1]))
+    return [
+        {
+            "prompt": prompt,
+            "before": {"version": versions[0], **before[prompt]},
+            "after": {"version": versions[-1], **after[prompt]},
+        }
+        for prompt in before
+        if prompt in after
+    ]
+
+
+def one_line(text: str, limit: int) -> str:
+    """A text on one line; of a long one both ends, as a question stands at the end of its prompt.
+
+    Example:
+        one_line("abcdefghij", 6)  # -> "ab … ij"
+    """
+    line = " ".join(text.split())
+    half = (limit - 1) // 2
+    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
+
+
+def _answers(measured: Measurement) -> dict[str, dict[str, Any]]:
+    """Prompt -> completion and reward; nothing of an evaluator that recorded none, or something else."""
+    try:
+        found = json.loads(measured.labels.get("examples", "[]"))
+        return {str(one["prompt"]): {"completion": str(one["completion"]), "reward": one["reward"]} for one in found}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
+def _source(labels: Mapping[str, str]) -> dict[str, str]:
+    return {"source": labels["source"]} if "source" in labels else {}

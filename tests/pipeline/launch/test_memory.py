@@ -1,0 +1,74 @@
+"""The memory estimate: sizes come from config.json alone, parameters are counted exactly, and what a setting saves is saved."""
+
+from typing import Any
+
+import pytest
+
+from penstock.pipeline.config.load import from_table
+from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.launch.check.memory import Estimate, Shape, estimates, shape_of
+
+SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def shape(config: dict[str, Any]) -> Shape:
+    found = shape_of(config)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "count"), [(SMOLLM2, 134_515_008), (QWEN, 494_032_768), (QWEN | {"tie_word_embeddings": False}, 630_167_424)]
+)
+def test_parameters_are_counted_exactly(config: dict[str, Any], count: int) -> None:
+    assert shape(config).parameters == count
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_parameters_are_those_of_the_model_that_transformers_makes(kind: str, tied: bool) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 90, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    assert shape(config.to_dict()).parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_other_kinds_of_models_are_not_guessed() -> None:
+    assert shape_of({"model_type": "t5", "d_model": 512}) is None
+    assert shape_of(QWEN | {"num_experts": 8}) is None
+
+
+def of(role: str, **sections: dict[str, Any]) -> Estimate:
+    table: dict[str, Any] = {
+        "run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl", "max_prompt_tokens": 64},
+        "schedule": {"prompts_per_step": 4}, "sampling": {"max_new_tokens": 16},
+    }  # fmt: skip
+    config: Config = from_table(table | sections)
+    return next(each for each in estimates(config, shape(SMOLLM2)) if each.role == role)
+
+
+def test_what_saves_memory_makes_the_estimate_smaller() -> None:
+    full = of("trainer")
+    assert of("trainer", trainer={"lora_rank": 16}).total < 0.75 * full.total
+    assert of("trainer", trainer={"dtype": "bfloat16"}).parts["activations"] < full.parts["activations"]
+    assert of("trainer", trainer={"gradient_checkpointing": True}).parts["activations"] < full.parts["activations"]
+    assert of("trainer", trainer={"share_prompts": "off"}).parts["activations"] > full.parts["activations"]
+    sharded = of("trainer", trainer={"backend": "deepspeed", "zero_stage": 3, "processes": 2})
+    assert {name: sharded.parts[name] * 2 for name in ("weights", "moments", "gradients")} == {
+        name: full.parts[name] for name in ("weights", "moments", "gradients")
+    }
+    assert of("trainer", algorithm={"kl_coef": 0.1}).parts["frozen copies"] == full.parts["weights"]
+    assert of("rollout", rollout={"engine": "vllm", "concurrency": 8}).total < of("rollout", rollout={"engine": "vllm"}).total
