@@ -108,6 +108,8 @@ class BrokerKeeper:
         try:
             status = embedded.start()
             self._refusal = None if status.bootstrap == self.bootstrap else f"it is at {status.bootstrap} now, not at {self.bootstrap}"
+            if status.risk is not None:
+                self.say(status.risk)
         except (BrokerError, OSError) as error:
             self._refusal = str(error)
 

@@ -26,7 +26,7 @@ from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
-from penstock.pipeline.launch.stall_watchdog import Watchdog
+from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.run_status import closing, steps_planned
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
@@ -116,7 +116,7 @@ def watch(
             view,
             Supervisor(run, log.connection, config, directory, tell, placement, left),
             BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
-            Watchdog(log, config.run.stall_s, tell),
+            Watchdog(log, config.run.stall_s, tell, unblock=lambda: unblock(log, run, tell)),
         )
         failure: Failure | None = None
         try:
