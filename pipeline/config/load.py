@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.device_defaults import with_device_defaults
+from penstock.pipeline.config.fields import Resolve, Section
 from penstock.pipeline.config.run_config import Config, ConfigError
-from penstock.pipeline.config.schema import PATHS_OF, Resolve, Section
+from penstock.pipeline.config.schema import PATHS_OF
 from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.secrets import without_passwords

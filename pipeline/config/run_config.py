@@ -7,6 +7,7 @@ from penstock.infra.engines.base import EngineKind
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import LOSSES, Loss
 from penstock.pipeline.config import algorithm_defaults
+from penstock.pipeline.config.fields import Section
 from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
@@ -20,7 +21,6 @@ from penstock.pipeline.config.schema import (
     SamplingSection,
     ScheduleSection,
     ScorerSection,
-    Section,
     TrainerSection,
     WeightsSection,
 )
