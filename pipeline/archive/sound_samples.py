@@ -104,7 +104,7 @@ def _layout_of(record: Record) -> _Layout | None:
 
 def _learned(value: bytes, body: int) -> _Layout | None:
     try:
-        if rollouts.encode(sample := rollouts.decode(value)) != value or sample.turns is not None:
+        if rollouts.encode(sample := rollouts.decode(value)) != value or sample.turns is not None or sample.support is not None:
             return None
     except (Unusable, ValueError):
         return None
