@@ -67,16 +67,16 @@ def work_as_trainer(arguments: list[str]) -> int:
 
 def make_model(directory: Path, parameters: int) -> Path:
     """A model of about so many random parameters with the tiny model's tokenizer."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     make_tiny_model(directory, steps=0)
-    config = LlamaConfig(**json.loads((directory / "config.json").read_text()))
-    config.hidden_size, config.intermediate_size, config.num_attention_heads, config.num_key_value_heads = HIDDEN, 4 * HIDDEN, 9, 9
-    config.head_dim = HIDDEN // 9
-    config.num_hidden_layers = max(1, round(parameters / (16 * HIDDEN * HIDDEN)))
-    with torch.device("cpu"):
-        LlamaForCausalLM(config).save_pretrained(directory)
+    tiny = json.loads((directory / "config.json").read_text())
+    config = LlamaConfig(
+        **{name: tiny[name] for name in ("vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")},
+        hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_attention_heads=9, num_hidden_layers=max(1, parameters // (16 * HIDDEN**2)),
+        tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
 

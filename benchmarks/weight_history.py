@@ -5,8 +5,9 @@
 Publishes versions of a small model with the trainer's writer under `weights.keep = "chain"` through an embedded broker of its own, each
 1 % different from the one before. At each of the numbers given it measures the disk that the topic takes, chunks and manifests apart,
 the files that the broker has open or mapped, and a worker that joins: its memory, the chunks it reads, the manifests it keeps, its time.
-Before that a worker joins at version 57, and must read one whole version and 17 deltas. Ends with 1 when the last figure is more than
-1.2 times the first, or the joiner has read anything else.
+Disk is freed by whole segments of each partition: with so small a model the default of 8 partitions would still fill its first segments
+after 200 versions. Before that a worker joins at version 57, and must read one whole version and 17 deltas. Ends with 1 when the last
+figure is more than 1.2 times the first, or the joiner has read anything else.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def peak_mib() -> float:
 class Trainer:
     """The writer of a trainer that computes nothing."""
 
-    def __init__(self, log: KafkaLog, home: Path, nbytes: int, bootstrap: str) -> None:
+    def __init__(self, log: KafkaLog, home: Path, nbytes: int, bootstrap: str, *, partitions: int) -> None:
         model = make_tiny_model(home / "model", steps=0)
         table: dict[str, Any] = {
             "run": {"steps": 1_000_000},
@@ -89,7 +90,7 @@ class Trainer:
             "schedule": {"mode": "in_flight", "prompts_per_step": 1, "samples_per_prompt": 2},
             "rollout": {"engine": "toy", "workers": 1},
             "trainer": {"export": False, "checkpoint_every": 0},
-            "weights": {"keep": "chain"},
+            "weights": {"keep": "chain", "partitions": partitions},
             "kafka": {"bootstrap": bootstrap},
             "mlflow": {"enabled": False},
         }
@@ -155,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--versions", type=int, nargs=2, default=[200, 2000])
     parser.add_argument("--mib", type=int, default=16, help="size of a version")
+    parser.add_argument("--partitions", type=int, default=2, help="weights.partitions")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-history-") as place:
         home = Path(place)
@@ -162,7 +164,7 @@ def main() -> int:
         try:
             bootstrap = embedded.start(home=home).bootstrap
             log = KafkaLog(bootstrap)
-            trainer = Trainer(log, home, chosen.mib << 20, bootstrap)
+            trainer = Trainer(log, home, chosen.mib << 20, bootstrap, partitions=chosen.partitions)
             trainer.publish_to(JOINED_AT)
             late, chain = joined(bootstrap, JOINED_AT), trainer.chain_bytes(JOINED_AT)
             figures = []
