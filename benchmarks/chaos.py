@@ -5,7 +5,8 @@
 The same run twice in a state directory of its own: undisturbed, then under a seeded schedule of SIGKILL for every role and the broker
 and of SIGSTOP/SIGCONT. A disturbance comes when the run has made its share of steps since the one before, or, every fourth time,
 within three seconds of it, into the recovery. Afterwards: kills and recovery by role, samples drawn twice, the audit, and both digests.
-Ends with 1 when the digests or the groups' fates differ, the audit finds a violation, or a sample was drawn although it was visible.
+Ends with 1 when digests or fates differ, the audit finds a violation, or a sample or turn was drawn although it was visible.
+An agentic run: --roles environment,rollout,scorer,trainer,broker --kills 30 --stops 0, with environment.carrier = "log" in CONFIG.
 """
 
 import argparse
@@ -187,6 +188,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--stops", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--roles", type=lambda text: text.split(","), default=list(ROLES), help="what is disturbed, as environment,broker")
     parser.add_argument("--home", type=Path, help="state directory to use and keep; a temporary one if absent")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     chosen = parser.parse_args()
@@ -201,7 +203,7 @@ def main() -> int:
         began = time.monotonic()
         plain = whole_run(chosen.config, f"plain-{tag}", settings, home)
         middle = time.monotonic()
-        plan = schedule(seed=chosen.seed, kills=chosen.kills, stops=chosen.stops)
+        plan = schedule(seed=chosen.seed, kills=chosen.kills, stops=chosen.stops, roles=chosen.roles)
         done, report = disturbed(chosen.config, f"chaos-{tag}", settings, home, plan, steps=plain["steps"], seed=chosen.seed)
         print(f"time: {middle - began:.0f} s undisturbed, {time.monotonic() - middle:.0f} s disturbed, seed {chosen.seed}")
         return compare(plain, report, done, planned=len(plan), home=home)
@@ -239,7 +241,8 @@ def compare(plain: dict[str, Any], report: dict[str, Any], done: Sequence[dict[s
     same = digests[0] == digests[1] and report["groups"] == plain["groups"]
     print(f"final digest {digests[0][:16]}…, undisturbed {digests[1][:16]}…: {'equal' if same else 'DIFFERENT'}")
     print(f"audit: exit {audit.returncode}; {chaos_figures.audit_line(audit)}")
-    return int(not same or audit.returncode != 0 or facts.copies.needless > 0 or len(done) < planned)
+    needless = facts.copies.needless + facts.turns.needless
+    return int(not same or audit.returncode != 0 or needless > 0 or len(done) < planned)
 
 
 if __name__ == "__main__":

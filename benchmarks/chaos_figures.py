@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.duplicate_samples import Copies, count, read_drawn
+from benchmarks.duplicate_samples import Copies, count, read_drawn, read_turns
 from penstock.infra.log import Log, Partition
 from penstock.infra.log import Start as StartAt
 from penstock.topics import groups, ledger, metrics, prompts, rollouts
+from penstock.topics.turns import replies
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 WIDTHS = (12, 7, 10, 8, 7, 7, 8, 7)
 BEFORE_S = 10.0
-READ = ("rollouts", "groups", "prompts", "ledger", "metrics")
+READ = ("rollouts", "replies", "groups", "prompts", "ledger", "metrics")
 
 
 class Start(NamedTuple):
@@ -50,6 +51,8 @@ class Signs:
         topic, at = record.topic.removeprefix(f"{self.run}."), record.timestamp_ms / 1000
         if topic == "rollouts":
             self._see(rollouts.check(record, run=self.run).worker, at)
+        elif topic == "replies":
+            self._see(replies.check(record, run=self.run).worker, at)
         elif topic == "groups":
             self._see(groups.check(record, run=self.run).worker, at)
         elif topic == "prompts":
@@ -79,8 +82,8 @@ class Signs:
 
 def at_its_post(found: metrics.Measurement) -> bool:
     """Whether a status shows a worker that could serve at once if the others had something for it."""
-    if found.role in ("rollout", "scorer"):
-        return bool(found.labels.get("partitions"))
+    if found.role in ("environment", "rollout", "scorer"):
+        return bool(found.labels.get("partitions") or found.labels.get("calls"))
     if found.role == "trainer":
         return found.labels.get("doing", "").startswith(("step ", "training step "))
     return True
@@ -106,6 +109,8 @@ class Facts:
     unrecovered: int
     """Kills after which the worker was not needed any more."""
     copies: Copies
+    turns: Copies
+    """Of turns that travelled through the log."""
     dead_s: float
     """Seconds for which killed rollout workers were missing."""
 
@@ -133,6 +138,7 @@ def collect(log: Log, run: str, done: Sequence[Mapping[str, Any]]) -> Facts:
         recoveries=recoveries,
         unrecovered=len(kills) - len(recoveries),
         copies=count(read_drawn(log, run), stops=stops),
+        turns=count(read_turns(log, run), stops=stops),
         dead_s=sum(one.seconds for one in recoveries if one.role == "rollout"),
     )
 
@@ -179,6 +185,11 @@ def table(facts: Facts, *, kills: Mapping[str, int], stops: Mapping[str, int]) -
         f"samples published twice: {copies.copies} of {copies.samples}; begun although visible: {copies.needless}"
         f" (and {copies.needless_around_stops} around stops)"
     )
+    if (turns := facts.turns).samples:
+        lines.append(
+            f"turns drawn twice: {turns.copies} of {turns.samples}; begun although answered: {turns.needless}"
+            f" (and {turns.needless_around_stops} around stops)"
+        )
     lines.append(f"generation lost: {copies.lost_s:.1f} s in copies, {facts.dead_s:.1f} s of missing rollout workers")
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
-"""Samples that stand in `rollouts` more than once: how many, how many needlessly, and the generation they cost.
+"""Samples in `rollouts`, and turns in `replies`, that stand there more than once: how many needlessly, and the generation they cost.
 
-The rule: the first record of a sample is the sample; a later one is a copy, needless when its generation began although the sample
+The rule: the first record of a sample, or turn, is the one; a later one is a copy, needless when its generation began although the sample
 was visible already. Copies around a stop of one of their two writers (SIGSTOP, a suspended machine) are counted apart: a process that
 does not run cannot look at the log.
 """
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from penstock.infra.log import Log, Start
 from penstock.topics import rollouts
+from penstock.topics.turns import replies
+from penstock.topics.turns.calls import TurnKey
 from penstock.topics.wire.errors import Unusable
 
 NS = 1_000_000_000
@@ -31,6 +33,8 @@ class Drawn:
     ended_ns: int
     visible_ms: int
     """The record's timestamp: it became visible in this millisecond or later."""
+    turn: TurnKey | None = None
+    """Of a reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class Copies:
     """The figures of one run."""
 
     samples: int
-    """Distinct samples."""
+    """Distinct samples, or turns."""
     copies: int
     """Records beyond the first one of their sample."""
     needless: int
@@ -77,14 +81,37 @@ def read_drawn(log: Log, run: str) -> list[Drawn]:
     return found
 
 
+def read_turns(log: Log, run: str) -> list[Drawn]:
+    """Every readable reply of a run; none where turns do not travel through the log."""
+    topic = f"{run}.replies"
+    starts: dict[tuple[str, int], Start] = {(topic, partition): "earliest" for partition in range(log.partitions(topic) or 0)}
+    if not starts:
+        return []
+    tail = log.tail(starts)
+    found = []
+    for record in tail.read_to_end(300.0):
+        try:
+            reply = replies.read(record, run=run)[1]
+        except Unusable:
+            continue
+        found.append(
+            Drawn(
+                partition=record.partition, offset=record.offset, group=reply.group, sample=reply.sample, worker=reply.worker,
+                started_ns=reply.started_ns, ended_ns=reply.ended_ns, visible_ms=record.timestamp_ms, turn=reply.key,
+            )
+        )  # fmt: skip
+    tail.close()
+    return found
+
+
 def count(drawn: Iterable[Drawn], *, stops: Stops | None = None) -> Copies:
     """The figures of these records, in whatever order they come."""
-    first: dict[tuple[int, int], Drawn] = {}
+    first: dict[object, Drawn] = {}
     copies = []
     for one in sorted(drawn, key=lambda one: (one.partition, one.offset)):
-        if first.setdefault((one.group, one.sample), one) is not one:
+        if first.setdefault(_what(one), one) is not one:
             copies.append(one)
-    late = [(first[one.group, one.sample], one) for one in copies if is_late(first[one.group, one.sample], one)]
+    late = [(first[_what(one)], one) for one in copies if is_late(first[_what(one)], one)]
     around = sum(explained(earlier, copy, stops or {}) for earlier, copy in late)
     return Copies(
         samples=len(first),
@@ -93,6 +120,10 @@ def count(drawn: Iterable[Drawn], *, stops: Stops | None = None) -> Copies:
         needless_around_stops=around,
         lost_s=lost_s(first.values(), copies),
     )
+
+
+def _what(one: Drawn) -> object:
+    return one.turn or (one.group, one.sample)
 
 
 def is_late(earlier: Drawn, copy: Drawn) -> bool:

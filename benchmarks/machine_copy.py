@@ -27,10 +27,10 @@ import own_network
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.weights import read
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, manifest_record, send_version
 from penstock.topics.catalogue import topics_of
-from penstock.workers.rollout.weight_prefetch import WeightPrefetch
 
 PARTITIONS, CHUNK_BYTES, CHANGED, TENSORS, LIMIT_S, RATIO_LIMIT = 10, 8 << 20, 0.01, 16, 600.0, 1.05
 

@@ -48,7 +48,7 @@ IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/envs/builtin_rewards.p
 AS_BYTES = ("topics/", "infra/kafka/")
 """Where a sample is bytes for a while: there any bytes in the arguments count."""
 OTHER_RECORDS = ("topics/catalogue", "topics/dead_letters", "topics/ledger", "topics/metrics", "topics/runs", "topics/weights")
-WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "workers/rollout/weight_prefetch")
+WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/drawing/weight_prefetch")
 """Files that carry weights, which are tensors too."""
 ROLES = ("feeder", "rollout", "scorer", "trainer")
 

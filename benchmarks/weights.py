@@ -5,7 +5,8 @@
 
 Random bfloat16 weights in the shapes of Qwen2.5-0.5B go through an embedded broker of its own. In each round a memory copy with a
 comparison, a whole version and a delta are measured one after the other; figures are medians over the rounds. "published to applied" is
-from a version's bytes in the trainer to the same bytes in a reader of the same process, digest and hashes included.
+from a version's bytes in the trainer to the same bytes in a reader of the same process, digest and hashes included. Stall and memory are
+those of processes of their own (benchmarks/weights_at_work.py); `--transfer-only` leaves them out.
 """
 
 import argparse
@@ -16,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import weights_at_work
 
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.stream import HASH, TensorBytes
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import bring
@@ -27,9 +29,10 @@ from penstock.topics import weight_delta
 from penstock.topics.catalogue import topics_of
 from penstock.topics.weights import Manifest
 
-RUN, PARTITIONS, CHUNK_BYTES = "weights", 10, 8 << 20
+RUN, AT_WORK, PARTITIONS, CHUNK_BYTES = "weights", "at-work", 10, 8 << 20
 HIDDEN, KEYS, INNER, VOCABULARY = 896, 128, 4864, 151_936
 LIMITS = {"delta / whole": 0.1, "encode / copy": 3.0, "apply / copy": 3.0}
+STALL_SHARE = 0.05
 
 
 def shapes(layers: int) -> dict[str, tuple[int, ...]]:
@@ -117,7 +120,7 @@ def measure(log: KafkaLog, chosen: argparse.Namespace) -> dict[str, float]:
         whole = 2 * number + 1
         whole_s = through(whole, None, old)
         delta_s = through(whole + 1, Base(version=whole, tensors=described(old, chosen.layers)), new)
-        assert copy.computed() == manifests[whole + 1].digest
+        assert copy.computed(HASH) == manifests[whole + 1].digest
         note(copy_s=copy_s, encode_s=encode_s, apply_s=apply_s, nbytes=nbytes, whole_s=whole_s, delta_s=delta_s)
         log.delete_records({(f"{RUN}.weights", at): offset for at, offset in log_ends(log).items()})
         old, new = new, old
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--changed", type=float, default=0.01, help="share of the elements that differ")
+    parser.add_argument("--transfer-only", action="store_true", help="measure neither stall nor memory")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as place:
         home = Path(place)
@@ -143,6 +147,10 @@ def main() -> None:
             log = KafkaLog(embedded.start(home=home).bootstrap)
             log.create_topics(topics_of(RUN, partitions=1, weight_partitions=PARTITIONS))
             found = measure(log, chosen)
+            if not chosen.transfer_only:
+                log.create_topics(topics_of(AT_WORK, partitions=1, weight_partitions=PARTITIONS))
+                asked = {"layers": chosen.layers, "changed": chosen.changed, "rounds": chosen.rounds}
+                found |= weights_at_work.measure(log.bootstrap, run=AT_WORK, partitions=PARTITIONS, **asked)
             log.close()
         finally:
             embedded.stop(home)
@@ -156,8 +164,23 @@ def main() -> None:
     }
     for name, ratio in ratios.items():
         print(f"{name:14} {ratio:6.3f}   limit {LIMITS[name]:g}")
-    if any(ratio > LIMITS[name] for name, ratio in ratios.items()):
+    missed = any(ratio > LIMITS[name] for name, ratio in ratios.items())
+    if not chosen.transfer_only:
+        missed |= told_at_work(found)
+    if missed:
         raise SystemExit(1)
+
+
+def told_at_work(found: dict[str, float]) -> bool:
+    """Print stall and memory; whether one is beyond its limit."""
+    stall, step = max(found["stall_full_s"], found["stall_delta_s"]), found["step_s"]
+    print(f"a step alone {step:.2f} s; stall for a whole version {found['stall_full_s']:.2f} s, for a delta {found['stall_delta_s']:.2f} s")
+    print(f"stall / step   {stall / step:6.3f}   limit {STALL_SHARE:g}")
+    slack = weights_at_work.SLACK_BYTES / 2**20
+    for name, beside in (("trainer", "model and two copies"), ("reader", "its copy")):
+        print(f"memory of the {name} beside {beside}: {found[f'{name}_bytes'] / 2**20:.0f} MiB   limit {slack:.0f}")
+    most = max(found["trainer_bytes"], found["reader_bytes"])
+    return stall > STALL_SHARE * step or most > weights_at_work.SLACK_BYTES
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
+from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session, join
-from penstock.workers.rollout.weight_prefetch import WeightPrefetch
-from penstock.workers.rollout.worker import RolloutWorker
 
 RUN = "throughput"
 LIMITS = {"worker": 0.95, "keep": 0.88, "stall_ms": 100.0}
@@ -205,7 +205,7 @@ def windows(
     longest = chosen.tokens + 32
     alone = open_bare(str(model), concurrency=chosen.concurrency, longest=longest, engine_process=chosen.engine_process)
     weights = WeightPrefetch(session.log, session.run)
-    worker = RolloutWorker.open(session, engine, weights)
+    worker = GroupWorker.open(session, engine, weights)
     seen: list[list[int]] = []
     submit = engine.submit
     engine.submit = lambda request: (seen.append(request.prompt_ids.tolist()), submit(request))[1]
@@ -238,7 +238,7 @@ def windows(
 
 
 def window(
-    way: str, worker: RolloutWorker, bare: Bare, acknowledged: Acknowledged, *, seconds: float, settle_s: float
+    way: str, worker: GroupWorker, bare: Bare, acknowledged: Acknowledged, *, seconds: float, settle_s: float
 ) -> tuple[float, list[float]]:
     """(tokens per second, milliseconds of each swap) of some seconds, once another engine has had `settle_s` to end what it had."""
     turn: Callable[[], int | None] = bare.turn if way == "bare" else worker.turn

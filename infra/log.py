@@ -211,7 +211,14 @@ class Log(Protocol):
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]: ...
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> Tail: ...
     def member(
-        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
+        self,
+        group: str,
+        topics: Sequence[str],
+        *,
+        max_records: int = 1000,
+        max_bytes: int = 64 << 20,
+        start_at: StartAt | None = None,
+        gathers: bool = True,
     ) -> Member: ...
     def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> Producer: ...
     def transactions(

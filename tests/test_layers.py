@@ -27,7 +27,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
-            # `from workers import rollout` names penstock.workers.rollout.worker.
+            # `from workers import rollout` names penstock.workers.rollout.
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 RUNS_TOPIC = "penstock.runs"
 TOPICS = ("run", "prompts", "rollouts", "groups", "weights", "ledger", "metrics", "dead-letters")
 """What flows, and what is kept of it."""
+TURNS = ("calls", "replies")
+"""Turns of trajectories, in runs whose environments have workers of their own; each is in its trajectory's record too: not archived."""
 OWNERS = "owners"
 """Who writes: of use only while the run is at work, so neither archived nor audited."""
 
@@ -15,14 +17,17 @@ MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
 """A payload of 16 MiB with headers and framing: twice the largest piece that is written on purpose."""
 MAX_DEAD_LETTER_BYTES = 18 << 20
 """The largest record inside another one."""
-WEIGHTS_SEGMENT_BYTES = 32 << 20
-"""Disk is freed by whole segments only, and a segment must hold the largest record."""
+DELETED_SEGMENT_BYTES = 32 << 20
+"""Of `weights` whose old versions are deleted: disk is freed by whole segments only, and a segment must hold the largest record."""
+KEPT_SEGMENT_BYTES = 256 << 20
+"""Of `weights` that are kept: a segment takes a descriptor and two memory maps of the broker. After a kill it reads the newest one of each
+partition again, so they are not longer."""
 
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 _RECORD = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1", "max.message.bytes": str(MAX_RECORD_BYTES)}
 _SETTINGS: dict[str, dict[str, str]] = {
     # Chunks of old versions are deleted on purpose; without the short delay their files would fill the disk for a minute more.
-    "weights": {**_RECORD, "segment.bytes": str(WEIGHTS_SEGMENT_BYTES), "file.delete.delay.ms": "1000"},
+    "weights": {**_RECORD, "file.delete.delay.ms": "1000"},
     "dead-letters": {**_RECORD, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)},
     # A record per writer and two seconds, of which the newest counts; compaction begins with the second segment.
     OWNERS: {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "max.message.bytes": str(1 << 20)},
@@ -59,15 +64,23 @@ def topic_name(run: str, topic: str) -> str:
     Example:
         topic_name("demo-1", "groups")  # -> "demo-1.groups"
     """
-    assert topic in (*TOPICS, OWNERS), topic
+    assert topic in (*TOPICS, *TURNS, OWNERS), topic
     return f"{run}.{topic}"
 
 
-def topics_of(run: str, *, partitions: int, weight_partitions: int = 3) -> dict[str, TopicSpec]:
+def topics_of(
+    run: str,
+    *,
+    partitions: int,
+    weight_partitions: int = 3,
+    weight_segment_bytes: int = KEPT_SEGMENT_BYTES,
+    turns: bool = False,
+) -> dict[str, TopicSpec]:
     """A run's topics by Kafka name, in a fixed order.
 
-    `prompts`, `rollouts` and `groups` have `partitions`: a group stays in one number through all three. `weights` has one for
-    manifests, one for version 0 and the others for chunks; where there are two, the chunks of version 0 are among the others'.
+    `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group stays in one number through
+    all. `weights` has one for manifests, one for version 0 and the others for chunks; where there are two, the chunks of version 0 are
+    among the others'.
     Raises `ValueError` for an impossible run id or count.
     """
     check_run_id(run)
@@ -75,9 +88,12 @@ def topics_of(run: str, *, partitions: int, weight_partitions: int = 3) -> dict[
         raise ValueError(f"partitions is {partitions}, at least 1 is needed")
     if weight_partitions < 2:
         raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
-    counts = {"prompts": partitions, "rollouts": partitions, "groups": partitions, "weights": weight_partitions}
+    counts = {**dict.fromkeys(("prompts", "rollouts", "groups", *TURNS), partitions), "weights": weight_partitions}
     specs = {}
-    for topic in (*TOPICS, OWNERS):
+    for topic in (*TOPICS, *(TURNS if turns else ()), OWNERS):
         name = topic_name(run, topic)
-        specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=dict(_SETTINGS.get(topic, _RECORD)))
+        configs = dict(_SETTINGS.get(topic, _RECORD))
+        if topic == "weights":
+            configs["segment.bytes"] = str(weight_segment_bytes)
+        specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=configs)
     return specs

@@ -32,7 +32,7 @@ CODEC = Codec(
     ),
 )
 _REQUIRED = ("outcome",)
-_ABOUT_GROUPS = ("prompts", "rollouts", "groups")
+_ABOUT_GROUPS = ("prompts", "calls", "replies", "rollouts", "groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,13 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, list_of, map_of
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
+from penstock.topics.wire.secrets import without_passwords
 
 SCHEMA = "ledger/1"
 EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "rebased", "run-closed"]

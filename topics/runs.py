@@ -9,13 +9,13 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
-from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import column
 from penstock.topics.wire.headers import Headers, match, one_of, read_headers
 from penstock.topics.wire.record import Record
+from penstock.topics.wire.secrets import without_passwords
 
 SCHEMA = "runs/1"
 Status = Literal["created", "running", "finished", "stopped", "failed"]

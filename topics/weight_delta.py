@@ -171,14 +171,14 @@ def _changed(before: npt.NDArray[Any], after: npt.NDArray[Any], item: int) -> np
 
     Eight bytes are compared at a time: few of them differ, and only those are looked at element by element.
     """
-    several = 8 // item
+    several, shift = 8 // item, (8 // item).bit_length() - 1
     whole = len(after) // several * several
     old, new = before[:whole].view("<u8"), after[:whole].view("<u8")
     words = np.flatnonzero(old != new).astype(np.int32)
     if len(words) > len(new) // 2 and int(np.count_nonzero(before != after)) > len(after) // 2:
         return None
     nearby = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype)).astype(np.int32)
-    places = words[nearby // several] * several + nearby % several
+    places = (words[nearby >> shift] << shift) + (nearby & several - 1)
     rest = whole + np.flatnonzero(before[whole:] != after[whole:]).astype(np.int32)
     return np.concatenate([places, rest]) if len(rest) else places
 

@@ -100,7 +100,7 @@ class ToyEngine:
     def load_weights(self, version: int, tensors: Iterable[TensorBytes]) -> None:
         held = list(tensors)
         shapes = self._shapes or {tensor.name: tuple(tensor.shape) for tensor in held}
-        self._salt = digest(check_tensors(held, shapes, version=version)).encode()
+        self._salt = digest(check_tensors(held, shapes, version=version), "sha256").encode()
         self._shapes, self.version = shapes, version
         self._stats["loads"] += 1
 
@@ -172,4 +172,4 @@ def _draw(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tup
     return ids, np.log1p(-numbers[longest : longest + length]).astype(np.float32)
 
 
-KIND = EngineKind(open=lambda settings: ToyEngine(delay_s=settings.delay_s), swaps_in_flight=True)
+KIND = EngineKind(open=lambda settings: ToyEngine(delay_s=settings.delay_s, capacity=settings.concurrency), swaps_in_flight=True)

@@ -107,9 +107,19 @@ class KafkaLog:
         return self._connection
 
     def member(
-        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
+        self,
+        group: str,
+        topics: Sequence[str],
+        *,
+        max_records: int = 1000,
+        max_bytes: int = 64 << 20,
+        start_at: StartAt | None = None,
+        gathers: bool = True,
     ) -> KafkaMember:
-        """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
+        """A member of a consumer group; equal partition numbers of topics with equal counts go to one member.
+
+        One that gathers waits some milliseconds for more where few records have come: cheaper, and later.
+        """
         return KafkaMember(
             self._connection,
             self._costs,
@@ -120,6 +130,7 @@ class KafkaLog:
             max_records=max_records,
             max_bytes=max_bytes,
             start_at=start_at,
+            gathers=gathers,
         )
 
     def producer(

@@ -47,12 +47,13 @@ class KafkaMember:
         max_records: int,
         max_bytes: int,
         start_at: StartAt | None,
+        gathers: bool = True,
         join_limit_s: float = JOIN_LIMIT_S,
     ) -> None:
         admin.require((topic, 0) for topic in topics)
         self._connection, self._costs, self._contact = connection, costs, contact
         self._group, self._topics, self._start_at = group, list(topics), start_at
-        self._join_limit_s = join_limit_s
+        self._join_limit_s, self._gathers = join_limit_s, gathers
         self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
         self._meter = costs.meter("poll_s")
         self._outage = Outage(contact)
@@ -131,7 +132,7 @@ class KafkaMember:
         records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records)
         if records:
             self._buffer.put(records)
-            if len(records) < reading.GATHER_BELOW:
+            if self._gathers and len(records) < reading.GATHER_BELOW:
                 time.sleep(reading.GATHER_S)
         if self._incoming is not None:
             self._begin()

@@ -109,7 +109,14 @@ class MemoryLog:
         return MemoryTail(self._state, starts, committed=committed, group=group)
 
     def member(
-        self, group: str, topics: Sequence[str], *, max_records: int = 1000, max_bytes: int = 64 << 20, start_at: StartAt | None = None
+        self,
+        group: str,
+        topics: Sequence[str],
+        *,
+        max_records: int = 1000,
+        max_bytes: int = 64 << 20,
+        start_at: StartAt | None = None,
+        gathers: bool = True,
     ) -> MemoryMember:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
         return MemoryMember(self._state, group, topics, max_records=max_records, start_at=start_at)

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.database import make_database
-from penstock.topics.secrets import without_password
+from penstock.topics.wire.secrets import without_password
 
 RUN_TAG = "penstock.run"
 POSITION_TAG = "penstock.position"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target
-from penstock.topics.secrets import without_password
+from penstock.topics.wire.secrets import without_password
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0

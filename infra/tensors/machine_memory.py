@@ -6,6 +6,7 @@ ended. Both belong to one user: the file has mode 0600, and both ends of a conne
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -33,8 +34,14 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 def is_supported() -> bool:
-    """Whether this system has what is needed: Linux, with /proc."""
-    return sys.platform == "linux" and os.path.exists("/proc/self/fd")
+    """Whether this system has what is needed, and lets this process use it: Linux, with /proc."""
+    if sys.platform != "linux" or not os.path.exists("/proc/self/fd"):
+        return False
+    try:
+        os.close(os.memfd_create("penstock-probe"))
+    except OSError:
+        return False
+    return True
 
 
 class MachineMemory:
@@ -73,15 +80,20 @@ class MachineMemory:
         self._numbers[1] = len(written)
 
     def claim(self) -> bool:
-        """Become the one that writes, unless another process is; True for the one that is. What is there already stays."""
+        """Become the one that writes, unless another process is; True for the one that is. What is there already stays.
+
+        Raises `OSError` where sockets of this kind are forbidden.
+        """
         if self._server is not None:
             return True
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             server.bind(self._address)
-        except OSError:
+        except OSError as error:
             server.close()
-            return False
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
         server.listen(128)
         self._server = server
         threading.Thread(target=self._serve, args=(server,), daemon=True, name="weights-share").start()

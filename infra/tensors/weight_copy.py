@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from penstock.infra.tensors.stream import TensorBytes, digest, expected_nbytes
+from penstock.infra.tensors.stream import Hash, TensorBytes, digest, expected_nbytes
 
 NONE = -1
 """The version of a copy that holds none."""
@@ -125,6 +125,6 @@ class WeightCopy:
             start += size
         return tensors
 
-    def computed(self) -> str:
+    def computed(self, hash_name: Hash) -> str:
         """The digest of the bytes that are here."""
-        return digest(self.tensors())
+        return digest(self.tensors(), hash_name)

@@ -16,7 +16,7 @@ from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.relocation import Relocation
-from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.load import ConfigError, from_json
 from penstock.pipeline.runtime.run_registry import find, write, write_status
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topics_of
 from penstock.topics.wire.record import Record
@@ -38,13 +38,14 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
     """Write an archived run's topics and register it. Raises `ConfigError` for an id that is taken, `ValueError`, `LogError`."""
     began, note = time.monotonic(), complete(archive)
     run = _free(log, becomes or note.run)
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
-    log.create_topics(topics_of(run, partitions=note.partitions["groups"], weight_partitions=note.partitions["weights"]))
-    writer, imported, progress = BulkWriter(log.connection), Imported(run=run), _Progress(say)
     relocation, archived = Relocation(note.run, run), ArchivedLog(archive)
     registered = find(cast(Log, archived), note.run)
     if registered is None:
         raise ValueError(f"{archive.path} has no usable record of run {note.run} in its table `runs`")
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC})
+    partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # empty, for a run that goes on here
+    log.create_topics(topics_of(run, partitions=partitions["groups"], weight_partitions=partitions["weights"], turns=turns))
+    writer, imported, progress = BulkWriter(log.connection), Imported(run=run), _Progress(say)
     ends: dict[tuple[str, int], int] = {}
     for kind in reversed(list(KINDS.values())):  # from the cause to the effect
         for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():

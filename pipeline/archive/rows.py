@@ -5,6 +5,7 @@ The rule: of every record it is tried whether its row alone gives back the same 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -133,10 +134,7 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
     streams = [payload for payload in payloads if payload is not None]
     if not streams:
         return {name: pa.nulls(len(payloads), kind.schema.field(name).type) for name in kind.payload}, [1] * len(payloads)
-    schema = kind.codec.schema.serialize().size
-    # Payloads of one schema as one stream: parsing a schema costs more than all else about a sample.
-    joined = b"".join([streams[0][:schema], *(stream[schema : -len(_END)] for stream in streams), _END])
-    batches = list(pa.ipc.open_stream(joined))
+    batches = _batches(kind.codec.schema, streams)
     batch, sizes = pa.concat_batches(batches), iter([len(batch) for batch in batches])
     columns = {ours: batch[name].cast(kind.schema.field(ours).type) for ours, name in kind.payload.items()}
     counts = [1 if payload is None else next(sizes) for payload in payloads]
@@ -146,6 +144,22 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
     places = [None if payload is None else next(numbers) for payload, count in zip(payloads, counts, strict=True) for _ in range(count)]
     rows = pa.array(places, pa.int64())
     return {name: column.take(rows) for name, column in columns.items()}, counts
+
+
+def _batches(schema: pa.Schema, streams: Sequence[bytes]) -> list[pa.RecordBatch]:
+    """One batch a stream, all of them with `schema`: columns that a stream lacks, because it has no value for them, are null."""
+    head, found = schema.serialize().to_pybytes(), []
+    for complete, alike in groupby(streams, key=lambda stream: stream.startswith(head)):
+        if complete:  # as one stream: parsing a schema costs more than all else about a sample
+            found += pa.ipc.open_stream(b"".join([head, *(stream[len(head) : -len(_END)] for stream in alike), _END]))
+            continue
+        for stream in alike:
+            batch = pa.ipc.open_stream(stream).read_next_batch()
+            columns = [
+                batch[name] if name in batch.schema.names else pa.nulls(len(batch), schema.field(name).type) for name in schema.names
+            ]
+            found.append(pa.RecordBatch.from_arrays(columns, schema=schema))
+    return found
 
 
 def _as_structs(headers: RawHeaders) -> list[dict[str, Any]]:

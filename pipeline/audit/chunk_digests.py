@@ -1,6 +1,7 @@
 """Reads the chunks of `weights` once, in step with the manifests, so that one version at a time is put together, on disk.
 
-The rule: a digest is SHA-256 over name, type, shape, size and bytes of each tensor in name order, whatever the chunks.
+The rule: a digest is BLAKE3 (SHA-256 where it says no name) over name, type, shape, size and bytes of each tensor in name order, whatever
+the chunks.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from blake3 import blake3
 
 from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed, Where
 from penstock.pipeline.audit.source import Source
@@ -20,6 +22,8 @@ from penstock.topics.wire.record import Record
 
 NOT_NUMPY = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of the element types that numpy has no name for."""
+TREE = "blake3:"
+"""What a digest by BLAKE3 begins with."""
 
 Note = Callable[[Record], Where]
 Refuse = Callable[[Record, errors.Unusable], None]
@@ -102,7 +106,7 @@ class Held:
                 self.data[start : start + len(piece)] = piece
                 start += len(piece)
         assert self.layout is not None
-        found = digest(self.layout, iter([self.data] if self.data else ()))
+        found = digest(self.layout, iter([self.data] if self.data else ()), tree=manifest.digest.startswith(TREE))
         self.version = manifest.version
         return found
 
@@ -127,21 +131,21 @@ def _pieces(places: Sequence[tuple[int, int]], cursors: dict[int, Cursor]) -> It
         yield memoryview(data)
 
 
-def digest(manifest: Manifest, pieces: Iterator[memoryview]) -> str:
-    """Hex SHA-256 of the tensors whose bytes, joined, are the pieces; raises `ValueError` when there are too few or too many bytes."""
-    sha, piece = hashlib.sha256(), memoryview(b"")
+def digest(manifest: Manifest, pieces: Iterator[memoryview], *, tree: bool) -> str:
+    """The digest of the tensors whose bytes, joined, are the pieces, `tree`: by BLAKE3; raises `ValueError` for too many or too few."""
+    made, piece = blake3(max_threads=blake3.AUTO) if tree else hashlib.sha256(), memoryview(b"")
     for name, dtype, shape in sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)):
         size = math.prod(shape) * _item_bytes(dtype)
-        sha.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
+        made.update(f"{len(name)}:{name};{dtype};{','.join(map(str, shape))};{size};".encode())
         while size:
             piece = piece or next(pieces, memoryview(b""))
             if not piece:
                 raise ValueError(f"the chunks end {size} bytes before tensor {name!r} does")
-            sha.update(piece[:size])
+            made.update(piece[:size])
             size, piece = size - len(piece[:size]), piece[size:]
     if piece or next(pieces, None) is not None:
         raise ValueError("the chunks hold more bytes than the tensors")
-    return sha.hexdigest()
+    return f"{TREE if tree else ''}{made.hexdigest()}"
 
 
 def _item_bytes(dtype: str) -> int:

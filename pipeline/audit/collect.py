@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.pipeline.audit.chunk_digests import weigh
+from penstock.pipeline.audit.drawn_turns import drawn_turns, tokens_hash, trajectory_flaw
 from penstock.pipeline.audit.facts import (
     INCOMPLETE,
     EntryFact,
@@ -19,6 +20,7 @@ from penstock.pipeline.audit.facts import (
     ManifestFact,
     OutcomeFact,
     PromptFact,
+    ReplyFact,
     SampleFact,
     Unusable,
     Where,
@@ -29,6 +31,7 @@ from penstock.pipeline.audit.source import Source, Unreadable, plain
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.samples import Rollout
+from penstock.topics.turns import calls, replies
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import RawHeaders, Record
 
@@ -37,7 +40,7 @@ def gather(source: Source) -> Facts:
     """Read a whole run; raises `Unreadable`."""
     gatherer = Gatherer(_begin(source))
     # Dead letters first: the bytes of every record they name are hashed when it is read.
-    for topic in ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "groups", "rollouts", "prompts"):
+    for topic in ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "groups", "prompts", "calls", "replies", "rollouts"):
         for record in source.read(topic):
             gatherer.take(record, topic)
     gatherer.end_of_groups()
@@ -95,6 +98,8 @@ class Gatherer:
         self._named: dict[Where, str] = {}
         """Records that dead letters name -> class of the reason."""
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
+        self._prompt_ids: dict[int, Any] = {}
+        """Group -> the tokens of its prompt, where turns are compared with replies."""
         self._first_bodies: dict[tuple[str, int, int], bytes] = {}
         """(topic, partition, group or number) -> hash of its first record."""
 
@@ -159,6 +164,7 @@ class Gatherer:
         if not self._repeats("prompts", where.partition, prompt.group, body):
             numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
             group, slot, oldest, samples, created_ns = numbers
+            self._prompt_ids |= {group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
             content = _prompt_hash(prompt, prompt.token_ids)
             self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, content, body))
 
@@ -181,9 +187,18 @@ class Gatherer:
                 len(rollout.segments or ((),)),
                 trajectory_flaw(rollout),
                 rollout.broken,
+                drawn_turns(rollout, self._prompt_ids.get(rollout.group, ())) if self._prompt_ids else (),
             )
             for rollout in samples
         )
+
+    def _call(self, record: Record, _: Where) -> None:
+        key = calls.read(record, run=self.facts.run)[1].key
+        self._count_repeat("calls") if key in self.facts.calls else self.facts.calls.add(key)
+
+    def _reply(self, record: Record, where: Where) -> None:
+        reply = replies.read(record, run=self.facts.run)[1]
+        self.facts.replies.append(ReplyFact(where, reply.key, tokens_hash(reply.token_ids)))
 
     def _group(self, record: Record, where: Where) -> None:
         headers = groups.check(record, run=self.facts.run)
@@ -275,6 +290,8 @@ class Gatherer:
 _FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
     "dead-letters": Gatherer._letter,
     "prompts": Gatherer._prompt,
+    "calls": Gatherer._call,
+    "replies": Gatherer._reply,
     "rollouts": Gatherer._samples,
     "groups": Gatherer._group,
     "ledger": Gatherer._entry,
@@ -291,29 +308,6 @@ def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
         digest.update(text or b"")
     digest.update(value)
     return digest.digest()
-
-
-def trajectory_flaw(rollout: Rollout) -> str | None:
-    """What is wrong with a trajectory's turns, or None: they follow each other, and the policy's own tokens alone have mask and logprob."""
-    if rollout.turns is None:
-        return None
-    end, drawn = 0, np.zeros(len(rollout.token_ids), np.bool_)
-    for turn in rollout.turns:
-        if turn.start != end:
-            return f"a turn begins at token {turn.start}, the one before it ends at {end}"
-        end = turn.end
-        drawn[turn.start : end] = turn.source == "model"
-        if turn.reward is not None and turn.source != "model":
-            return f"a turn of {turn.source} has a reward"
-    if end != len(drawn):
-        return f"its turns end at token {end} of {len(drawn)}"
-    for what, has in (("in the loss mask", rollout.loss_mask), ("with a logprob", ~np.isnan(rollout.behaviour_logprobs))):
-        if (wrong := np.flatnonzero(np.asarray(has) != drawn)).size:
-            return f"token {wrong[0]} is {'not ' * bool(drawn[wrong[0]])}{what}, {'and' if drawn[wrong[0]] else 'but not'} the policy's"
-    starts = {start: prompt for start, _, prompt in rollout.segments or ()}
-    if starts and any(drawn[start : start + prompt].any() for start, prompt in starts.items()):
-        return "a segment's prompt holds tokens that were drawn"
-    return None
 
 
 def sample_hash(rollout: Rollout) -> bytes:

@@ -6,8 +6,10 @@ The rule: facts, never payloads: a run of 100,000 samples is judged in a few hun
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.pipeline.audit.drawn_turns import DrawnTurn
 from penstock.pipeline.audit.rules import DROPS, Terms
 from penstock.topics.ledger import Entry
+from penstock.topics.turns.calls import TurnKey
 from penstock.topics.weights import Manifest
 
 INCOMPLETE = "incomplete"
@@ -60,6 +62,16 @@ class SampleFact(NamedTuple):
     """What is wrong with the turns of a trajectory."""
     broken: str | None = None
     """Why its environment ended it."""
+    turns: tuple[DrawnTurn, ...] = ()
+    """The policy's turns, in runs whose turns travel through the log."""
+
+
+class ReplyFact(NamedTuple):
+    """What was drawn for a call."""
+
+    where: Where
+    key: TurnKey
+    tokens: bytes
 
 
 class OutcomeFact(NamedTuple):
@@ -167,6 +179,8 @@ class Facts:
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
     prompts: list[PromptFact] = field(default_factory=list)
     samples: list[SampleFact] = field(default_factory=list)
+    calls: set[TurnKey] = field(default_factory=set)
+    replies: list[ReplyFact] = field(default_factory=list)
     outcomes: list[OutcomeFact] = field(default_factory=list)
     entries: list[EntryFact] = field(default_factory=list)
     """Entries of the ledger; of each number only the first record."""

@@ -12,11 +12,13 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.pipeline.audit.source import Unreadable
-from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
 from penstock.topics.wire.record import Record
 
-ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "prompts", "weights")
+ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "replies", "calls", "prompts", "weights")
 """Ends are read from effect to cause, so that the records a record refers to are below the ends too, even while the run goes on."""
+OPTIONAL = ("run", *TURNS)
+"""A run of an earlier release has no topic of its own that says what it is, and turns flow only where environments have workers."""
 
 ANSWER_S = 15.0
 SILENT_S = 60.0
@@ -51,8 +53,7 @@ class KafkaSource:
             topics = admin.list_topics(timeout=ANSWER_S).topics
         except KafkaException as error:
             raise Unreadable(f"cannot read {bootstrap}: {self._problem or error.args[0].str()}") from error
-        # A run of an earlier release has no topic of its own that says what it is.
-        if missing := [topic for topic in ORDER if topic != "run" and self._kafka_name(topic) not in topics]:
+        if missing := [topic for topic in ORDER if topic not in OPTIONAL and self._kafka_name(topic) not in topics]:
             raise Unreadable(f"run {run} has no topic {self._kafka_name(missing[0])!r}; its log is gone or may not be read")
         self._begins: dict[str, dict[int, int]] = {}
         self._ends: dict[str, dict[int, int]] = {}

@@ -36,6 +36,8 @@ class Terms:
     """Planned optimizer steps."""
     oversample: int = 0
     """r: a group may be begun as K + r samples; the first K in the log count."""
+    turns_by_log: bool = False
+    """Whether the policy's turns of trajectories were asked for in `calls` and answered in `replies`."""
 
     @property
     def round_groups(self) -> int:
@@ -76,6 +78,7 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
             max_lag=LAG_OF_MODE[schedule["mode"]] if max_lag is None else int(max_lag),
             order=schedule["order"] or ("arrival" if schedule["mode"] in BY_ARRIVAL else "submission"),
             steps=int(info["steps"]),
+            turns_by_log=config.get("environment", {}).get("carrier") == "log",
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"the run's configuration does not say {error}; it was made by another version") from error

@@ -20,7 +20,7 @@ from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.config.schema import PATHS_OF
 from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
-from penstock.topics.secrets import without_passwords
+from penstock.topics.wire.secrets import without_passwords
 
 __all__ = ["Config", "ConfigError", "from_json", "from_table", "load", "override", "to_json", "with_paths"]
 

@@ -15,6 +15,7 @@ CHANGEABLE = (
     "run.stall_s",
     "reward.on_error",
     "reward.timeout_s",
+    "launch.environments",
     "rollout.concurrency",
     "rollout.device",
     "rollout.gpus_per_worker",

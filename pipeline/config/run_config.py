@@ -26,6 +26,7 @@ from penstock.pipeline.config.schema import (
 )
 from penstock.pipeline.config.services import KafkaSection, LaunchSection, MlflowSection, TensorboardSection, WandbSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
+from penstock.topics.catalogue import DELETED_SEGMENT_BYTES, KEPT_SEGMENT_BYTES
 from penstock.topics.weights import FIRST
 
 
@@ -165,7 +166,7 @@ class Config(Section):
 
     @property
     def slots(self) -> int:
-        """Unfinished groups that a rollout worker wants in hand.
+        """Unfinished groups that a worker that takes prompts wants in hand.
 
         Where the engine draws samples side by side, twice what fills its rows, as stragglers hold some of them.
         """
@@ -173,6 +174,16 @@ class Config(Section):
             return self.rollout.slots or -(-self.environment.in_flight // self.rules.samples_begun) + 2
         filling = -(-self.rollout.concurrency // self.rules.samples_begun)
         return self.rollout.slots or (2 * filling + 2 if self.engine.draws_side_by_side else 3)
+
+    @property
+    def turns_by_log(self) -> bool:
+        """Whether trajectories run in environment workers, which ask for turns through the log."""
+        return self.environment.source is not None and self.environment.carrier == "log"
+
+    @property
+    def environment_workers(self) -> int:
+        """Environment workers that `penstock run` starts."""
+        return self.launch.environments if self.turns_by_log else 0
 
     @property
     def max_drawn_tokens(self) -> int:
@@ -188,12 +199,17 @@ class Config(Section):
     @property
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
-        return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers))
+        return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers, self.environment_workers))
 
     @property
     def weight_partitions(self) -> int:
         """Partitions of `weights`: those of the manifests and of version 0, and those of all other chunks."""
         return FIRST + self.weights.partitions
+
+    @property
+    def weight_segment_bytes(self) -> int:
+        """Bytes of a segment of `weights`: short ones where old versions are deleted, else such that few files are open."""
+        return DELETED_SEGMENT_BYTES if self.weights.keep == "chain" else KEPT_SEGMENT_BYTES
 
     @property
     def rules(self) -> Schedule:

@@ -93,13 +93,12 @@ class EnvironmentSection(Section):
         None,
         description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
     )
+    carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
     max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
     max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
-    history: Literal["exact", "template"] = Field(
-        "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
-    )
+    history: Literal["exact", "template"] = Field("exact", description="the policy sees all that was drawn, or what its template renders")
     resume: Literal["replay", "restart"] = Field(
         "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
     )

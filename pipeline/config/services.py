@@ -14,7 +14,7 @@ from penstock.pipeline.config.fields import Positive, PositiveFloat, Section
 class KafkaSection(Section):
     bootstrap: str = Field("embedded", description='"embedded", or HOST:PORT[,HOST:PORT]')
     partitions: Positive | None = Field(
-        None, description="of prompts, rollouts and groups; 4 x the most rollout workers or scorers, at least 8, if absent"
+        None, description="of prompts, rollouts and groups; 4 x the most workers of one role, at least 8, if absent"
     )
     replication_factor: Positive | None = Field(
         None, description="copies of each record; three, or as many as there are brokers, if absent"
@@ -42,6 +42,9 @@ class KafkaSection(Section):
 
 
 class LaunchSection(Section):
+    environments: Positive = Field(
+        1, description='environment workers that `penstock run` starts, where environment.carrier is "log"; more may join'
+    )
     pin: Literal["auto", "off"] = Field(
         "off",
         description="whether `penstock run` keeps rollout workers and trainer on cores of their own",

@@ -160,8 +160,8 @@ def _terms(config: Config) -> str | None:
 
 
 def _samples(config: Config) -> str | None:
-    if config.schedule.samples_per_prompt == 1:
-        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2"
+    if config.schedule.samples_per_prompt == 1 and ":" not in (config.algorithm.advantage or ""):
+        return "schedule.samples_per_prompt: 1 leaves every group advantage at zero; use at least 2, or an algorithm.advantage of your own"
     return None
 
 
@@ -228,7 +228,7 @@ def _initial_state(config: Config) -> str | None:
 
 
 def _partitions(config: Config) -> str | None:
-    needed = max(config.rollout.workers, config.scorer.workers)
+    needed = max(config.rollout.workers, config.scorer.workers, config.environment_workers)
     if config.partitions < needed:
         return f"kafka.partitions: {config.partitions} is less than the {needed} workers of one role; each needs one at least"
     return None
@@ -248,6 +248,8 @@ def _environment(config: Config) -> str | None:
     source = config.environment.source
     if source is None and "environment" in (*config.reward.functions, *config.eval_reward.functions):
         return "reward.functions: 'environment' is the reward that an environment gives; name one in environment.source"
+    if source is None and config.environment.carrier == "log":
+        return "environment.carrier: 'log' carries the turns of an environment; name one in environment.source"
     if source is not None and config.rules.stale_in_hand == "continue":
         return "schedule.stale_in_hand: 'continue' cuts loss masks by version, which trajectories do not know; use 'finish' or 'abort'"
     if source is not None and config.schedule.samples_per_prompt + config.schedule.oversample > MAX_SAMPLES:

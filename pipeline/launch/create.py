@@ -51,7 +51,13 @@ def create(
     log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
-    specs = topics_of(run, partitions=config.partitions, weight_partitions=config.weight_partitions)
+    specs = topics_of(
+        run,
+        partitions=config.partitions,
+        weight_partitions=config.weight_partitions,
+        weight_segment_bytes=config.weight_segment_bytes,
+        turns=config.turns_by_log,
+    )
     log.create_topics(specs, copies=config.kafka.copies)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)

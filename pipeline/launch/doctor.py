@@ -22,6 +22,7 @@ from penstock.infra.engines.packages import Package
 from penstock.infra.engines.registry import ENGINES
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config, ConfigError
+from penstock.pipeline.launch.check import limits
 from penstock.pipeline.launch.placement import place, visible_gpus
 
 Level = Literal["ok", "warn", "fail"]
@@ -30,6 +31,8 @@ MIN_DISK_GIB = 5.0
 """Space for the broker's data of a long run and its checkpoints; weights take most of it."""
 MIN_MEMORY_GIB = 4.0
 """The broker takes 0.3, and trainer, evaluator and two rollout workers about 0.5 each."""
+MIN_KEPT_BYTES = 10**12
+"""Somewhat more than a model of half a billion parameters publishes in 10,000 steps."""
 CONNECT_S = 3.0
 CRC32C_CHECK = 0xE3069283
 """CRC-32C of b"123456789", the check value of RFC 3720."""
@@ -55,6 +58,7 @@ NEEDS = (
     Package(module="crc32c", name="crc32c", purpose="checksums of the log", extra=""),
     Package(module="pyarrow", name="pyarrow", purpose="payloads", extra=""),
     Package(module="numpy", name="numpy", purpose="payloads", extra=""),
+    Package(module="blake3", name="blake3", purpose="digests of weights", extra=""),
     Package(module="pydantic", name="pydantic", purpose="configuration", extra=""),
     Package(module="rich", name="rich", purpose="live view", extra=""),
     Package(module="psutil", name="psutil", purpose="measurements", extra=""),
@@ -80,7 +84,9 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None, import
     if config is not None:
         yield _placement(config)
     if bootstrap == "embedded":
-        yield from (check() for check in (_java, _jars, _embedded))
+        yield from (check() for check in (_java, _jars))
+        yield from _limits()
+        yield _embedded()
     else:
         yield _broker(bootstrap)
 
@@ -256,6 +262,21 @@ def _jars() -> Finding:
         f"{there} of {len(pins)} in {cache}",
         "the first start of the broker downloads them: penstock broker start",
     )
+
+
+def _limits() -> Iterator[Finding]:
+    """What the broker needs for the segments of the weights, where all of them are kept."""
+    limited = (
+        ("open files", limits.open_files(), limits.FILES_A_SEGMENT, "raise it: `ulimit -Hn 65536`, or LimitNOFILE of the service"),
+        ("memory maps", limits.memory_maps(), limits.MAPS_A_SEGMENT, "raise it: `sysctl vm.max_map_count=262144`"),
+    )
+    for name, limit, each, do in limited:
+        if limit is None:
+            yield Finding(name=name, level="ok", found="not limited")
+        else:
+            room = limits.kept_bytes(limit, each=each)
+            found = f"{limit:,} a process, enough for {room / 1e12:,.1f} TB of weights"
+            yield _finding(name, room >= MIN_KEPT_BYTES, found, f'{do}, or set weights.keep = "chain"')
 
 
 def _embedded() -> Finding:

@@ -13,7 +13,7 @@ from penstock.infra.backends.ranks.lead_backend import LeadBackend
 from penstock.infra.checkpoints import CheckpointStore, Recorded, State
 from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.paths import run_directory
-from penstock.infra.tensors.stream import TensorBytes, digest
+from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.ranks import Ranks
 from penstock.pipeline.learner.train_step import Objective, Step
@@ -32,6 +32,7 @@ class Weights:
     """The weights between two steps, copied and hashed at most once, on first use."""
 
     _copy: Callable[[], Sequence[TensorBytes]]
+    hash_name: Hash = HASH
     _tensors: Sequence[TensorBytes] | None = field(default=None, repr=False)
     _digest: str | None = None
     _invalid: bool = False
@@ -47,7 +48,7 @@ class Weights:
     @property
     def digest(self) -> str:
         """Their digest, as the ledger has it."""
-        self._digest = self._digest or digest(self.tensors)
+        self._digest = self._digest or digest(self.tensors, self.hash_name)
         return self._digest
 
     def invalidate(self) -> None:
@@ -68,6 +69,8 @@ class PolicyTrainer:
     """Gives the recorded weights of a version; without it a snapshot is always taken of the current weights."""
     processes: "ProcessSet | None" = None
     """The trainer's processes, led by this one, if it has several."""
+    hash_name: Hash = HASH
+    """Of the digests in the run's ledger and manifests."""
     steps_done: int = 0
     _proximal: int | None = None
     """The version whose weights the backend keeps as its snapshot."""
@@ -75,11 +78,24 @@ class PolicyTrainer:
 
     @classmethod
     def open(
-        cls, config: Config, *, steps: int, weights_of: WeightsOf | None = None, processes: "ProcessSet | None" = None
+        cls,
+        config: Config,
+        *,
+        steps: int,
+        weights_of: WeightsOf | None = None,
+        processes: "ProcessSet | None" = None,
+        hash_name: Hash = HASH,
     ) -> "PolicyTrainer":
         """Load the model that the run begins with, in each of the processes. Raises `BackendError`."""
-        backend = _initial_backend(config, steps=steps, processes=processes)
-        return cls(config=config, steps=steps, backend=backend, objective=Objective.of(config), weights_of=weights_of, processes=processes)
+        return cls(
+            config=config,
+            steps=steps,
+            backend=_initial_backend(config, steps=steps, processes=processes),
+            objective=Objective.of(config),
+            weights_of=weights_of,
+            processes=processes,
+            hash_name=hash_name,
+        )
 
     def step(self) -> Step:
         """Begin an optimizer step, to be fed with groups. Raises `LogError` when a snapshot has to come from the log and cannot."""
@@ -91,7 +107,7 @@ class PolicyTrainer:
 
     def weights(self) -> Weights:
         """The current weights; all callers between two steps share one copy."""
-        self._weights = self._weights or Weights(self.backend.weights)
+        self._weights = self._weights or Weights(self.backend.weights, self.hash_name)
         return self._weights
 
     def release_weights(self) -> None:

@@ -17,6 +17,7 @@ from penstock.infra.checkpoints import CheckpointStore, State
 from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
+from penstock.infra.tensors.stream import hash_of
 from penstock.pipeline.learner.chunk_gaps import ChunkGaps
 from penstock.pipeline.learner.fingerprint import arithmetic_of
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights, open_store
@@ -68,9 +69,11 @@ class RunWriter:
 
     def __post_init__(self) -> None:
         """Open the checkpoint directory. Raises `CheckpointError`."""
-        self.store = open_store(self.session.config, self.session.run)
-        self._publisher = WeightPublisher(self.session, count=self.session.log.partitions(self.session.topic("weights")) or 2)
-        self._gaps = ChunkGaps(self.session)
+        session = self.session
+        self.store = open_store(session.config, session.run)
+        count = session.log.partitions(session.topic("weights")) or 2
+        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count)
+        self._gaps = ChunkGaps(session)
         self._gaps.skip(self.state.manifests.values())
 
     def begin(self, policy: PolicyTrainer) -> None:
@@ -222,9 +225,10 @@ class RunWriter:
         newest, base = self.state.newest_version, self._publisher.base
         if self._publication is not None or base is None or base.version != newest:
             return
+        published = self.state.manifests[newest]
         if (problem := self._publisher.look_through(self.state.manifests, newest)) is not None:
             self.session.reporter.say(f"version {newest} cannot be read any more ({problem}): it is sent again")
-            self._publish_again(Weights(lambda: base.tensors), self.state.manifests[newest])
+            self._publish_again(Weights(lambda: base.tensors, hash_of(published.digest)), published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
         """Send a published version whole; a manifest with the same digest says where its chunks are now."""

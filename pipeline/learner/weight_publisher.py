@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, LogUnreachable
-from penstock.infra.log import Producer
+from penstock.infra.log import Log, Producer
 from penstock.infra.tensors.weight_copy import WeightCopy
+from penstock.pipeline.config.schema import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics import weights
@@ -46,7 +46,9 @@ class Publication:
 class WeightPublisher:
     """Sends versions, whole or as changes to the last one, whose tensors it keeps for that."""
 
-    session: Session
+    log: Log
+    run: str
+    chosen: WeightsSection
     count: int
     """Partitions of `weights`."""
     base: Base | None = None
@@ -79,7 +81,7 @@ class WeightPublisher:
         """Read a published version, to compare the next one with it; returns why that is not possible. Raises `LogUnreachable`."""
         copy = WeightCopy()
         try:
-            bring(copy, self.session.log, manifests, version, run=self.session.run)
+            bring(copy, self.log, manifests, version, run=self.run)
         except LogUnreachable:
             raise
         except LogError as error:
@@ -89,7 +91,7 @@ class WeightPublisher:
 
     def look_through(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
         """Read all chunks that a published version is put together from, without keeping them; returns what is wrong with them."""
-        reader = ChunkReader(self.session.log, self.session.run)
+        reader = ChunkReader(self.log, self.run)
         try:
             for manifest in weights.chain(manifests, version):
                 for _ in reader.read(manifest):
@@ -112,22 +114,21 @@ class WeightPublisher:
         if self.base is None or self.base.version != max(manifests, default=-1):
             return False
         anchor, *deltas = weights.chain(manifests, self.base.version)
-        return len(deltas) + 1 < self.session.config.weights.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
+        return len(deltas) + 1 < self.chosen.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
 
     def _send(self, publication: Publication) -> None:
-        session = self.session
         try:
             if self._producer is None:
-                self._producer = session.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
+                self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
             publication.manifest = send_version(
                 self._producer,
                 publication.content.tensors,
-                run=session.run,
+                run=self.run,
                 version=publication.version,
                 step=publication.step,
                 partitions=chunk_partitions(publication.version, count=self.count),
-                max_bytes=session.config.weights.chunk_mib * 2**20,
-                digest=publication.content.digest,
+                max_bytes=self.chosen.chunk_mib * 2**20,
+                digest=lambda: publication.content.digest,
                 base=publication.base,
             )
         except BaseException as error:  # this thread's edge: its owner raises it again

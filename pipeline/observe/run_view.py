@@ -30,7 +30,7 @@ DECODED = frozenset({"ledger", "metrics"})
 TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("run", "weights", "dead-letters")))
 RECENT_GROUPS = 1024
 """Groups at most whose rewards are kept for a moving mean."""
-WORK = ("samples", "groups", "admitted", "step")
+WORK = ("samples", "calls", "groups", "admitted", "step")
 """Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers

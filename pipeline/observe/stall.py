@@ -12,7 +12,7 @@ from penstock.pipeline.config.load import from_json
 from penstock.pipeline.observe.run_status import fates, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import WorkerView
-from penstock.pipeline.runtime.roles import HELPERS
+from penstock.pipeline.runtime.roles import HELPERS, drawing
 from penstock.pipeline.scheduling.fates import SETTLED
 from penstock.pipeline.scheduling.rules import version_after, versions_of
 from penstock.pipeline.scheduling.schedule import Schedule
@@ -96,8 +96,9 @@ def find(scene: Scene) -> Stuck | None:
     step, unsettled = len(view.steps), sum(fate not in SETTLED for fate in fates(view).values())
     if unsettled >= _needed(view, rules):
         return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(scene, 'trainer')}")
-    if not _of(view, "rollout"):
-        return Stuck(stage="rollout", group=None, reason=_role(scene, "rollout"))
+    for role in _drawers(view):
+        if not _of(view, role):
+            return Stuck(stage=role, group=None, reason=_role(scene, role))
     return Stuck(
         stage="feeder", group=None, reason=f"step {step} waits for the prompt of group {len(fates(view))}; {_role(scene, 'feeder')}"
     )
@@ -116,8 +117,14 @@ def _group(scene: Scene, rules: Schedule, group: int) -> Stuck:
         return Stuck(stage="scorer", group=group, reason=f"{place}, complete{since}; {_role(scene, 'scorer', opened.partition)}")
     admitted = f"prompt admitted {max(0.0, scene.now_s - opened.time_s):.0f} s ago"
     there = "" if drawn is None else f", {drawn.samples} of {rules.samples_per_prompt} samples there"
-    owner = _role(scene, "rollout", opened.partition)
-    return Stuck(stage="rollout", group=group, reason=f"{place}: {admitted}{there}; {owner}")
+    owners = "; ".join(_role(scene, role, opened.partition) for role in _drawers(view))
+    return Stuck(stage=_drawers(view)[0], group=group, reason=f"{place}: {admitted}{there}; {owners}")
+
+
+def _drawers(view: RunView) -> tuple[str, ...]:
+    """The roles that a group waits for until its samples are there; the one that takes its prompt first."""
+    by_log = view.record is not None and from_json(view.record.config).turns_by_log
+    return ("environment", "rollout") if by_log else ("rollout",)
 
 
 def _role(scene: Scene, role: str, partition: int | None = None) -> str:
@@ -125,16 +132,21 @@ def _role(scene: Scene, role: str, partition: int | None = None) -> str:
     there = _of(scene.view, role)
     if not there:
         gone = [worker for worker in scene.view.workers.values() if worker.role == role and "error" in worker.labels]
-        return f"no {role}{' worker' * (role == 'rollout')}" + "".join(
+        return f"no {role}{' worker' * (role in drawing())}" + "".join(
             f"; {worker.worker} failed: {worker.labels['error']}" for worker in gone
         )
     if partition is not None:
-        owners = [worker for worker in there if str(partition) in worker.labels.get("partitions", "").split(",")]
+        owners = [worker for worker in there if str(partition) in _owned(worker).split(",")]
         if owners:  # of two that claim it the worker heard last: the other has not learnt yet that it lost it
             there = [min(owners, key=lambda worker: scene.silent.get(worker.worker, 0.0))]
-        elif any(worker.labels.get("partitions") for worker in there):
+        elif any(_owned(worker) for worker in there):
             return f"no {role} worker owns the partition yet; " + "; ".join(_state(scene, worker) for worker in there)
     return "; ".join(_state(scene, worker) for worker in there)
+
+
+def _owned(worker: WorkerView) -> str:
+    """The partitions that a worker says it owns: of prompts, or of calls."""
+    return worker.labels.get("partitions") or worker.labels.get("calls", "")
 
 
 def _state(scene: Scene, worker: WorkerView) -> str:

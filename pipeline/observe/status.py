@@ -14,6 +14,7 @@ from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.reporting.time_uses import use_of
+from penstock.pipeline.runtime.roles import drawing
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics that `status` and the live view read: not the rollouts, which are most of a run's records."""
@@ -89,7 +90,7 @@ def _lacks_prompts(view: RunView) -> bool:
     """Whether rollout workers wait for prompts although the window is not full."""
     doing = [(worker.role, worker.labels.get("doing", "")) for worker in view.workers.values() if not worker.ended]
     full = any(role == "feeder" and use_of(text) in ("full_window", "done") for role, text in doing)
-    return not full and ("rollout", "waiting for prompts") in doing
+    return not full and any((role, "waiting for prompts") in doing for role in drawing())
 
 
 def _named(who: str, why: str) -> Bottleneck:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.errors import BackendError, CheckpointError, PenstockError, Unrecoverable
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic
 from penstock.pipeline.learner.ledger_history import read_planned
@@ -125,7 +125,8 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
         raise PenstockError(f"the optimizer state that {recording.run} began with is not on this machine: {state} (it is not in the log)")
 
     def open_at(settings: Config) -> PolicyTrainer:
-        return PolicyTrainer.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version))
+        hash_name = hash_of(manifest.digest)
+        return PolicyTrainer.open(settings, steps=steps, weights_of=lambda version: weights_of(recording, version), hash_name=hash_name)
 
     same_dtype = config.trainer.dtype == recording.config.trainer.dtype
     try:

@@ -5,6 +5,8 @@ The rule: a note that is missing, torn or of another shape counts as none; the s
 | consumer group | topic with the note | class |
 |---|---|---|
 | `<run>.rollout` | `prompts` | `RolloutNote` |
+| `<run>.rollout`, with `environment.carrier = "log"` | `calls` | `CallNote` |
+| `<run>.environment` | `prompts` | `RolloutNote` |
 | `<run>.scorer` | `prompts` | `ScorerNote` |
 | `<run>.feeder` | `prompts` and `groups` | `FeederNote`, the same in every partition |
 """
@@ -14,10 +16,17 @@ from typing import NamedTuple, TypeVar
 
 
 class RolloutNote(NamedTuple):
-    """What a rollout worker knows of the partition's samples."""
+    """What a worker that takes prompts knows of the partition's samples."""
 
     rollouts: int
     """Offset in `rollouts` from which the samples of the prompts above the committed one are found."""
+
+
+class CallNote(NamedTuple):
+    """What a rollout worker knows of the partition's replies."""
+
+    replies: int
+    """Offset in `replies` from which the replies to the calls above the committed one are found."""
 
 
 class ScorerNote(NamedTuple):
@@ -40,10 +49,10 @@ class FeederNote(NamedTuple):
     """Where in the order of prompts the next one stands, as far as those groups tell."""
 
 
-Note = TypeVar("Note", RolloutNote, ScorerNote, FeederNote)
+Note = TypeVar("Note", RolloutNote, CallNote, ScorerNote, FeederNote)
 
 
-def encode(note: RolloutNote | ScorerNote | FeederNote) -> str:
+def encode(note: RolloutNote | CallNote | ScorerNote | FeederNote) -> str:
     """The note as commit metadata.
 
     Example:

@@ -41,9 +41,13 @@ def make_engine(config: Config, *, episodes: bool = True, say: Callable[[str], N
     """An engine with the initial model; where the run has an environment, and `episodes`, one that plays them. Raises `EngineError`."""
     with _LOADING, _mistakes():
         engine = config.engine.open(_settings_of(config))
+    return engine if config.environment.source is None or not episodes else play_on(engine, config, say=say)
+
+
+def play_on(engine: Engine, config: Config, *, say: Callable[[str], None] = lambda _: None) -> TrajectoryEngine:
+    """An engine that plays the trajectories of a run, and asks `engine` for their turns."""
     chosen = config.environment
-    if chosen.source is None or not episodes:
-        return engine
+    assert chosen.source is not None
     return TrajectoryEngine(
         engine, source=chosen.source, template=template_for(config), limits=limits_of(config), processes=chosen.processes,
         in_flight=chosen.in_flight, say=say,

@@ -88,8 +88,26 @@ _TABLE = (
         writes={"prompts": "one prompt group to sample", **_TAKES, **_REPORTS},
     ),
     Role(
+        name="environment",
+        does="plays trajectories of several turns, and asks the rollout workers for the policy's",
+        colour="bright_magenta",
+        keeps_offsets=True,
+        extras=("data", "agents"),
+        single=False,
+        workers=lambda config: config.environment_workers,
+        reads={
+            "prompts": "what to play",
+            "replies": "what was drawn for a turn",
+            "rollouts": "what exists already in partitions it takes over",
+            **_FOLLOWS,
+            **_LETTERS,
+            **_JOINS,
+        },
+        writes={"calls": "one turn to draw", "rollouts": "finished trajectories", **_REPORTS},
+    ),
+    Role(
         name="rollout",
-        does="samples completions under the newest policy that a prompt allows",
+        does="samples completions, or turns of trajectories, under the newest policy that a prompt allows",
         colour="magenta",
         keeps_offsets=True,
         extras=("rollout",),
@@ -99,12 +117,14 @@ _TABLE = (
         gpus=lambda config: config.rollout.gpus_per_worker,
         reads={
             "prompts": "what to sample",
+            "calls": "which turns to draw, where environments have workers of their own",
             "rollouts": "what exists already in partitions it takes over",
+            "replies": "what is answered already in partitions it takes over",
             **_FOLLOWS,
             **_LETTERS,
             **_JOINS,
         },
-        writes={"rollouts": "finished samples", **_REPORTS},
+        writes={"rollouts": "finished samples", "replies": "what was drawn for a turn", **_REPORTS},
     ),
     Role(
         name="scorer",
@@ -187,7 +207,7 @@ ROLES: Mapping[str, Role] = {role.name: role for role in _TABLE}
 
 HELPERS = tuple(role.name for role in _TABLE if not role.on_sample_path)
 
-TOPICS = (*catalogue.TOPICS, catalogue.OWNERS, catalogue.RUNS_TOPIC)
+TOPICS = (*catalogue.TOPICS, *catalogue.TURNS, catalogue.OWNERS, catalogue.RUNS_TOPIC)
 """In the order in which a sample's life passes them."""
 
 
@@ -204,6 +224,11 @@ def readers(topic: str) -> list[str]:
 def writers(topic: str) -> list[str]:
     """Names of the roles that write a topic."""
     return [role.name for role in ROLES.values() if topic in role.writes]
+
+
+def drawing() -> list[str]:
+    """Names of the roles whose workers take prompts and publish samples."""
+    return writers("rollouts")
 
 
 def as_table() -> list[dict[str, object]]:

@@ -1,4 +1,5 @@
-"""Which partitions have a rollout worker that reports: only there groups are admitted, and only there their clocks run.
+"""Which partitions have a worker that reports and takes their prompts, or their calls: only there groups are admitted, and only there
+their clocks run.
 
 The rule: a worker that was killed says nothing of its end, so ownership lasts only as long as its reports come.
 """
@@ -47,11 +48,18 @@ class Presence:
         return [owner if self.present(partition) else None for partition, owner in enumerate(self._owners)]
 
 
-def hear(presence: Presence, measured: Measurement) -> None:
-    """Apply a worker's measurement, if it is one of a rollout worker that owns partitions or did."""
-    if measured.role == "rollout" and "partitions" in measured.labels:
-        owned = [] if measured.kind == "final" else [int(text) for text in measured.labels["partitions"].split(",") if text]
+PROMPTS, CALLS = "partitions", "calls"
+"""Labels of a worker's report: the partitions of `prompts`, and of `calls`, that it owns."""
+
+
+def hear(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> None:
+    """Apply a worker's measurement, if it is one of a worker that owns such partitions or did."""
+    if measured.role in _OWNERS[label] and label in measured.labels:
+        owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
         presence.heard(measured.worker, owned, slots=int(measured.values.get("slots", 1)))
+
+
+_OWNERS = {PROMPTS: ("rollout", "environment"), CALLS: ("rollout",)}
 
 
 @dataclass(slots=True)

@@ -64,7 +64,7 @@ class Crew:
     def start_all(self, config: Config, roles: Sequence[str] = PIPELINE) -> None:
         """Start the workers of a run, as many of each role as it asks for."""
         for role in roles:
-            for slot in range({"rollout": config.rollout.workers, "scorer": config.scorer.workers}.get(role, 1)):
+            for slot in range(ROLES[role].workers(config)):
                 self.start(role, slot)
 
     def abandon(self, name: str) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.turns import calls, replies
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 COUNT = st.integers(0, 2**63 - 1)
@@ -323,10 +324,30 @@ def a_dead_letter():
     )
 
 
+def a_call(**changes):
+    fields = {
+        "group": 3, "sample": 1, "turn": 2, "attempt": 0, "min_version": 4, "token_ids": np.array([5, 6, 7], np.int32), "stream": 9,
+        "max_new_tokens": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seeded": 1, "asked_ns": 10, "worker": "environment-0",
+    }  # fmt: skip
+    return calls.Call(**(fields | changes))
+
+
+def a_reply(**changes):
+    """What was drawn for `a_call`."""
+    fields = {
+        **a_call().key._asdict(), "token_ids": np.array([8, 2], np.int32), "behaviour_logprobs": np.array([-0.5, -1.0], np.float32),
+        "span_versions": np.array([4, 5], np.int32), "span_starts": np.array([0, 1], np.int32), "finish": "stop", "started_ns": 11,
+        "ended_ns": 12, "worker": "rollout-0",
+    }  # fmt: skip
+    return replies.Reply(**(fields | changes))
+
+
 EXAMPLES = {
     "prompts": a_prompt(),
     "rollouts": a_rollout(),
     "several samples": (a_rollout(sample=0), a_rollout(sample=2, tokens=4, finish="length")),
+    "calls": a_call(),
+    "replies": a_reply(),
     "groups": replace(a_group(), reward_ns=7),
     "weights": a_manifest(),
     "weights-chunk": weights.Chunk(version=2, index=1, data=bytes(range(50))),

@@ -3,7 +3,18 @@
 import pytest
 
 from penstock.topics import groups
-from penstock.topics.catalogue import MAX_RECORD_BYTES, OWNERS, RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topic_name, topics_of
+from penstock.topics.catalogue import (
+    DELETED_SEGMENT_BYTES,
+    KEPT_SEGMENT_BYTES,
+    MAX_RECORD_BYTES,
+    OWNERS,
+    RUNS_SPEC,
+    RUNS_TOPIC,
+    TOPICS,
+    check_run_id,
+    topic_name,
+    topics_of,
+)
 
 
 def test_a_run_owns_nine_topics_in_a_fixed_order_under_its_own_prefix():
@@ -24,7 +35,9 @@ def test_nothing_that_flows_in_a_run_is_ever_deleted_or_compacted_by_the_broker(
 
 def test_a_segment_holds_the_largest_record_and_a_dead_letter_any_other_record():
     specs = topics_of("r", partitions=1)
-    assert int(specs["r.weights"].configs["segment.bytes"]) >= int(specs["r.weights"].configs["max.message.bytes"])
+    assert specs["r.weights"].configs["segment.bytes"] == str(KEPT_SEGMENT_BYTES)
+    short = topics_of("r", partitions=1, weight_segment_bytes=DELETED_SEGMENT_BYTES)["r.weights"].configs
+    assert int(specs["r.weights"].configs["max.message.bytes"]) <= int(short["segment.bytes"]) < KEPT_SEGMENT_BYTES
     assert int(specs["r.dead-letters"].configs["max.message.bytes"]) > MAX_RECORD_BYTES + (1 << 20)
     assert groups.MAX_PART_BYTES * 2 <= MAX_RECORD_BYTES
 

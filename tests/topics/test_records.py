@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.samples import Turn, reward_of
+from penstock.topics.turns import calls, replies
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
@@ -19,6 +20,8 @@ from tests.support.strategies import EXAMPLES, a_group, a_prompt, a_rollout, gro
 MODULES = {
     "prompts": prompts,
     "rollouts": rollouts,
+    "calls": calls,
+    "replies": replies,
     "weights": weights,
     "ledger": ledger,
     "metrics": metrics,
@@ -71,6 +74,13 @@ LIES = [
     ("rollouts", {"outcome": "length"}),
     ("rollouts", {"worker": "rollout-1"}),
     ("rollouts", {"tokens": 21}),
+    ("calls", {"turn": 3}),
+    ("calls", {"sha256": "0" * 64}),
+    ("calls", {"policy_version_min": 5}),
+    ("replies", {"attempt": 1}),
+    ("replies", {"sha256": "0" * 64}),
+    ("replies", {"policy_version_max": 9}),
+    ("replies", {"outcome": "length"}),
     ("weights", {"policy_version_min": 3}),
     ("ledger", {"outcome": "stale"}),
     ("ledger", {"policy_version_min": 3}),

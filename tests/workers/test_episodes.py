@@ -1,42 +1,21 @@
 """Whole runs over trajectories of several turns on the in-memory log: what is trained, and what becomes of broken environments."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.audit.report import as_text
-from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.observe.explain.as_json import explain
 from penstock.pipeline.observe.explain.text import as_page
 from penstock.topics import groups
 from penstock.topics.samples import reward_of
-from tests.support.crew import audited, complete, config_of, records_of
+from tests.support.counting_run import counting_run
+from tests.support.crew import audited, complete, records_of
 from tests.support.environments import COUNTING
 
 ROLES = ("trainer", "rollout", "scorer", "feeder")
-
-
-def counting_run(model: Path, directory: Path, *, environment: str = COUNTING, **sections: Any) -> Config:
-    """A run over an environment that counts; `environment` is its source code."""
-    (directory / "counting.py").write_text(environment)
-    table: dict[str, Any] = {
-        "run": {"steps": 2, "seed": 7},
-        "environment": {
-            "source": f"{directory / 'counting.py'}:Counting?file={directory / 'broken'}",
-            "max_turns": 3, "max_tokens": 120, "step_timeout_s": 20.0,
-        },
-        "reward": {"functions": ["environment"]},
-        "schedule": {"prompts_per_step": 2, "samples_per_prompt": 3},
-        "algorithm": {"truncated": "train"},
-        "rollout": {"workers": 1},
-        "trainer": {"micro_batch_tokens": 4096},
-    }  # fmt: skip
-    for name, section in sections.items():
-        table[name] = {**table.get(name, {}), **section}
-    return config_of(model, directory, **table)
 
 
 def test_trajectories_are_drawn_scored_and_trained_and_the_audit_is_clean(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
@@ -76,7 +55,7 @@ def test_a_broken_environment_is_no_zero_but_covered_by_oversampling_or_a_failed
     config = counting_run(
         tiny_model,
         tmp_path,
-        environment=breaking,
+        code=breaking,
         run={"steps": 1},
         sampling={"max_new_tokens": 40},
         schedule={"oversample": oversample},

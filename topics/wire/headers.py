@@ -47,6 +47,7 @@ class Headers:
     sha256: str | None = None
     sample_tokens: tuple[tuple[int, int], ...] | None = None
     """Number and tokens of each sample of a record of several."""
+    turn: int | None = None
 
     def encode(self, value: Payload) -> RawHeaders:
         """Names and ASCII values on the wire, checksum of this payload included; absent headers are left out, `reward-mean` is exact.

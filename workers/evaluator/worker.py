@@ -20,9 +20,9 @@ from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.reward_faults import FaultCount
 from penstock.pipeline.envs.rewards import CHILD, Score, episodes_of, payload, spec
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.pipeline.runtime.drawing.sampling import episode_request
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.sampling import episode_request
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import metrics

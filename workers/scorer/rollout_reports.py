@@ -1,13 +1,15 @@
-"""What the scorer learns from the rollout workers' reports in `metrics`: which of its partitions somebody draws for.
+"""What the scorer learns from the reports in `metrics`: which of its partitions somebody draws for.
 
-The rule: a group's deadline counts only time in which a rollout worker was there for its partition.
+The rule: a group's deadline counts only time in which a worker was there for its partition; where trajectories ask for their turns
+through the log, one that plays them and one that draws.
 """
 
 import contextlib
 from collections.abc import Iterable
 
+from penstock.pipeline.runtime.roles import drawing
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.scheduling.presence import Presence, WorkingClock, hear
+from penstock.pipeline.scheduling.presence import CALLS, PROMPTS, Presence, WorkingClock, hear
 from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
 from penstock.workers.scorer.group_buffer import PartitionGroups
@@ -16,13 +18,14 @@ LOOK_EVERY_S = 1.0
 
 
 class RolloutReports:
-    """Follows the rollout workers' reports, on a clock that stands still while the broker is away."""
+    """Follows the reports of those who draw, on a clock that stands still while the broker is away."""
 
     def __init__(self, session: Session) -> None:
         """Read the reports that come from now on."""
         self._session = session
         self.clock, self._looked_s = WorkingClock(), 0.0
-        self._presence = Presence(session.config.partitions)
+        labels = (PROMPTS, CALLS) if session.config.turns_by_log else (PROMPTS,)
+        self._presences = {label: Presence(session.config.partitions) for label in labels}
         self._tail = session.log.tail({(session.topic("metrics"), 0): "latest"})
 
     @property
@@ -37,9 +40,10 @@ class RolloutReports:
         if now - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now
             self._read()
-        self._presence.now_s = now
+        for presence in self._presences.values():
+            presence.now_s = now
         for state in owned:
-            if self._presence.present(state.partition):
+            if all(presence.present(state.partition) for presence in self._presences.values()):
                 state.drawing_s += now - before
 
     def close(self) -> None:
@@ -49,6 +53,8 @@ class RolloutReports:
     def _read(self) -> None:
         for record in self._tail.poll(0.0, max_records=5000):
             with contextlib.suppress(Unusable):  # the tracker owns reading `metrics`
-                if (metrics.check(record, run=self._session.run).worker or "").startswith("rollout"):
+                if (metrics.check(record, run=self._session.run).worker or "").startswith(tuple(drawing())):
                     with self._session.dead_letters.decoding(record):
-                        hear(self._presence, metrics.read(record, run=self._session.run)[1])
+                        measured = metrics.read(record, run=self._session.run)[1]
+                    for label, presence in self._presences.items():
+                        hear(presence, measured, label=label)

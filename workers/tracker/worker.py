@@ -25,9 +25,9 @@ from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
-from penstock.topics.secrets import without_password
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
+from penstock.topics.wire.secrets import without_password
 from penstock.workers.tracker.metrics_file import MetricsFile
 from penstock.workers.tracker.sinks import sinks
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
+from penstock.infra.tensors.stream import HASH, hash_of
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import OlderNeeded, recover
@@ -104,6 +105,7 @@ class Trainer:
             steps=session.steps,
             weights_of=lambda version: fetch(session.log, manifests, version, run=session.run),
             processes=processes,
+            hash_name=hash_of(manifests[0].digest) if 0 in manifests else HASH,
         )
         writer = RunWriter(session, transactions, past.story)
         inbox = GroupInbox(

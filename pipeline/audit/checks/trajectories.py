@@ -27,6 +27,30 @@ def broken(facts: Facts) -> Iterator[Violation]:
                 yield Violation(text=text, group=outcome.group, where=outcome.where)
 
 
+def answered(facts: Facts) -> Iterator[Violation]:
+    """Each turn of the policy is what a reply gave for exactly what stands before it."""
+    given = {(reply.key.group, reply.key.sample, reply.key.sha256, reply.tokens) for reply in facts.replies}
+    for sample in facts.samples if _turns_are_kept(facts) else ():
+        for number, turn in enumerate(sample.turns):
+            if (sample.group, sample.sample, turn.context, turn.tokens) not in given:
+                text = f"sample {sample.sample}: its turn {number} is in no reply to what stands before it"
+                yield Violation(text=text, group=sample.group, where=sample.where)
+
+
+def asked(facts: Facts) -> Iterator[Violation]:
+    """Nothing was drawn that nobody had asked for."""
+    for reply in facts.replies:
+        if reply.key not in facts.calls:
+            group, sample, turn, attempt, _ = reply.key
+            text = f"a reply to turn {turn} of sample {sample}, attempt {attempt}, which is in no call"
+            yield Violation(text=text, group=group, where=reply.where)
+
+
+def _turns_are_kept(facts: Facts) -> bool:
+    """An archive has no turns beside their trajectories'."""
+    return bool(facts.replies or facts.calls)
+
+
 CHECKS = (
     Check(
         name="trajectory-turns",
@@ -41,5 +65,19 @@ CHECKS = (
         counts="samples",
         examined=lambda facts: sum(len(outcome.samples) for outcome in facts.outcomes),
         rule=broken,
+    ),
+    Check(
+        name="turns-answered",
+        promise="where turns travel through the log, each is what was drawn for exactly what stands before it",
+        counts="turns",
+        examined=lambda facts: sum(len(sample.turns) for sample in facts.samples) if _turns_are_kept(facts) else 0,
+        rule=answered,
+    ),
+    Check(
+        name="replies-asked",
+        promise="no turn was drawn that nobody had asked for",
+        counts="replies",
+        examined=lambda facts: len(facts.replies),
+        rule=asked,
     ),
 )

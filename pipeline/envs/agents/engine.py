@@ -38,6 +38,15 @@ def turn_number(group: int, sample: int, turn: int) -> int:
     return (group << SAMPLE_BITS + TURN_BITS) + (sample << TURN_BITS) + turn
 
 
+def turn_of(number: int) -> tuple[int, int, int]:
+    """Group, sample and turn that a number stands for.
+
+    Example:
+        turn_of(16777218)  # -> (1, 0, 2)
+    """
+    return number >> SAMPLE_BITS + TURN_BITS, number >> TURN_BITS & (1 << SAMPLE_BITS) - 1, number & (1 << TURN_BITS) - 1
+
+
 @dataclass(slots=True, eq=False)
 class _Asked:
     """A turn that a trajectory waits for."""
@@ -75,7 +84,7 @@ class TrajectoryEngine:
     ) -> None:
         self._inner, self._in_flight = inner, in_flight
         self._say = say
-        self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Asked | tuple[tuple[int, int], Future[Trajectory]] | None] = queue.SimpleQueue()
         self._running: dict[tuple[int, int], _Running] = {}
         self._flying: dict[int, _Asked] = {}
         self._counts = dict.fromkeys(("trajectories", "turns", "broken", "losses", "environment_s", "segments", "waits_s"), 0.0)
@@ -151,6 +160,10 @@ class TrajectoryEngine:
         self._flying.clear()
         self._inner.close()
 
+    def wake(self) -> None:
+        """End a step that waits: the engine within has something; called in any thread."""
+        self._events.put(None)
+
     def ask(self, asked: _Asked) -> None:
         """Hand a turn to the engine; called in the environments' thread."""
         self._events.put(asked)
@@ -168,6 +181,8 @@ class TrajectoryEngine:
                 self._counts["waits_s"] += WAIT_S if wait else 0.0
                 return ended
             wait = False
+            if event is None:
+                continue
             if isinstance(event, _Asked):
                 if (running := self._running.get(event.key)) is not None:
                     running.turns.add(event.request.group)

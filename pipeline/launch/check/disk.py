@@ -1,19 +1,28 @@
-"""The bytes that a run leaves on the disk: published weights and checkpoints, from the sizes in the model's own files.
+"""The bytes that a run leaves on the disk, step by step: weights and samples in the log, checkpoints beside it.
 
-The rule: an upper bound from headers; no weight is read.
+The rule: from the configuration and the headers of the model's files; no weight is read, so what a delta takes is an estimate.
 """
 
+import bisect
 import json
 import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config
+from penstock.pipeline.scheduling.rules import versions_of
 
 OPTIMIZER_BYTES = 12
 """A checkpoint holds a float32 master and two moments of each parameter."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
+CHANGED_PER_LR = 7_000.0
+"""Share of bfloat16 elements that a step of AdamW changes, by its learning rate: a weight of 0.02 has its neighbour 1.2e-4 away."""
+BYTES_A_CHANGE = 3
+"""A new element of two bytes and its position's gap in one."""
+SAMPLE_BYTES, TOKEN_BYTES, GROUP_BYTES = 4_500, 20.2, 7_600
+"""Of a sample and each of its tokens in `rollouts` and `groups`, and of a group besides; at 4 characters a token."""
 
 
 def parameters(folder: Path) -> int | None:
@@ -32,18 +41,73 @@ def _elements(file: Path) -> int:
     return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def kept_checkpoints(config: Config, *, steps: int) -> int:
-    """Checkpoints that lie on the disk at the end of the run."""
-    trainer = config.trainer
-    if not trainer.checkpoint_every:
-        return 0
-    written = math.ceil(steps / trainer.checkpoint_every)
-    newest = min(written, trainer.checkpoint_keep_last + 1)
-    return newest + (steps // trainer.checkpoint_keep_every if trainer.checkpoint_keep_every else 0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What a run of a model of `count` parameters takes on the disk after each of its steps, in bytes."""
+
+    config: Config
+    count: int
+    share: float
+    """Of a delta in the whole version; 1 for an upper bound."""
+
+    @property
+    def whole(self) -> int:
+        """A version that is published whole."""
+        return self.count * BYTES_OF[self.config.trainer.dtype]
+
+    @property
+    def delta(self) -> int:
+        """A version that is published as what differs from the one before."""
+        return math.ceil(self.whole * self.share)
+
+    @property
+    def samples(self) -> int:
+        """The samples of a step, all of the longest."""
+        schedule, tokens = self.config.rules, self.config.max_drawn_tokens
+        return math.ceil(schedule.prompts_per_step * (GROUP_BYTES + schedule.samples_per_prompt * (SAMPLE_BYTES + TOKEN_BYTES * tokens)))
+
+    def weights(self, steps: int) -> int:
+        """The topic `weights` after so many steps."""
+        chosen, versions = self.config.weights, versions_of(steps, steps_per_version=self.config.schedule.steps_per_version)
+        longest = math.ceil(1 / max(self.share, 1e-6)) + 1  # the deltas of a chain are not more bytes than its anchor
+        every = min(chosen.anchor_every, longest)
+        anchors = versions // every
+        everything = (1 + anchors) * self.whole + (versions - anchors) * self.delta
+        if chosen.keep == "all":
+            return everything
+        cycle = self.whole + (every - 1) * self.delta
+        undeleted = chosen.partitions * self.config.weight_segment_bytes  # disk is freed by whole segments
+        return min(everything, self.whole + 3 * cycle + undeleted)  # version 0, two anchors with what follows them, and the next one
+
+    def checkpoints(self, steps: int) -> int:
+        """The checkpoints after so many steps."""
+        trainer = self.config.trainer
+        if not trainer.checkpoint_every:
+            return 0
+        newest = min(math.ceil(steps / trainer.checkpoint_every), trainer.checkpoint_keep_last + 1)
+        kept = newest + (steps // trainer.checkpoint_keep_every if trainer.checkpoint_keep_every else 0)
+        return kept * self.count * (OPTIMIZER_BYTES + (BYTES_OF[trainer.dtype] if trainer.export else 0))
+
+    def here(self, steps: int) -> int:
+        """All of it that lies on this machine after so many steps: of a broker elsewhere only the checkpoints do."""
+        log = self.weights(steps) + steps * self.samples if self.config.kafka.bootstrap == "embedded" else 0
+        return log + self.checkpoints(steps)
+
+    def full_at(self, free: int, *, steps: int) -> int | None:
+        """The first of `steps` steps after which more than `free` bytes are taken; None if all of them fit."""
+        step = bisect.bisect_right(range(steps + 1), free, key=self.here)
+        return step if step <= steps else None
 
 
-def needed_bytes(config: Config, *, count: int, steps: int, versions: int) -> tuple[int, int]:
-    """Bytes of the log's weights and of the checkpoints, for a model of `count` parameters."""
-    published = count * BYTES_OF[config.trainer.dtype] * (versions + 1)
-    of_one = OPTIMIZER_BYTES + (BYTES_OF[config.trainer.dtype] if config.trainer.export else 0)
-    return published, count * of_one * kept_checkpoints(config, steps=steps)
+def delta_share(dtype: str, lr: float) -> float:
+    """About how large a delta is beside the whole version; at most 1, as no piece takes more than its bytes.
+
+    In float32 every step changes all elements; in bfloat16 only those whose float32 master has crossed to the next number.
+
+    Example:
+        delta_share("bfloat16", 1e-6)  # -> 0.0105
+        delta_share("float32", 1e-6)   # -> 1.0
+    """
+    if dtype != "bfloat16":
+        return 1.0
+    return min(1.0, lr * CHANGED_PER_LR * BYTES_A_CHANGE / BYTES_OF[dtype])

@@ -14,7 +14,7 @@ from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
-from penstock.pipeline.launch.check.disk import needed_bytes, parameters
+from penstock.pipeline.launch.check.disk import Growth, delta_share, parameters
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.report.text import duration
@@ -85,16 +85,29 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
     count = parameters(config.model_directory)
     if count is None:
         return
-    published, checkpoints = needed_bytes(config, count=count, steps=info["steps"], versions=info["versions"])
+    chosen, steps, share = config.weights, info["steps"], delta_share(config.trainer.dtype, config.trainer.lr)
+    likely, most = Growth(config=config, count=count, share=share), Growth(config=config, count=count, share=1.0)
+    note(
+        "weights",
+        f"{size(likely.whole)} whole, every {chosen.anchor_every} versions; a delta about {size(likely.delta)} at trainer.lr = "
+        f'{config.trainer.lr:g} in {config.trainer.dtype}; weights.keep = "{chosen.keep}"',
+    )
     home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
     free = shutil.disk_usage(home).free
-    here = published if config.kafka.bootstrap == "embedded" else 0
-    written = f"at most {size(published)} of weights in {info['versions'] + 1} versions, {size(checkpoints)} of checkpoints"
-    note("disk", f"{written}; {size(free)} are free")
-    if here + checkpoints > free:
+    full, earliest = likely.full_at(free, steps=steps), most.full_at(free, steps=steps)
+    soon = f"; full after step {earliest} if every delta were whole" if earliest is not None and full is None else ""
+    note(
+        "disk",
+        f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step, "
+        f"{size(likely.checkpoints(steps))} of checkpoints; {size(free)} are free{soon}",
+    )
+    if full is not None:
+        chain = Growth(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), count=count, share=share)
+        less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
         raise PenstockError(
-            f"the run writes up to {size(here + checkpoints)} and {size(free)} are free: lower run.steps, raise schedule."
-            'steps_per_version, set trainer.dtype = "bfloat16", or set PENSTOCK_HOME to a larger disk'
+            f"the disk would be full after step {full} of {steps}: the run writes about {size(likely.here(steps))}, {size(free)} are free: "
+            f'{less}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
+            "or set PENSTOCK_HOME to a larger disk"
         )
 
 

@@ -13,6 +13,7 @@ from penstock.pipeline.learner.ledger_history import read_planned
 from penstock.pipeline.observe.explain.gradient_share import SampleShare, StepShares, clipped, left_out, shares
 from penstock.pipeline.observe.explain.group_history import GroupHistory, read_group, shown_place, stale_facts, why
 from penstock.pipeline.observe.explain.stage_times import stages
+from penstock.pipeline.observe.explain.turn_times import summed, turn_times
 from penstock.pipeline.observe.html.token_texts import TokenTexts
 from penstock.pipeline.observe.recorded_run import Letter, read_run
 from penstock.pipeline.observe.report.rebases import rebased_fields
@@ -77,6 +78,7 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
     drawn, counted, scored = history.drawn, history.counted, history.scored
     rollouts = {number: rollout for number, (_, rollout) in drawn.items()} | counted
     names, trained = history.group.reward_names if history.group else (), history.step is not None
+    played = turn_times(history.run.reader.log, history.run.run, group=history.number, partition=history.partition)
     texts = TokenTexts(history.run.config.model.path, history.run.tokenizer_digest) if rollouts.keys() - scored.keys() else None
     rows = []
     for number, rollout in sorted(rollouts.items()):
@@ -94,6 +96,8 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "tokens": len(rollout.token_ids),
                 **_fields(rollout, "finish", "temperature", "environment", "environment_version", "environment_seed"),
                 "turns": _turns(rollout),
+                "turn_times": [asdict(time) for time in played.get(number, [])] or None,
+                "time_spent": summed(played[number], rollout) if number in played else None,
                 "completion": judged.completion if judged else texts and texts.completion(rollout.token_ids),
                 "reward": judged and judged.reward,
                 "components": judged and dict(zip(names, judged.components, strict=False)),

@@ -85,6 +85,11 @@ class GroupHistory:
         return dict(sorted(firsts.items()))
 
     @property
+    def partition(self) -> int:
+        """Where all its records are."""
+        return next((read.record.partition for read in self.reads), 0)
+
+    @property
     def wanted(self) -> int:
         """Samples that the prompt asks for."""
         return self.prompt.samples_per_prompt if self.prompt else self.run.config.rules.samples_per_prompt

@@ -85,7 +85,10 @@ def _played(sample: Plain) -> str:
     rewards = " ".join("-" if turn["reward"] is None else f"{turn['reward']:g}" for turn in turns)
     last = sample["turns"][-1]
     broken = f"; {last['finish']}" if last["source"] == "environment" else ""
-    return f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
+    where = f"{len(turns)} turns in {sample['environment']} (seed {sample['environment_seed']}), rewards {rewards or 'none'}{broken}"
+    spent = sample.get("time_spent") or {}
+    names = {"waited_s": "waited for engines", "drawing_s": "drawing", "environment_s": "environment"}
+    return "; ".join([where, *(f"{names[name]} {seconds:.3f} s" for name, seconds in spent.items())])
 
 
 def _versions(spans: Sequence[Plain]) -> str:

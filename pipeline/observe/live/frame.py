@@ -20,7 +20,7 @@ from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
 from penstock.pipeline.observe.waste import RECENT_GROUPS, wastes
-from penstock.pipeline.runtime.roles import ROLES, order
+from penstock.pipeline.runtime.roles import ROLES, drawing, order
 
 SILENT_S = 5.0
 """A worker reports each second; one that has not for so long is marked."""
@@ -80,7 +80,7 @@ def line(view: RunView, *, now_s: float) -> str:
     if step is not None and "lag_mean" in step.metrics:
         parts.append(f"lag {step.metrics['lag_mean']:.1f}")
     for name in ("samples", "tokens"):
-        if rate := _sum_of_rates(view, "rollout", name):
+        if rate := sum(_sum_of_rates(view, role, name) for role in (drawing() if name == "samples" else ["rollout"])):
             parts.append(f"{rate:.1f} {name}/s" if rate < 100 else f"{rate:,.0f} {name}/s")
     if (elapsed := elapsed_s(view, now_s=now_s)) is not None:
         to_go = to_go_s(view)
@@ -121,7 +121,8 @@ def missing(view: RunView, *, silent: Mapping[str, float]) -> list[str]:
     there = [worker for worker in view.workers.values() if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
     if max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
         return []
-    roles = {worker.role for worker in there}
+    apart = config_of(view).get("environment", {}).get("carrier") == "log"
+    roles = {worker.role for worker in there} | (set() if apart else {"environment"})
     return [role.name for role in ROLES.values() if role.on_sample_path and role.name not in roles]
 
 

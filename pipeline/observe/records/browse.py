@@ -17,10 +17,11 @@ from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
-from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, topic_name
-from penstock.topics.secrets import without_passwords
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, TURNS, topic_name
+from penstock.topics.turns import calls, replies
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
+from penstock.topics.wire.secrets import without_passwords
 
 COUNTED_BYTES, COUNTED_OFFSETS = 64 << 20, 200_000
 """Records of topics up to this size are counted, which takes reading them."""
@@ -30,6 +31,8 @@ _READERS: Mapping[str, Callable[..., object]] = {
     "run": runs.read,
     "prompts": prompts.read,
     "rollouts": rollouts.read_all,
+    "calls": calls.read,
+    "replies": replies.read,
     "ledger": ledger.read,
     "metrics": metrics.read,
     "dead-letters": dead_letters.read,
@@ -56,14 +59,14 @@ def kafka_topic(run: str, topic: str) -> str:
     plain = topic.removeprefix(f"{run}.")
     if plain in (RUNS_TOPIC, "runs"):
         return RUNS_TOPIC
-    if plain not in TOPICS:
-        raise ConfigError(f"there is no topic {topic!r}: {', '.join(TOPICS)}{nearest(plain, TOPICS)}")
+    if plain not in (*TOPICS, *TURNS):
+        raise ConfigError(f"there is no topic {topic!r}: {', '.join((*TOPICS, *TURNS))}{nearest(plain, (*TOPICS, *TURNS))}")
     return topic_name(run, plain)
 
 
 def list_topics(log: Log, run: str, *, sizes: Mapping[str, int] = MappingProxyType({})) -> list[TopicRow]:
     """A run's topics in the order in which a sample's life passes them; missing ones are left out. `sizes` are bytes by Kafka name."""
-    counts = {topic: log.partitions(topic_name(run, topic)) for topic in TOPICS}
+    counts = {topic: log.partitions(topic_name(run, topic)) for topic in (*TOPICS, *TURNS)}
     rows = []
     for topic, count in counts.items():
         if count is None:

@@ -42,6 +42,10 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
         case "rollouts":
             samples = payload.get("samples", [payload])
             gist = ", ".join(f"{_text_of(sample, texts)}{sample['finish']} after {len(sample['token_ids'])} tokens" for sample in samples)
+        case "calls":
+            gist = f"turn {payload['turn']} after {len(payload['token_ids'])} tokens"
+        case "replies":
+            gist = f"turn {payload['turn']}: {payload['finish']} after {len(payload['token_ids'])} tokens"
         case "groups":
             judged = " ".join(f"{sample['reward']:g} {_quoted(sample['completion'])}" for sample in payload["samples"])
             gist = " · ".join(filter(None, (payload["reason"], judged)))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.runtime.roles import drawing
 
 _PREFIX = "engine_environment_"
 
@@ -13,7 +14,8 @@ def episodes(view: RunView) -> dict[str, Any] | None:
     `turns_mean` and `environment_s_mean` are of a trajectory, `segments_mean` says in how many sequences one is trained. `losses` were made
     good. `engine_idle_s`: in which the engines had no turn to draw, as every trajectory waited for its environment.
     """
-    workers = [worker for worker in view.workers.values() if worker.role == "rollout"]
+    workers = [worker for worker in view.workers.values() if worker.role in drawing()]
+    engines = [worker for worker in workers if worker.role == "rollout"]
 
     def total(name: str) -> float:
         return sum(worker.total(f"engine_{name}") for worker in workers)
@@ -29,7 +31,7 @@ def episodes(view: RunView) -> dict[str, Any] | None:
         "segments_mean": total("segments") / count,
         "environment_s": total("environment_s"),
         "environment_s_mean": total("environment_s") / count,
-        "engine_idle_s": total("waits_s"),
+        "engine_idle_s": sum(worker.total("engine_waits_s") for worker in engines),
         "losses": int(total("losses")),
         "broken": int(total("broken")),
         "causes": {name: int(number) for name, number in causes.items() if number},

@@ -16,8 +16,8 @@ from penstock.pipeline.learner.ledger_history import Past
 from penstock.pipeline.observe.recorded_run import RecordedRun, no_prompt, read_run
 from penstock.pipeline.replay.resample.compare import Redrawn, compare
 from penstock.pipeline.replay.rescore.cases import read_prompts
+from penstock.pipeline.runtime.drawing.sampling import request_of
 from penstock.pipeline.runtime.factories import make_engine
-from penstock.pipeline.runtime.sampling import request_of
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics.prompts import Prompt

@@ -62,7 +62,12 @@ class NewRun:
         count = log.partitions(f"{source.run}.prompts")
         if not count or 0 not in source.past.story.manifests:
             raise LogError(f"{source.run} has no topics, or its version 0 was never published: no run can be made of it")
-        specs = topics_of(run, partitions=count, weight_partitions=config.weight_partitions)
+        specs = topics_of(
+            run,
+            partitions=count,
+            weight_partitions=config.weight_partitions,
+            weight_segment_bytes=config.weight_segment_bytes,
+        )
         log.create_topics(specs, copies=config.kafka.copies)
         return cls(
             log=log,
@@ -142,7 +147,7 @@ class NewRun:
             step=0,
             partitions=chunk_partitions(0, count=self.log.partitions(f"{self.run}.weights") or 0),
             max_bytes=self.config.weights.chunk_mib * 2**20,
-            digest=story.manifests[0].digest,
+            digest=lambda: story.manifests[0].digest,
         )
         told = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
         end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 _USES_BY_BEGIN: Mapping[str, str] = {
     "waiting for prompts": "no_prompts",
+    "waiting for calls": "no_prompts",
     "waiting for samples": "no_samples",
     "waiting for version": "no_weights",
     "waiting for a version": "no_weights",

@@ -5,8 +5,11 @@ The rule: chunks first, manifest last; beside the version itself and the one bef
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.infra import faults
@@ -16,6 +19,9 @@ from penstock.infra.tensors.stream import digest as tensors_digest
 from penstock.topics import weight_delta, weights
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing
+
+ENCODERS = 2
+"""Threads that compare two versions: numpy lets go of the interpreter, and one thread alone reads less than the memory gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,30 +42,32 @@ def send_version(
     step: int,
     partitions: Sequence[int],
     max_bytes: int,
-    digest: str | None = None,
+    digest: Callable[[], str] | None = None,
     base: Base | None = None,
 ) -> Manifest:
     """Send a version, whole or as what differs from `base`, and describe its chunks once every one is acknowledged.
 
-    `partitions` take the chunks in turn. `digest` is that of the tensors, where it is known already.
+    `partitions` take the chunks in turn. `digest` gives that of the tensors where it may be known already; it is asked while they are sent.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     if base is not None and _layout(ordered) != _layout(base.tensors):
         base = None
     writer = ChunkWriter(producer=producer, run=run, version=version, partitions=partitions, max_bytes=max_bytes)
-    if base is None:
-        for tensor in ordered:
-            writer.add(tensor.data)
-    else:
-        _send_changes(writer, base.tensors, ordered)
-    writer.finish()
+    with ThreadPoolExecutor(1, "digest") as beside:
+        computed = beside.submit(digest or partial(tensors_digest, ordered))
+        if base is None:
+            for tensor in ordered:
+                writer.add(tensor.data)
+        else:
+            _send_changes(writer, base.tensors, ordered)
+        writer.finish()
     described = ordered if base is None else []
     return Manifest(
         version=version,
         step=step,
         encoding="full" if base is None else "delta",
         base_version=None if base is None else base.version,
-        digest=digest or tensors_digest(ordered),
+        digest=computed.result(),
         nbytes=sum(writer.sizes),
         names=tuple(tensor.name for tensor in described),
         dtypes=tuple(tensor.dtype for tensor in described),
@@ -143,16 +151,25 @@ class ChunkWriter:
 
 
 def _send_changes(writer: ChunkWriter, old: Sequence[TensorBytes], new: Sequence[TensorBytes]) -> None:
-    """Send what turns the tensors of one version into those of another, piece by piece."""
-    start = 0
-    for before, after in zip(old, new, strict=True):
-        item = ITEM_BYTES[after.dtype]
-        was, becomes = memoryview(before.data).cast("B"), memoryview(after.data).cast("B")
-        for low, nbytes, _ in weight_delta.pieces([(after.nbytes, item)]):
-            piece = slice(low, low + nbytes)
-            for part in weight_delta.encode(was[piece], becomes[piece], start=start + low, item=item):
-                writer.add(part)
-        start += after.nbytes
+    """Send what turns the tensors of one version into those of another, piece by piece; some pieces are compared side by side."""
+    start, ahead = 0, deque[Future[list[Any]]]()
+
+    def send_first() -> None:
+        for part in ahead.popleft().result():
+            writer.add(part)
+
+    with ThreadPoolExecutor(ENCODERS, "encode") as encoders:
+        for before, after in zip(old, new, strict=True):
+            item = ITEM_BYTES[after.dtype]
+            was, becomes = memoryview(before.data).cast("B"), memoryview(after.data).cast("B")
+            for low, nbytes, _ in weight_delta.pieces([(after.nbytes, item)]):
+                piece = slice(low, low + nbytes)
+                ahead.append(encoders.submit(weight_delta.encode, was[piece], becomes[piece], start=start + low, item=item))
+                if len(ahead) > 2 * ENCODERS:
+                    send_first()
+            start += after.nbytes
+        while ahead:
+            send_first()
 
 
 def _layout(tensors: Sequence[TensorBytes]) -> list[tuple[str, str, tuple[int, ...]]]:

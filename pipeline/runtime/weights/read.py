@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
-from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.topics import weight_delta, weights
 from penstock.topics.weights import Chunk, Manifest
@@ -95,7 +95,7 @@ def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> Non
 
 def _hold(copy: WeightCopy, manifest: Manifest) -> None:
     """Let the bytes count as a version if they have its digest."""
-    if (found := copy.computed()) != manifest.digest:
+    if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
         raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
     copy.hold(manifest.version, manifest.digest)
 

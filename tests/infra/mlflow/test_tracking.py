@@ -17,7 +17,7 @@ from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow import uploader as uploading
 from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target, nameable
 from penstock.infra.mlflow.uploader import Delivery, Uploader
-from penstock.topics.secrets import without_password
+from penstock.topics.wire.secrets import without_password
 
 WAIT_S = 60.0
 

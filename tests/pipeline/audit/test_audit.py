@@ -135,10 +135,11 @@ def a_model(draw: st.DrawFn) -> list[TensorBytes]:
     return found
 
 
-def published(model: list[TensorBytes], *, chunk_bytes: int, partitions: int) -> tuple[Manifest, list[Record]]:
+def published(model: list[TensorBytes], *, chunk_bytes: int, partitions: int, tree: bool) -> tuple[Manifest, list[Record]]:
     """A manifest and its chunks, dealt to partitions 1 to `partitions` in turn behind a chunk that belongs to nobody."""
     ordered = sorted(model, key=lambda tensor: tensor.name)
-    chunks = list(stream.split(ordered, max_bytes=chunk_bytes))
+    whole = b"".join(bytes(tensor.data) for tensor in ordered)
+    chunks = [whole[start : start + chunk_bytes] for start in range(0, len(whole), chunk_bytes)]
     places = [(1 + index % partitions, 1 + index // partitions) for index in range(len(chunks))]
     records = [_chunk_record(Chunk(version=9, index=0, data=b"x"), partition, 0) for partition in range(1, partitions + 1)]
     records += [_chunk_record(Chunk(version=0, index=i, data=data), *places[i]) for i, data in enumerate(chunks)]
@@ -147,7 +148,7 @@ def published(model: list[TensorBytes], *, chunk_bytes: int, partitions: int) ->
         step=0,
         encoding="full",
         base_version=None,
-        digest=stream.digest(model),
+        digest=stream.digest(model, "blake3" if tree else "sha256"),
         nbytes=sum(map(len, chunks)),
         names=tuple(tensor.name for tensor in ordered),
         dtypes=tuple(tensor.dtype for tensor in ordered),
@@ -185,22 +186,22 @@ def a_teller() -> Teller:
 
 
 @settings(max_examples=60, deadline=None)
-@given(model=a_model(), chunk_bytes=st.integers(1, 40), partitions=st.integers(1, 3), turn=st.integers(0, 10**6))
+@given(model=a_model(), chunk_bytes=st.integers(1, 40), partitions=st.integers(1, 3), turn=st.integers(0, 10**6), tree=st.booleans())
 def test_the_digest_is_recomputed_from_chunks_however_they_were_cut_and_dealt(
-    model: list[TensorBytes], chunk_bytes: int, partitions: int, turn: int
+    model: list[TensorBytes], chunk_bytes: int, partitions: int, turn: int, tree: bool
 ) -> None:
-    manifest, chunks = published(model, chunk_bytes=chunk_bytes, partitions=partitions)
+    manifest, chunks = published(model, chunk_bytes=chunk_bytes, partitions=partitions, tree=tree)
     found = audit(Listed(RUN, a_story(manifest_record(manifest), *chunks)))
     assert found.facts.recomputed[0].digest == manifest.digest, found.facts.recomputed[0]
     assert as_table(found)["duplicates"] == {"chunks of no manifest": partitions}
     if manifest.nbytes:
         whole = bytearray(b"".join(bytes(tensor.data) for tensor in sorted(model, key=lambda tensor: tensor.name)))
         whole[turn % len(whole)] ^= 1 << turn % 8
-        assert chunk_digests.digest(manifest, iter([memoryview(whole)])) != manifest.digest
+        assert chunk_digests.digest(manifest, iter([memoryview(whole)]), tree=tree) != manifest.digest
         with pytest.raises(ValueError, match="end 1 bytes before"):
-            chunk_digests.digest(manifest, iter([memoryview(whole)[:-1]]))
+            chunk_digests.digest(manifest, iter([memoryview(whole)[:-1]]), tree=tree)
     with pytest.raises(ValueError, match="more bytes"):
-        chunk_digests.digest(manifest, iter([memoryview(bytes(manifest.nbytes + 1))]))
+        chunk_digests.digest(manifest, iter([memoryview(bytes(manifest.nbytes + 1))]), tree=tree)
 
 
 # --- rules -------------------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from penstock.pipeline.archive.restore import to_records
 from penstock.pipeline.archive.rows import to_table
 from penstock.pipeline.config.load import from_json, from_table, override, to_json
 from penstock.topics import ledger, runs
-from penstock.topics.secrets import without_passwords
 from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.secrets import without_passwords
 from tests.support.a_run import CONFIG, RUN, Teller
 
 SECURITY = {"sasl_plain_password": "hush", "security_protocol": "SASL_SSL"}

@@ -3,15 +3,21 @@
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.infra.errors import PenstockError
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
 from penstock.pipeline.launch.check import disk, preflight, trial
 from penstock.pipeline.launch.check.propose import propose
+from penstock.pipeline.learner.weight_publisher import WeightPublisher
+from penstock.pipeline.runtime.weights.publish import Base
+from penstock.pipeline.runtime.weights.retention import deletable
+from penstock.topics.weights import Manifest
 from tests.support.light_model import light_model
 
 ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": n} for n in range(50)]
@@ -105,10 +111,60 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     assert disk.parameters(folder / "model") == 10**9
     told, problem = found(configured(folder, run={"steps": 100_000}))
-    assert "at most 400.0 TB of weights" in told["disk"]
+    assert told["weights"].startswith("4.0 GB whole, every 20 versions; a delta about 4.0 GB")
+    assert "about 400.0 TB of weights (at most 400.0 TB)" in told["disk"]
     assert problem is not None
-    assert "are free: lower run.steps" in problem
+    assert "the disk would be full after step " in problem
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("free", "keep", "said"),
+    [
+        (10**14, "all", None),
+        (10**13, "all", 'set weights.keep = "chain" ('),
+        (10**10, "all", "are free: lower run.steps"),
+        (10**13, "chain", None),
+    ],
+)
+def test_what_a_run_takes_follows_from_its_deltas_and_from_what_is_kept_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, keep: str, said: str | None
+) -> None:
+    folder = project(tmp_path)
+    with_weights(folder / "model", (1000, 1_000_000))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    sections = {"run": {"steps": 200_000}, "trainer": {"dtype": "bfloat16", "lr": 1e-6}, "weights": {"keep": keep}}
+    told, problem = found(configured(folder, **sections))
+    assert "2.0 GB whole, every 20 versions; a delta about 2" in told["weights"]
+    assert said is None or said in (problem or "")
+    assert (problem is None) == (said is None), problem
+
+
+@pytest.mark.parametrize(("every", "share"), [(20, 0.01), (20, 0.3), (7, 1.0), (1, 0.5)])
+def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retention_leaves(tmp_path: Path, every: int, share: float) -> None:
+    folder, whole = project(tmp_path), 4 * 10**9
+    config = configured(folder, weights={"anchor_every": every}, trainer={"checkpoint_every": 0})
+    chained = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": "chain"})})
+    kept, short = (disk.Growth(config=chosen, count=10**9, share=share) for chosen in (config, chained))
+    publisher, manifests, lying = WeightPublisher(MemoryLog(), "r", config.weights, 3), dict[int, Manifest](), 0
+    for version in range(100):
+        publisher.base = Base(version=version - 1, tensors=())
+        delta = bool(manifests) and publisher._may_be_delta(manifests)
+        manifests[version] = manifest(version, nbytes=int(share * whole) if delta else whole, base=version - 1 if delta else None)
+        assert kept.weights(version) == sum(one.nbytes for one in manifests.values()) == kept.here(version) - version * kept.samples
+        before = deletable(manifests, ends={2: version}).get(2, 0)
+        lying = sum(one.nbytes for number, one in manifests.items() if not number or number > before)
+        assert short.weights(version) >= lying
+    assert short.weights(100) == short.weights(10**6) >= lying
+
+
+def manifest(version: int, *, nbytes: int, base: int | None) -> Manifest:
+    """A version in one chunk: those after version 0 lie one behind the other in a partition."""
+    return Manifest(
+        version=version, step=version, encoding="full" if base is None else "delta", base_version=base, digest="", nbytes=nbytes,
+        names=(), dtypes=(), shapes=(), chunk_partitions=(2 if version else 1,), chunk_offsets=(max(0, version - 1),),
+        chunk_sizes=(nbytes,), chunk_sha256=("",), created_ns=0,
+    )  # fmt: skip
 
 
 def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:

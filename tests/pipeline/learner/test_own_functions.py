@@ -95,6 +95,13 @@ def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_r
     try_own_functions(config_of(advantage="pass_at_k?k=2"))
 
 
+def test_groups_of_one_sample_need_an_advantage_that_is_not_relative_to_the_group(mine: Path) -> None:
+    table = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "/d.jsonl"}, "schedule": {"samples_per_prompt": 1}}
+    try_own_functions(from_table({**table, "algorithm": {"advantage": f"{mine}:ranks"}}))
+    with pytest.raises(ConfigError, match="1 leaves every group advantage at zero; use at least 2, or an "):
+        from_table(table)
+
+
 def test_an_own_loss_has_to_say_what_it_is_divided_by_unless_an_older_record_does_not(mine: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm.aggregate: is required with an own loss, .*'token_mean' by the step's trained tokens"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.runtime import roles
-from penstock.topics.catalogue import OWNERS, RUNS_TOPIC, TOPICS
+from penstock.topics.catalogue import OWNERS, RUNS_TOPIC, TOPICS, TURNS
 from tests.support.paths import ROOT
 
 
 def test_every_topic_of_the_catalogue_is_in_the_graph() -> None:
-    assert set(roles.TOPICS) == {*TOPICS, OWNERS, RUNS_TOPIC}
+    assert set(roles.TOPICS) == {*TOPICS, *TURNS, OWNERS, RUNS_TOPIC}
 
 
 @pytest.mark.parametrize("role", roles.ROLES.values(), ids=lambda role: role.name)
@@ -43,15 +43,16 @@ def test_a_role_names_no_topic_that_its_row_lacks(role: roles.Role) -> None:
     assert named <= {*role.reads, *role.writes}
 
 
-@pytest.mark.parametrize("topic", [topic for topic in TOPICS if topic not in ("run", "dead-letters")])
+@pytest.mark.parametrize("topic", [topic for topic in (*TOPICS, *TURNS) if topic not in ("run", "dead-letters")])
 def test_what_is_written_is_read_by_somebody(topic: str) -> None:
     assert roles.writers(topic)
     assert roles.readers(topic)
 
 
 def test_a_record_of_each_topic_has_one_kind_of_writer_save_reports() -> None:
-    for topic in ("prompts", "rollouts", "groups", "weights", "ledger"):
+    for topic in ("prompts", "calls", "replies", "groups", "weights", "ledger"):
         assert len(roles.writers(topic)) == 1, topic
+    assert roles.writers("rollouts") == roles.drawing() == ["environment", "rollout"]
 
 
 def test_the_text_and_the_chart_name_every_role_and_topic() -> None:

@@ -181,7 +181,7 @@ def test_what_the_ledger_contradicts_stops_the_trainer_with_the_numbers(three_st
     for field, told in (
         ("loss_bits", f"loss {bits}"),
         ("grad_norm_bits", f"gradient norm {bits}"),
-        ("digest", r"weights [0-9a-f]{16}… where the ledger says e{16}…"),
+        ("digest", r"weights blake3:[0-9a-f]{9}… where the ledger says e{16}…"),
     ):
         trainer, past = three_steps()
         changed = [

@@ -111,18 +111,17 @@ class WeightPrefetch:
             origin = self.state.manifests[0]
             self._memory = MachineMemory(f"{self._run} {origin.created_ns} {origin.digest}")
             self._copy = WeightCopy(self._memory)
-        if self._memory.claim():
-            return True
-        if time.monotonic() >= self._ask_at:
-            self._ask_at = time.monotonic() + ASK_S
-            try:
-                self._attach(self._memory)
-            except OSError as error:
-                self._say(f"the worker that reads weights for this machine gives no answer ({error}): this one reads them for itself")
-                self._leave()
-                self._shared, self._copy = False, WeightCopy()
+        try:
+            if self._memory.claim():
                 return True
-        return False
+            if time.monotonic() >= self._ask_at:
+                self._ask_at = time.monotonic() + ASK_S
+                self._attach(self._memory)
+        except OSError as error:
+            self._say(f"weights cannot be shared with this machine's other workers ({error}): this one reads them for itself")
+            self._leave()
+            self._shared, self._copy = False, WeightCopy()
+        return not self._shared
 
     def _attach(self, memory: MachineMemory) -> None:
         """See what the reading process has. Raises `OSError`."""
@@ -154,3 +153,17 @@ class WeightPrefetch:
         if self._refused is not None:
             self._say(f"version {version} is here")
             self._refused = None
+
+
+class VersionWatch(WeightPrefetch):
+    """The same for a worker that draws nothing itself: it follows which versions there are, and fetches none."""
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published."""
+        return self.state.newest_version
+
+    @contextmanager
+    def taken(self) -> Iterator[tuple[int, Sequence[TensorBytes]]]:
+        """The newest version, without its tensors."""
+        yield self.version, ()

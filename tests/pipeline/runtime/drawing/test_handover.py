@@ -16,6 +16,7 @@ from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryMember
 from penstock.pipeline.config.load import from_table
+from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.topics import prompts, rollouts
@@ -23,7 +24,6 @@ from penstock.topics.catalogue import topics_of
 from penstock.topics.prompts import Prompt
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.rollout.worker import RolloutWorker
 
 RUN = "handover"
 PARTITIONS, SAMPLES = 4, 4
@@ -75,7 +75,7 @@ class Site:
         self.log = MemoryLog()
         self.log.create_topics(topics_of(RUN, partitions=PARTITIONS))
         self.needless: list[tuple[int, int]] = []
-        self.workers: list[RolloutWorker] = []
+        self.workers: list[GroupWorker] = []
         self.groups = 0
         self._started = 0
 
@@ -93,7 +93,7 @@ class Site:
             [Outgoing(topic=f"{RUN}.prompts", partition=partition, key=b"", headers=headers, value=value)]
         )
 
-    def join(self, *, capacity: int = 1) -> RolloutWorker:
+    def join(self, *, capacity: int = 1) -> GroupWorker:
         """One more worker."""
         self._started += 1
         session = Session(
@@ -101,16 +101,16 @@ class Site:
             info={"steps": 1, "digests": {"stop_ids": [2]}}, stop=threading.Event(),
         )  # fmt: skip
         engine = Watched(self.log, self.needless, capacity=capacity)
-        found = RolloutWorker.open(session, engine, NoNews())  # type: ignore[arg-type]
+        found = GroupWorker.open(session, engine, NoNews())  # type: ignore[arg-type]
         self.workers.append(found)
         return found
 
-    def evict(self, worker: RolloutWorker) -> None:
+    def evict(self, worker: GroupWorker) -> None:
         """What the broker does to a member that says nothing."""
         assert isinstance(worker.member, MemoryMember)
         self.log.evict(f"{RUN}.rollout", worker.member.member_id)
 
-    def wake(self, worker: RolloutWorker) -> None:
+    def wake(self, worker: GroupWorker) -> None:
         """A stopped process goes on: it may publish before its client learns that it was evicted, and joins again."""
         worker._publish_drawn(everything=True)
 
@@ -133,7 +133,7 @@ class Site:
         return len(set(published(self.log))) == self.groups * SAMPLES
 
 
-def turn(worker: RolloutWorker, *, commit: bool = True) -> None:
+def turn(worker: GroupWorker, *, commit: bool = True) -> None:
     """One turn, without its waits; `commit` at its end, as it happens every half second."""
     worker._gathered = 0.0  # nothing waits for the rest of its group
     worker._committed = 0.0 if commit else float("inf")
@@ -151,7 +151,7 @@ def samples_of(log: MemoryLog, partitions: Sequence[int] = range(PARTITIONS)) ->
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.workers.rollout.worker.IDLE_WAIT_S", 0.0)
+    monkeypatch.setattr("penstock.pipeline.runtime.drawing.group_worker.IDLE_WAIT_S", 0.0)
 
 
 def test_groups_in_hand_whose_partition_went_to_a_joiner_are_dropped_and_drawn_once() -> None:

@@ -5,9 +5,9 @@ import numpy as np
 from penstock.infra.engines.base import Completion, Span
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import RolloutNote
+from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.record import Record
-from penstock.workers.rollout.group_tasks import GroupTask, GroupTasks
 
 SAMPLES = 3
 

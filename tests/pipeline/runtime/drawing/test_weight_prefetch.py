@@ -12,11 +12,11 @@ from penstock.infra.tensors.machine_memory import MachineMemory
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner.policy_trainer import Weights
 from penstock.pipeline.learner.run_writer import RunWriter
+from penstock.pipeline.runtime.drawing import weight_prefetch
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from penstock.topics import weights
-from penstock.workers.rollout import weight_prefetch
-from penstock.workers.rollout.weight_prefetch import WeightPrefetch
 from tests.support.number_run import RUN, config_of, log_with, session_of
 
 pytest.importorskip("torch")
@@ -154,19 +154,24 @@ def test_workers_of_one_machine_read_each_version_once_and_another_goes_on_when_
     workers.pop().close()
 
 
-def test_a_worker_whose_machine_is_read_for_by_nobody_that_answers_reads_for_itself(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("forbidden", [False, True], ids=["the reading one is frozen", "sockets are forbidden"])
+def test_a_worker_that_cannot_share_reads_for_itself(published: Published, monkeypatch: pytest.MonkeyPatch, forbidden: bool) -> None:
     said = list[str]()
 
     def silent(_: object) -> None:
         raise TimeoutError("timed out")
 
+    def refused(_: object) -> bool:
+        if forbidden:
+            raise PermissionError("not permitted")
+        return False
+
     monkeypatch.setattr(MachineMemory, "ask", silent)
-    monkeypatch.setattr(MachineMemory, "claim", lambda _: False)
+    monkeypatch.setattr(MachineMemory, "claim", refused)
     published.version(0)
     prefetch = WeightPrefetch(published.log, RUN, say=said.append, shared=True)
     wait_for(prefetch, 0)
     assert bytes_of(prefetch) == (0, content(0))
-    assert said == ["the worker that reads weights for this machine gives no answer (timed out): this one reads them for itself"]
+    reason = "not permitted" if forbidden else "timed out"
+    assert said == [f"weights cannot be shared with this machine's other workers ({reason}): this one reads them for itself"]
     prefetch.close()

@@ -1,0 +1,78 @@
+"""Where a trajectory's time went whose turns travelled through the log: waiting for an engine, drawing, and the environment.
+
+The rule: a turn waits from when it was asked until its drawing begins; what is neither waiting nor drawing is the environment's, with the
+way of a reply.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.infra.log import Log
+from penstock.pipeline.runtime.topic_reader import drain
+from penstock.topics.catalogue import topic_name
+from penstock.topics.rollouts import Rollout
+from penstock.topics.turns import calls, replies
+from penstock.topics.turns.calls import TurnKey
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+NS = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTime:
+    """One turn that was asked for."""
+
+    turn: int
+    attempt: int
+    worker: str
+    """The rollout worker that drew it."""
+    asked_s: float
+    started_s: float
+    ended_s: float
+
+
+def turn_times(log: Log, run: str, *, group: int, partition: int) -> Mapping[int, list[TurnTime]]:
+    """Sample -> its answered turns; empty where turns do not travel through the log. Raises `LogError`."""
+    if log.partitions(topic_name(run, "calls")) is None:
+        return {}
+    asked: dict[TurnKey, int] = {}
+    for record in _about(log, topic_name(run, "calls"), group, partition):
+        with contextlib.suppress(Unusable):
+            call = calls.read(record, run=run)[1]
+            asked.setdefault(call.key, call.asked_ns)
+    found: dict[int, list[TurnTime]] = {}
+    for record in _about(log, topic_name(run, "replies"), group, partition):
+        with contextlib.suppress(Unusable):
+            reply = replies.read(record, run=run)[1]
+            if (asked_ns := asked.pop(reply.key, None)) is not None:
+                found.setdefault(reply.sample, []).append(
+                    TurnTime(
+                        turn=reply.turn, attempt=reply.attempt, worker=reply.worker, asked_s=asked_ns / NS,
+                        started_s=reply.started_ns / NS, ended_s=reply.ended_ns / NS,
+                    )
+                )  # fmt: skip
+    return found
+
+
+def summed(times: list[TurnTime], rollout: Rollout) -> dict[str, float]:
+    """Seconds of a trajectory: waiting for an engine, drawing, and all else, which is the environment's.
+
+    After a loss turns are taken from the log that were drawn before the trajectory was begun again: then the rest is unknown, and left out.
+    """
+    waited = sum(time.started_s - time.asked_s for time in times)
+    drew = sum(time.ended_s - time.started_s for time in times)
+    whole = (rollout.ended_ns - rollout.started_ns) / NS
+    rest = {"environment_s": whole - waited - drew} if whole >= waited + drew else {}
+    return {"waited_s": waited, "drawing_s": drew, **rest}
+
+
+def _about(log: Log, topic: str, group: int, partition: int) -> Iterator[Record]:
+    tail = log.tail({(topic, partition): "earliest"})
+    try:
+        for record in drain(tail, log.end_offsets([(topic, partition)])):
+            if record.key == str(group).encode():
+                yield record
+    finally:
+        tail.close()

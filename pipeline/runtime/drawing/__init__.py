@@ -1,0 +1,1 @@
+"""From prompts to samples: what a rollout worker and an environment worker share."""

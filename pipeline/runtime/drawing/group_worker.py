@@ -1,0 +1,323 @@
+"""Prompts become `rollouts`, whoever draws their samples; those of a group that are published together are one record.
+
+The rule: a prompt starts only under weights it allows, the lowest group number first, and only samples that are not in the log are
+drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while the consumer
+group rebalances it draws on and holds the samples back, and groups that turn out to be another's are dropped.
+"""
+
+import time
+from dataclasses import dataclass
+
+from penstock.infra.engines.base import Completion, Engine
+from penstock.infra.log import Assigned, Commits, Member, Records, Revoked
+from penstock.pipeline.runtime import commit_notes
+from penstock.pipeline.runtime.commit_notes import RolloutNote
+from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
+from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
+from penstock.pipeline.runtime.drawing.sampling import request_of, rollout_of, source_of
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.rules import lag_summary
+from penstock.topics import prompts, rollouts
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+
+IDLE_WAIT_S = 0.2
+"""How long an idle worker waits for prompts, or for the weights its prompts need, before it checks everything again."""
+
+GATHER_S = 0.25
+"""Samples wait this long for the rest of their group, which is of no use before; one request for all costs a fraction of many."""
+
+COMMIT_EVERY_S = 0.5
+
+MEASURE_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class GroupWorker:
+    """The worker's state between two turns of its loop."""
+
+    session: Session
+    engine: Engine
+    weights: WeightPrefetch
+    member: Member
+    published: PublishedSamples
+    tasks: GroupTasks
+    _settled: bool = False
+    """True while this worker knows which partitions are its own: not while the consumer group rebalances."""
+    _gathered: float = 0.0
+    """When the first of the samples that wait to be published ended."""
+    _committed: float = 0.0
+    _measured: float = 0.0
+    _judged: int = -1
+    """The newest version when the groups in hand were last judged by their age."""
+
+    @classmethod
+    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "GroupWorker":
+        """Join the run's workers of this role."""
+        member = session.log.member(f"{session.run}.{session.role}", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
+        published = PublishedSamples(session.log, session.run)
+        return cls(session, engine, weights, member, published, GroupTasks(session.schedule.oversample))
+
+    def run(self) -> None:
+        """Draw samples until the run is closed or the worker is asked to stop; hands back what is unfinished."""
+        session = self.session
+        session.finishing = self.finishing
+        session.reporter.outage = lambda: self.member.outage_s
+        session.reporter.ready()
+        try:
+            while self.weights.state.closed is None and not session.stop.is_set():
+                self.turn()
+            self.hand_back()
+        finally:
+            self.close()
+            self.weights.close()
+            self.engine.close()
+
+    def turn(self) -> None:
+        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
+        self.weights.check()
+        self._take(0.0)
+        self._publish_drawn()
+        self._refresh()
+        self._start()
+        if self.engine.idle:
+            self._wait()
+        else:
+            self._decode()
+        self._acknowledge()
+        if time.monotonic() - self._committed > COMMIT_EVERY_S:
+            self._commit()
+        if time.monotonic() - self._measured > MEASURE_EVERY_S:
+            self._measure()
+        self.session.reporter.status()
+
+    def hand_back(self) -> None:
+        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
+        self._take(0.0)
+        self._publish_drawn(everything=True)
+        self.session.producer.flush(10.0)
+        self._acknowledge()
+        self._commit()
+        self._measure()
+        self.session.reporter.labels["partitions"] = ""
+
+    def finishing(self) -> str:
+        """What is still done after a request to stop."""
+        groups = len(self.tasks.in_hand())
+        return f"publishes the samples that have ended and hands its partitions back, {groups} groups unfinished (about 2 s)"
+
+    def close(self) -> None:
+        """Leave the other workers of this role."""
+        self.member.close(5.0)
+        self.published.close()
+
+    def _take(self, wait_s: float) -> None:
+        for event in self.member.take(wait_s):
+            match event:
+                case Assigned():
+                    self._assigned(event)
+                case Revoked():
+                    self.tasks.revoke()
+                    self._settled = False
+                case Records():
+                    for record in event.records:
+                        self._received(record)
+
+    def _assigned(self, event: Assigned) -> None:
+        """Drop what others own now, and learn from `rollouts` which samples of the own partitions are there already."""
+        topic = self.session.topic("prompts")
+        owned = {partition: committed for (held, partition), committed in event.partitions.items() if held == topic}
+        for task in self.tasks.in_hand():
+            committed = owned.get(task.partition)
+            if committed is None or task.offset < (committed.offset or 0):  # another's, or done by another
+                self.engine.abort(task.group)
+                del self.tasks.tasks[task.group]
+                self.session.reporter.add("dropped_groups")
+        ends = self.session.log.end_offsets((topic, partition) for partition in owned)
+        notes = {partition: commit_notes.decode(RolloutNote, committed.metadata) for partition, committed in owned.items()}
+        samples = self.published.follow({partition: note.rollouts if note else 0 for partition, note in notes.items()})
+        for partition, committed in owned.items():
+            inherited_end, rollouts_end = ends[topic, partition], self.published.position(partition)
+            self.tasks.assign(partition, offset=committed.offset or 0, inherited_end=inherited_end, rollouts_end=rollouts_end)
+        for sample in samples:
+            self.tasks.note(*sample)
+        self._abort_surplus()
+        self._settled = True
+        reporter = self.session.reporter
+        reporter.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
+        reporter.values["slots"] = self.session.config.slots
+        reporter.status(force=True)
+
+    def _received(self, record: Record) -> None:
+        try:
+            with self.session.dead_letters.decoding(record):
+                prompt = prompts.read(record, run=self.session.run)[1]
+        except Unusable as error:
+            self.tasks.skip(record)
+            self.session.dead_letters.write(record, error)
+            return
+        if not self.tasks.add(record, prompt):
+            self.session.reporter.duplicate(f"prompt of group {prompt.group} at {record.topic}/{record.partition}/{record.offset}")
+
+    def _read_published(self) -> None:
+        """Learn which samples others have published since the partitions were assigned."""
+        for partition, owned in self.tasks.partitions.items():
+            self.published.skip(partition, owned.rollouts_end)
+        for sample in self.published.read_new():
+            self.tasks.note(*sample)
+        for partition in self.tasks.partitions:
+            self.tasks.caught_up(partition, self.published.position(partition))
+        self._abort_surplus()
+
+    def _refresh(self) -> None:
+        """Between two decode steps: load the newest weights if the schedule says so, and abort groups that can no longer be fresh."""
+        if self.session.schedule.loads_at != "step":
+            return
+        if self.weights.version > self.engine.version and self.tasks.in_hand():
+            self._load()
+        newest = self.weights.state.newest_version
+        if self.session.schedule.stale_in_hand == "abort" and (newest > self._judged or self._already_stale(self.engine.version)):
+            self._judged = newest
+            for group in self.engine.in_hand():
+                if group.oldest_version is not None and self._already_stale(group.oldest_version):
+                    self._ended(self.engine.abort(group.group))
+                    self.session.reporter.add("aborted_groups")
+
+    def _already_stale(self, version: int) -> bool:
+        """Whether samples drawn under `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
+        newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
+        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
+
+    def _start(self) -> None:
+        """Give the engine the prompts it has room for, the lowest group number first."""
+        schedule, newest = self.session.schedule, self.weights.version
+        while self.engine.has_room:
+            waiting, loaded = self.tasks.waiting(), self.engine.version
+            pairs = [(task.group, task.prompt.min_version) for task in waiting]
+            index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
+            if index is None or self._already_stale(max(loaded, newest)):
+                oldest = min((version for _, version in pairs), default=None)
+                if self.engine.idle:
+                    self.session.reporter.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
+                return
+            task = waiting[index]
+            wanted = rules.version_to_load(schedule, min_version=task.prompt.min_version, newest_version=newest, loaded_version=loaded)
+            if wanted is not None:
+                if not self.engine.idle and schedule.loads_at != "step":
+                    return  # the weights change between groups
+                if not self._load():
+                    return
+            self._begin(task)
+
+    def _begin(self, task: GroupTask) -> None:
+        if task.inherited:  # its earlier owner may have published samples after the partition was assigned
+            self._read_published()
+        samples = task.wanted(oversample=self.tasks.oversample)
+        if samples:
+            task.begin(samples)
+            self.session.reporter.doing("generating")
+            stop_ids = self.session.info["digests"]["stop_ids"]
+            self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
+
+    def _load(self) -> bool:
+        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
+        with self.weights.taken() as (version, tensors):
+            if version <= self.engine.version:
+                return False
+            started = time.monotonic()
+            if self.engine.idle:
+                self.session.reporter.doing(f"loading version {version}")
+            self.engine.load_weights(version, tensors)
+        self.session.reporter.add("load_s", time.monotonic() - started)
+        self.session.reporter.values["version"] = version
+        return True
+
+    def _wait(self) -> None:
+        """Nothing can be drawn: wait for what is missing, weights or prompts."""
+        if self.tasks.waiting():
+            self.weights.wait(IDLE_WAIT_S)
+        elif self.weights.version > self.engine.version:
+            self._load()  # the prompts for it are about to come
+        else:
+            self._take(0.01 if any(task.sent for task in self.tasks.in_hand()) else IDLE_WAIT_S)
+
+    def _decode(self) -> None:
+        """One decode step."""
+        started = time.monotonic()
+        completions = self.engine.step()
+        self.session.reporter.add("generate_s", time.monotonic() - started)
+        self._ended(completions)
+
+    def _ended(self, completions: list[Completion]) -> None:
+        """Keep samples that the engine returned, as far as their groups need them."""
+        if completions and not any(task.drawn for task in self.tasks.in_hand()):
+            self._gathered = time.monotonic()
+        for completion in completions:
+            if task := self.tasks.tasks.get(completion.group):
+                task.take(completion)
+        self._abort_surplus()
+
+    def _abort_surplus(self) -> None:
+        """Stop drawing for groups that have all the samples they need."""
+        for task in self.tasks.in_hand():
+            if task.drawing and not task.needed:
+                self.engine.abort(task.group)
+                task.drawing.clear()
+
+    def _publish_drawn(self, *, everything: bool = False) -> None:
+        """Send samples with the rest of their group, or after a short wait, while this worker knows which partitions are its own."""
+        if not self._settled:
+            return
+        # Under `continue` the loss masks of a group are cut at one version: its samples are published together.
+        together = self.session.schedule.stale_in_hand == "continue"
+        soon = not together and (self.engine.idle or time.monotonic() - self._gathered > GATHER_S)
+        for task in self.tasks.in_hand():
+            if everything or soon or not task.needed:
+                self._publish(task)
+
+    def _publish(self, task: GroupTask) -> None:
+        """Send what is drawn of a group, in as few records as it fits into."""
+        session, schedule = self.session, self.session.schedule
+        fresh = self.weights.state.newest_version - schedule.max_lag if schedule.stale_in_hand == "continue" else 0
+        sampling = session.config.sampling_for(source_of(task.prompt.columns))
+        samples = [
+            rollout_of(task.drawn[number], sampling=sampling, worker=session.worker, oldest_trained=fresh) for number in sorted(task.drawn)
+        ]
+        topic, key = session.topic("rollouts"), str(task.group).encode()
+        for batch in rollouts.batches(samples):
+            with session.reporter.encoding:
+                value = rollouts.encode(*batch)
+                headers = rollouts.headers(*batch, run=session.run).encode(value)
+            pending = session.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
+            task.send([sample.sample for sample in batch], pending)
+            session.reporter.add("samples", len(batch))
+            session.reporter.add("tokens", sum(len(sample.token_ids) for sample in batch))
+            session.reporter.add("spans", sum(len(sample.span_versions) for sample in batch))
+
+    def _acknowledge(self) -> None:
+        if finished := self.tasks.acknowledge():
+            self.session.reporter.add("groups", finished)
+
+    def _commit(self) -> None:
+        self._committed = time.monotonic()
+        if any(owned.gap for owned in self.tasks.partitions.values()):
+            self._read_published()
+        if moved := self._marks():
+            self.member.commit(moved)
+
+    def _marks(self) -> Commits:
+        """What may be committed, of the partitions where something moved."""
+        topic = self.session.topic("prompts")
+        return {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}
+
+    def _measure(self) -> None:
+        """What only this worker can say of its engine and of the groups in flight."""
+        self._measured = time.monotonic()
+        newest = self.weights.state.newest_version
+        lags = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]
+        values = {name: value for name, value in self.session.reporter.values.items() if not name.startswith("in_flight_")}
+        values["in_flight_groups"] = float(len(lags))
+        values |= {f"in_flight_{name}": value for name, value in lag_summary(lags).items()}
+        self.session.reporter.values = values | {f"engine_{name}": value for name, value in self.engine.stats().items()}

@@ -1,0 +1,40 @@
+"""SIGKILL of environment and rollout workers inside trajectories: no answered turn is drawn again, and the weights are the same."""
+
+from pathlib import Path
+
+from benchmarks.duplicate_samples import count, read_turns
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.launch.create import create
+from tests.support.counting_run import counting_run
+from tests.support.crew import Crew, audited, complete
+from tests.support.processes import Processes
+
+KILLED = ("environment", "rollout", "scorer")
+
+
+def test_a_run_whose_workers_are_killed_inside_trajectories_draws_no_answered_turn_again_and_ends_in_the_same_weights(
+    broker: str, run_id: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    sizes = {"run": {"steps": 3, "seed": 7}, "sampling": {"max_new_tokens": 40}}
+    plain = complete(MemoryLog(), run_id, counting_run(tiny_model, tmp_path, **sizes))
+    config = counting_run(tiny_model, tmp_path, environment={"carrier": "log"}, **sizes)
+    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        for role in KILLED:
+            workers.start(role)
+        crew.start_all(config, ("trainer", "feeder"))
+        crew.wait(lambda: len(read_turns(crew.log, run_id)) >= 10)
+        for role in KILLED:
+            workers.kill(f"{role}-0")
+            workers.start(role)
+        crew.wait(lambda: crew.report()["status"] == "finished")
+        for name in workers.running:
+            assert workers.ended(name) == 0, workers.text(name)
+        killed = crew.report()
+        drawn = count(read_turns(crew.log, run_id))
+    assert killed["weights"]["digest"] == plain["weights"]["digest"]
+    assert drawn.needless == 0, drawn
+    audit = audited(broker, run_id)
+    assert audit.clean, as_text(audit)
+    assert next(result.examined for result in audit.results if result.check.name == "turns-answered") > 20

@@ -1,0 +1,197 @@
+"""Calls change hands while turns are drawn and owners die: none that is answered is drawn again, and none is lost."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.infra.engines.base import GroupRequest
+from penstock.infra.engines.toy import ToyEngine
+from penstock.infra.memory.log import MemoryLog
+from penstock.infra.memory.readers import MemoryMember
+from penstock.pipeline.config.load import from_table
+from penstock.pipeline.envs.agents.engine import turn_of
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.session import Session
+from penstock.topics.catalogue import topics_of
+from penstock.topics.runs import RunRecord
+from penstock.topics.turns import calls, replies
+from penstock.topics.turns.calls import Call, TurnKey
+from penstock.topics.wire.record import Outgoing
+from penstock.workers.rollout import call_tasks
+from penstock.workers.rollout.call_worker import CallWorker
+from tests.support.crew import records_of
+
+RUN = "calls"
+PARTITIONS = 3
+CONFIG = from_table(
+    {
+        "run": {"steps": 1, "seed": 5},
+        "model": {"path": "none"},
+        "data": {"source": "none.jsonl"},
+        "environment": {"source": "tiny:lake", "carrier": "log"},
+        "schedule": {"prompts_per_step": 4, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 6},
+        "rollout": {"engine": "toy"},
+        "kafka": {"partitions": PARTITIONS},
+    }
+)
+RECORD = RunRecord(run=RUN, status="running", config="{}", info="{}", created_ns=0, updated_ns=0)
+
+
+class NoNews:
+    """Weights that stay as they are."""
+
+    def __init__(self) -> None:
+        self.state, self.version = LedgerState(RUN), 0
+
+    def check(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+
+class Watched(ToyEngine):
+    """Notes when it is asked for a turn whose reply stands in the log."""
+
+    def __init__(self, site: "Site") -> None:
+        super().__init__(capacity=2, parameters={})
+        self.version, self._site = 0, site
+
+    def submit(self, request: GroupRequest) -> None:
+        sha256 = calls.context_digest(request.prompt_ids)
+        if any((key[:3], key.sha256) == (turn_of(request.group), sha256) for key in self._site.answered()):
+            self._site.needless.append(turn_of(request.group))
+        super().submit(request)
+
+
+class Site:
+    """A log with calls, and workers that are moved by hand."""
+
+    def __init__(self) -> None:
+        self.log = MemoryLog()
+        self.log.create_topics(topics_of(RUN, partitions=PARTITIONS, turns=True))
+        self.producer = self.log.producer()
+        self.asked: list[TurnKey] = []
+        self.needless: list[tuple[int, int, int]] = []
+        self.workers: list[CallWorker] = []
+        self._started = 0
+
+    def ask(self, group: int, turn: int = 0, *, context: int = 0) -> None:
+        """A turn of a group is asked for, perhaps not for the first time."""
+        call = Call(
+            group=group, sample=0, turn=turn, attempt=0, min_version=0, token_ids=np.array([5, 6 + turn, 7 + context], np.int32),
+            stream=group, max_new_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seeded=1, asked_ns=1, worker="environment-0",
+        )  # fmt: skip
+        self.asked.append(call.key)
+        value = calls.encode(call)
+        headers = calls.headers(call, run=RUN).encode(value)
+        key = str(group).encode()
+        self.producer.send(Outgoing(topic=f"{RUN}.calls", partition=group % PARTITIONS, key=key, headers=headers, value=value))
+
+    def answered(self) -> list[TurnKey]:
+        return [replies.read(record, run=RUN)[1].key for record in records_of(self.log, f"{RUN}.replies")]
+
+    def join(self) -> None:
+        """One more worker."""
+        self._started += 1
+        session = Session(
+            run=RUN, role="rollout", worker=f"rollout-{self._started}", log=self.log, record=RECORD, config=CONFIG,
+            info={"steps": 1, "digests": {"stop_ids": [2]}}, stop=threading.Event(),
+        )  # fmt: skip
+        self.workers.append(CallWorker.open(session, Watched(self), NoNews()))  # type: ignore[arg-type]
+
+    def die(self, number: int) -> None:
+        """A worker is killed, and the broker notices."""
+        worker = self.workers.pop(number % len(self.workers))
+        assert isinstance(worker.member, MemoryMember)
+        self.log.evict(f"{RUN}.rollout", worker.member.member_id)
+
+    def finish(self) -> None:
+        """Let all workers work until every call is answered."""
+        for _ in range(60 * (len(self.asked) + 2)):
+            for worker in self.workers:
+                worker.turn()
+                worker._commit()
+            if set(self.asked) <= set(self.answered()):
+                return
+        raise AssertionError(f"without a reply: {set(self.asked) - set(self.answered())}")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.workers.rollout.call_worker.IDLE_WAIT_S", 0.0)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 5), st.integers(0, 2)),
+        st.tuples(st.just("turn"), st.integers(0, 3), st.integers(1, 4)),
+        st.tuples(st.just("commit"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("join"), st.just(0), st.just(0)),
+        st.tuples(st.just("die"), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERATIONS)
+def test_every_call_is_answered_and_none_is_drawn_although_its_reply_is_there(operations: list[tuple[str, int, int]]) -> None:
+    site = Site()
+    site.join()
+    for what, number, size in operations:
+        match what:
+            case "ask":
+                site.ask(number, size)
+            case "join":
+                site.join()
+            case "die" if len(site.workers) > 1:
+                site.die(number)
+            case "turn":
+                for _ in range(size):
+                    site.workers[number % len(site.workers)].turn()
+            case "commit":
+                site.workers[number % len(site.workers)]._commit()
+    site.finish()
+    assert site.needless == []
+
+
+def test_two_calls_for_one_turn_after_different_words_are_both_answered() -> None:
+    site = Site()
+    site.join()
+    site.ask(1, context=0)
+    site.ask(1, context=9)
+    site.finish()
+    assert len(set(site.answered())) == 2
+
+
+def test_answered_calls_are_forgotten_once_the_offset_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_tasks, "KEPT", 2)
+    site = Site()
+    site.join()
+    (worker,) = site.workers
+    for turn in range(6):
+        site.ask(0, turn)
+        site.finish()
+    worker.turn()
+    worker._commit()
+    assert len(worker.tasks.partitions[0].answered) == 2
+    assert worker.tasks.partitions[0].committed == (6, '{"replies": 4}')
+
+
+def test_a_call_waits_for_the_weights_that_it_needs() -> None:
+    site = Site()
+    site.join()
+    (worker,) = site.workers
+    site.ask(0)
+    worker.weights.version = -1  # type: ignore[misc]
+    worker.engine.version = -1  # type: ignore[misc]
+    for _ in range(5):
+        worker.turn()
+    assert site.answered() == []
+    worker.engine.version = 0  # type: ignore[misc]
+    site.finish()

@@ -1,0 +1,29 @@
+"""A run whose digests are SHA-256, begun by an earlier release, goes on with them: a run has one hash function."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.workers.trainer import worker
+from tests.support.crew import Crew, audited
+from tests.support.deaths import dying_at
+from tests.support.trainer_alone import config_for, group_of, trained, written
+
+
+def test_a_trainer_goes_on_in_the_hash_function_that_the_run_was_begun_with(
+    tiny_model: Path, tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MemoryLog()
+    written(log, run_id, config_for(tiny_model, tmp_path), [group_of(n, version=max(0, n // 2 - 1)) for n in range(12)])
+    with monkeypatch.context() as earlier:
+        earlier.setattr(worker, "HASH", "sha256")
+        with Crew(log, run_id) as crew, dying_at("ledger.step.after:3") as dead:
+            crew.start("trainer")
+            crew.wait(dead.is_set)
+            crew.abandon("trainer")
+    found = trained(log, run_id)
+    assert found["status"] == "finished"
+    assert {":" in digest for _, digest in found["versions"]} == {False}
+    broken = {result.check.name for result in audited(log, run_id).results if result.violations}
+    assert not broken & {"version-numbers", "chunks", "digests", "last-digests"}

@@ -1,0 +1,141 @@
+"""`calls`: one turn asked of the policy: the whole context as token ids, and how to draw. Environment workers -> rollout workers.
+
+A call is known by group, sample, turn, attempt and the SHA-256 of its context: one that repeats an answered call is never drawn again."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Int32s, Payload, as_row
+from penstock.topics.wire.equality import ByValue
+from penstock.topics.wire.errors import require
+from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.headers import Headers, match, read_headers
+from penstock.topics.wire.record import Record
+
+SCHEMA = "calls/1"
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("group", pa.int64()),
+        column("sample", pa.int64()),
+        column("turn", pa.int64()),
+        column("attempt", pa.int64()),
+        column("min_version", pa.int64()),
+        column("token_ids", list_of(pa.int32())),
+        column("stream", pa.int64()),
+        column("max_new_tokens", pa.int64()),
+        column("temperature", pa.float64()),
+        column("top_p", pa.float64()),
+        column("top_k", pa.int64()),
+        column("seeded", pa.int64()),
+        column("asked_ns", pa.int64()),
+        column("worker", pa.string()),
+    ),
+)
+REQUIRED = ("group", "sample", "turn", "attempt", "sha256")
+
+
+class TurnKey(NamedTuple):
+    """What a call and its reply are known by."""
+
+    group: int
+    sample: int
+    turn: int
+    attempt: int
+    sha256: str
+    """Of the context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call(ByValue):
+    """One turn that a trajectory waits for."""
+
+    group: int
+    sample: int
+    turn: int
+    """Counts the model's turns of the trajectory from 0."""
+    attempt: int
+    """Above 0 where the turn is to be drawn once more although it was answered."""
+    min_version: int
+    """The oldest policy version that it may be drawn under."""
+    token_ids: Int32s
+    """[L] the whole context."""
+    stream: int
+    """What its random numbers follow from, with the run's seed."""
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 where there is no limit."""
+    seeded: int
+    """1 if its random numbers follow from `stream`, 0 if from nothing."""
+    asked_ns: int
+    worker: str
+    """The environment worker."""
+
+    @property
+    def key(self) -> TurnKey:
+        """What it is known by; hashes the context."""
+        return TurnKey(self.group, self.sample, self.turn, self.attempt, context_digest(self.token_ids))
+
+
+def context_digest(token_ids: Int32s) -> str:
+    """SHA-256 of a context: its token ids as little-endian int32.
+
+    Example:
+        context_digest(np.array([5], np.int32))[:8]  # -> "a2cfa8e3"
+    """
+    return hashlib.sha256(np.ascontiguousarray(token_ids, "<i4").tobytes()).hexdigest()
+
+
+def encode(call: Call) -> bytes:
+    """The payload."""
+    return CODEC.encode(as_row(call))
+
+
+def decode(value: Payload) -> Call:
+    """The call in a payload; raises `Unusable`."""
+    (row,) = CODEC.decode(value)
+    require(len(row["token_ids"]) > 0, "the context is empty")
+    return Call(**row)
+
+
+def headers(call: Call, *, run: str) -> Headers:
+    """The headers; `policy-version-min` is the oldest version that it may be drawn under, `tokens` counts the context."""
+    key = call.key
+    return Headers(
+        run=run,
+        schema=SCHEMA,
+        group=key.group,
+        sample=key.sample,
+        turn=key.turn,
+        attempt=key.attempt,
+        sha256=key.sha256,
+        policy_version_min=call.min_version,
+        worker=call.worker,
+        tokens=len(call.token_ids),
+    )
+
+
+def key_of(claims: Headers) -> TurnKey:
+    """What the headers of a call or a reply that were checked say it is known by."""
+    group, sample, turn, attempt, sha256 = claims.group, claims.sample, claims.turn, claims.attempt, claims.sha256
+    assert group is not None and sample is not None and turn is not None and attempt is not None and sha256 is not None
+    return TurnKey(group, sample, turn, attempt, sha256)
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=(*REQUIRED, "policy-version-min"))
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, Call]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    claims, call = check(record, run=run), decode(record.value)
+    match(claims, **call.key._asdict(), policy_version_min=call.min_version, worker=call.worker, tokens=len(call.token_ids))
+    return claims, call

@@ -1,0 +1,122 @@
+"""`replies`: what was drawn for one call. Rollout workers -> environment workers.
+
+The first reply to a call counts; logprobs are of the distribution that was sampled from."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.topics.samples import FINISHES, Finish
+from penstock.topics.turns.calls import REQUIRED, TurnKey
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Float32s, Int32s, Payload, as_row
+from penstock.topics.wire.equality import ByValue
+from penstock.topics.wire.errors import require
+from penstock.topics.wire.fields import column, list_of
+from penstock.topics.wire.headers import Headers, match, one_of, read_headers
+from penstock.topics.wire.record import Record
+
+SCHEMA = "replies/1"
+CODEC = Codec(
+    SCHEMA,
+    fields=(
+        column("group", pa.int64()),
+        column("sample", pa.int64()),
+        column("turn", pa.int64()),
+        column("attempt", pa.int64()),
+        column("sha256", pa.string()),
+        column("token_ids", list_of(pa.int32())),
+        column("behaviour_logprobs", list_of(pa.float32())),
+        column("span_versions", list_of(pa.int32())),
+        column("span_starts", list_of(pa.int32())),
+        column("finish", pa.string()),
+        column("started_ns", pa.int64()),
+        column("ended_ns", pa.int64()),
+        column("worker", pa.string()),
+    ),
+)
+_FACTS = (*TurnKey._fields, "policy_version_min", "policy_version_max", "outcome", "worker", "tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reply(ByValue):
+    """T tokens drawn under S policy versions, one after the other."""
+
+    group: int
+    sample: int
+    turn: int
+    attempt: int
+    sha256: str
+    """Of the context."""
+    token_ids: Int32s
+    """[T] the stop id included."""
+    behaviour_logprobs: Float32s
+    """[T] natural logarithms."""
+    span_versions: Int32s
+    """[S] policy version of each span, S >= 1."""
+    span_starts: Int32s
+    """[S] index of the first token of each span; the first is 0."""
+    finish: Finish
+    """"abort" where it could no longer be fresh."""
+    started_ns: int
+    ended_ns: int
+    worker: str
+    """The rollout worker."""
+
+    @property
+    def key(self) -> TurnKey:
+        """What it is known by."""
+        return TurnKey(self.group, self.sample, self.turn, self.attempt, self.sha256)
+
+
+def encode(reply: Reply) -> bytes:
+    """The payload."""
+    return CODEC.encode(as_row(reply))
+
+
+def decode(value: Payload) -> Reply:
+    """The reply in a payload; raises `Unusable`."""
+    (row,) = CODEC.decode(value)
+    reply = Reply(**row)
+    tokens, starts = len(reply.token_ids), reply.span_starts.tolist()
+    require(tokens == len(reply.behaviour_logprobs), f"{tokens} tokens, {len(reply.behaviour_logprobs)} logprobs")
+    require(not np.isnan(reply.behaviour_logprobs).any(), "a drawn token has no logprob")
+    require(len(starts) == len(reply.span_versions) > 0, f"{len(starts)} span starts, {len(reply.span_versions)} span versions")
+    rising = all(low <= high for low, high in pairwise(starts))
+    require(starts[0] == 0 and starts[-1] <= tokens and rising, f"span starts {starts[:8]} do not divide {tokens} tokens")
+    require(reply.finish in FINISHES, f"finish is {reply.finish[:60]!r}, expected one of {', '.join(FINISHES)}")
+    return reply
+
+
+def headers(reply: Reply, *, run: str) -> Headers:
+    """The headers; `outcome` is how the turn finished, `tokens` counts what was drawn."""
+    return Headers(
+        run=run,
+        schema=SCHEMA,
+        group=reply.group,
+        sample=reply.sample,
+        turn=reply.turn,
+        attempt=reply.attempt,
+        sha256=reply.sha256,
+        policy_version_min=int(reply.span_versions.min()),
+        policy_version_max=int(reply.span_versions.max()),
+        outcome=reply.finish,
+        worker=reply.worker,
+        tokens=len(reply.token_ids),
+    )
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    required = (*REQUIRED, "policy-version-min", "policy-version-max")
+    return one_of(read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=required), outcomes=FINISHES)
+
+
+def read(record: Record, *, run: str, checked: Headers | None = None) -> tuple[Headers, Reply]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`. `checked`: its headers, if `check` has read them."""
+    claims, reply = checked or check(record, run=run), decode(record.value)
+    expected = headers(reply, run=run)
+    match(claims, **{field: getattr(expected, field) for field in _FACTS})
+    return claims, reply

@@ -1,0 +1,1 @@
+"""The environment worker: `prompts` and `replies` -> `calls` and `rollouts`."""

@@ -1,0 +1,163 @@
+"""The environment worker: takes prompts, plays their trajectories, asks for turns through `calls` and gets them from `replies`.
+
+The rule: it has no model and no engine. It is killed at any moment: its successor plays the open trajectories again from their seeds,
+with the turns that were drawn.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.infra.errors import LogError
+from penstock.infra.log import Assigned, Commits, Event, Member, Membership
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.envs.agents.engine import TrajectoryEngine
+from penstock.pipeline.runtime.drawing.group_tasks import GroupTasks
+from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
+from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
+from penstock.pipeline.runtime.drawing.weight_prefetch import VersionWatch
+from penstock.pipeline.runtime.factories import play_on
+from penstock.pipeline.runtime.session import Session
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+from penstock.workers.environment.log_engine import LogEngine
+
+_TAKE_S = 0.25
+LOOK_EVERY_S = 0.05
+"""How often groups are looked after; a look costs the more, the more of them are in hand."""
+
+
+def main(session: Session) -> None:
+    """Play trajectories until the run is closed."""
+    if not session.config.turns_by_log:
+        raise ConfigError(
+            'this run has nothing for an environment worker: only with environment.carrier = "log" it plays trajectories apart'
+        )
+    session.check_model()
+    EnvironmentWorker.join(session).run()
+
+
+class WakingMember:
+    """A member whose events wake its user, who waits for other things too; a thread of its own takes them."""
+
+    def __init__(self, member: Member, wake: Callable[[], None]) -> None:
+        self._member, self._wake = member, wake
+        self._events: queue.SimpleQueue[list[Event] | LogError] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True, name="replies")
+        self._thread.start()
+
+    @property
+    def outage_s(self) -> float:
+        """As the member's."""
+        return self._member.outage_s
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """The events since the last call; waits up to `timeout_s` for the first. Raises LogError once the member has failed."""
+        taken: list[Event] = []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                events = self._events.get(timeout=max(0.0, deadline - time.monotonic())) if not taken else self._events.get_nowait()
+            except queue.Empty:
+                return taken
+            if isinstance(events, LogError):
+                raise events
+            taken += events
+
+    def commit(self, offsets: Commits) -> bool:
+        """As the member's."""
+        return self._member.commit(offsets)
+
+    def membership(self) -> Membership | None:
+        """As the member's."""
+        return self._member.membership()
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Leave the group, within `timeout_s`."""
+        self._closing.set()
+        self._thread.join(_TAKE_S + timeout_s)
+        self._member.close(timeout_s)
+
+    def _follow(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if events := self._member.take(_TAKE_S):
+                    self._events.put(events)
+                    self._wake()
+        except LogError as error:
+            self._events.put(error)
+            self._wake()
+
+
+@dataclass(slots=True)
+class EnvironmentWorker(GroupWorker):
+    """A worker of groups whose engine is elsewhere."""
+
+    asking: LogEngine = field(kw_only=True)
+    _looked: float = 0.0
+
+    @classmethod
+    def join(cls, session: Session) -> "EnvironmentWorker":
+        """Join the run's environment workers."""
+        config, topics = session.config, [session.topic("prompts"), session.topic("replies")]
+        tasks = GroupTasks(session.schedule.oversample)
+
+        def placed(group: int) -> tuple[int, int]:
+            task = tasks.tasks[group]
+            return task.partition, task.prompt.min_version
+
+        asking = LogEngine(
+            run=session.run, worker=session.worker, topic=session.topic("calls"), producer=session.log.producer(linger_ms=0.0),
+            replay=config.environment.resume == "replay", placed=placed,
+        )  # fmt: skip
+        engine: TrajectoryEngine = play_on(asking, config, say=session.reporter.say)
+        member = session.log.member(f"{session.run}.{session.role}", topics, max_records=2048, max_bytes=64 * 2**20, gathers=False)
+        weights = VersionWatch(session.log, session.run, say=session.reporter.say)
+        published = PublishedSamples(session.log, session.run)
+        return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, asking=asking)
+
+    def turn(self) -> None:
+        """Hand on what was answered, at once; look after groups when a trajectory has ended, and some times a second."""
+        self.weights.check()
+        idle = self.engine.idle
+        self._take(LOOK_EVERY_S if idle else 0.0)
+        ended = [] if idle else self.engine.step()
+        self._ended(ended)
+        if ended or time.monotonic() - self._looked > LOOK_EVERY_S:
+            super(EnvironmentWorker, self).turn()
+            self._looked = time.monotonic()
+
+    def _assigned(self, event: Assigned) -> None:
+        topic = self.session.topic("replies")
+        starts = {partition: committed.offset or 0 for (held, partition), committed in event.partitions.items() if held == topic}
+        ends = self.session.log.end_offsets((topic, partition) for partition in starts)
+        self.asking.known.assign(starts, {partition: end for (_, partition), end in ends.items()})
+        super(EnvironmentWorker, self)._assigned(event)
+
+    def _received(self, record: Record) -> None:
+        if record.topic != self.session.topic("replies"):
+            super(EnvironmentWorker, self)._received(record)
+            return
+        try:
+            with self.session.dead_letters.decoding(record):
+                self.asking.take(record)
+        except Unusable as error:
+            self.session.dead_letters.write(record, error)
+
+    def _start(self) -> None:
+        if self.asking.known.caught_up:  # a turn that was answered is not asked again
+            super(EnvironmentWorker, self)._start()
+
+    def _marks(self) -> Commits:
+        marks = dict(super(EnvironmentWorker, self)._marks())
+        self.asking.known.forget(self._has_ended)
+        topic = self.session.topic("replies")
+        return marks | {(topic, partition): (offset, "") for partition, offset in self.asking.known.offsets()}
+
+    def _has_ended(self, partition: int, group: int) -> bool:
+        """Whether nobody plays a group any more: its prompt was delivered, and it is not in hand."""
+        owned, task = self.tasks.partitions.get(partition), self.tasks.tasks.get(group)
+        return owned is not None and group <= owned.newest and (task is None or task.done)

@@ -1,0 +1,301 @@
+"""Answers `calls`: whole context in, tokens out; nobody waits inside the engine, and nothing is known of trajectories.
+
+The rule: a call starts only under weights that it allows, the lowest group first, and only without a reply in the log; its random numbers
+follow from (run seed, group, sample, turn). While the consumer group rebalances replies are held back, and those that turn out to be
+another's are dropped.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
+from penstock.infra.log import Assigned, Member, Producer, Records, Revoked, Tail
+from penstock.pipeline.runtime import commit_notes
+from penstock.pipeline.runtime.commit_notes import CallNote
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.scheduling import rules
+from penstock.topics.turns import calls, replies
+from penstock.topics.turns.calls import Call
+from penstock.topics.turns.replies import Reply
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+from penstock.workers.rollout.call_tasks import CallTask, CallTasks
+
+IDLE_WAIT_S = 0.2
+"""How long an idle worker waits for calls, or for the weights that they need, before it checks everything again."""
+COMMIT_EVERY_S = 0.5
+MEASURE_EVERY_S = 1.0
+READ_LIMIT_S = 120.0
+
+
+@dataclass(slots=True)
+class CallWorker:
+    """The worker's state between two turns of its loop."""
+
+    session: Session
+    engine: Engine
+    weights: WeightPrefetch
+    member: Member
+    producer: Producer
+    tasks: CallTasks = field(default_factory=CallTasks)
+    _seen: Tail | None = None
+    """Reads `replies` of the owned partitions, for what others have answered."""
+    _drawn: list[tuple[CallTask, Completion]] = field(default_factory=list)
+    """Turns that ended and are not sent."""
+    _settled: bool = False
+    """True while this worker knows which partitions are its own."""
+    _waited_s: float = 0.0
+    """In which no call was to be drawn."""
+    _committed: float = 0.0
+    _measured: float = 0.0
+
+    @classmethod
+    def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "CallWorker":
+        """Join the run's rollout workers."""
+        topics = [session.topic("calls")]
+        member = session.log.member(f"{session.run}.{session.role}", topics, max_records=2048, max_bytes=64 * 2**20, gathers=False)
+        return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0))
+
+    def run(self) -> None:
+        """Answer calls until the run is closed or the worker is asked to stop."""
+        session = self.session
+        session.finishing = lambda: f"hands its partitions back, {len(self.tasks.tasks)} calls unanswered (about 1 s)"
+        session.reporter.outage = lambda: self.member.outage_s
+        session.reporter.ready()
+        try:
+            while self.weights.state.closed is None and not session.stop.is_set():
+                self.turn()
+            self._publish()
+            self.producer.flush(10.0)
+            self._acknowledge()
+            self._commit()
+            self._measure()
+            session.reporter.labels["calls"] = ""
+        finally:
+            self.close()
+            self.weights.close()
+            self.engine.close()
+
+    def turn(self) -> None:
+        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
+        self.weights.check()
+        self.producer.check()
+        self._take(0.0)
+        self._publish()
+        self._refresh()
+        self._start()
+        if self.engine.idle:
+            self._wait()
+        else:
+            self._decode()
+        self._acknowledge()
+        if time.monotonic() - self._committed > COMMIT_EVERY_S:
+            self._commit()
+        if time.monotonic() - self._measured > MEASURE_EVERY_S:
+            self._measure()
+        self.session.reporter.status()
+
+    def close(self) -> None:
+        """Leave the other rollout workers."""
+        self.member.close(5.0)
+        self.producer.close()
+        if self._seen is not None:
+            self._seen.close()
+
+    def _take(self, wait_s: float) -> None:
+        for event in self.member.take(wait_s):
+            match event:
+                case Assigned():
+                    self._assigned(event)
+                case Revoked():
+                    self.tasks.revoke()
+                    self._settled = False
+                case Records():
+                    for record in event.records:
+                        self._received(record)
+
+    def _assigned(self, event: Assigned) -> None:
+        """Drop what others own now, and learn from `replies` which calls of the own partitions are answered already."""
+        topic, answers = self.session.topic("calls"), self.session.topic("replies")
+        ends = self.session.log.end_offsets(event.partitions)
+        notes = {at: commit_notes.decode(CallNote, committed.metadata) for (_, at), committed in event.partitions.items()}
+        if self._seen is not None:
+            self._seen.close()
+        self._seen = self.session.log.tail({(answers, at): note.replies if note else 0 for at, note in notes.items()}) if notes else None
+        for (_, at), committed in event.partitions.items():
+            start = notes[at].replies if notes[at] else 0  # type: ignore[union-attr]
+            self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=start)
+        self._read_answered()
+        for task in self.tasks.gone():
+            self._drop(task)
+        self._settled = True
+        reporter = self.session.reporter
+        reporter.labels["calls"] = ",".join(str(at) for at in sorted(notes))
+        reporter.status(force=True)
+
+    def _read_answered(self) -> None:
+        """Learn which calls others have answered."""
+        for record in self._seen.read_to_end(READ_LIMIT_S) if self._seen is not None else ():
+            try:
+                claims = replies.check(record, run=self.session.run)
+            except Unusable:
+                continue  # the environment workers own reading `replies`
+            if (task := self.tasks.answered(record.partition, calls.key_of(claims), record.offset)) is not None:
+                self._drop(task)
+
+    def _drop(self, task: CallTask) -> None:
+        """Stop drawing a call that is another's, or answered."""
+        if self.tasks.drawing.get(task.number) is task:
+            self.engine.abort(task.number)
+            del self.tasks.drawing[task.number]
+        self._drawn = [(other, completion) for other, completion in self._drawn if other is not task]
+
+    def _received(self, record: Record) -> None:
+        self.tasks.passes(record.partition, record.offset)
+        try:
+            with self.session.dead_letters.decoding(record):
+                claims, call = calls.read(record, run=self.session.run)
+        except Unusable as error:
+            self.session.dead_letters.write(record, error)
+            return
+        self.tasks.add(call, calls.key_of(claims), partition=record.partition, offset=record.offset)
+
+    def _refresh(self) -> None:
+        """Between two decode steps: load the newest weights if the schedule says so, and end calls that can no longer be fresh."""
+        schedule = self.session.schedule
+        if schedule.loads_at != "step":
+            return
+        if self.weights.version > self.engine.version and self.tasks.drawing:
+            self._load()
+        if schedule.stale_in_hand == "abort":
+            for held in self.engine.in_hand():
+                if held.oldest_version is not None and self._hopeless(held.oldest_version):
+                    self._ended(self.engine.abort(held.group))
+                    self.session.reporter.add("aborted_calls")
+
+    def _hopeless(self, version: int) -> bool:
+        newest = self.weights.state.newest_version
+        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=self.session.schedule.max_lag)
+
+    def _start(self) -> None:
+        """Give the engine the calls that it has room for, the lowest group number first."""
+        schedule, newest = self.session.schedule, self.weights.version
+        if not self.engine.has_room or not self.tasks.tasks or self._hopeless(max(self.engine.version, newest)):
+            return
+        waiting = self.tasks.waiting()
+        if any(task.inherited for task in waiting):  # an earlier owner may have answered after the partition was assigned
+            self._read_answered()
+        for task in waiting:
+            oldest = task.call.min_version
+            if not self.engine.has_room:
+                return
+            if task.key not in self.tasks.tasks or not rules.may_start(min_version=oldest, loaded_version=max(self.engine.version, newest)):
+                continue
+            loaded = self.engine.version
+            if rules.version_to_load(schedule, min_version=oldest, newest_version=newest, loaded_version=loaded) is not None:
+                if not self.engine.idle and schedule.loads_at != "step":
+                    return  # the weights change between calls
+                if not self._load():
+                    return
+            self._begin(task)
+
+    def _begin(self, task: CallTask) -> None:
+        self.tasks.drawing[task.number] = task
+        self.session.reporter.doing("generating")
+        self.engine.submit(self._request(task))
+
+    def _request(self, task: CallTask) -> GroupRequest:
+        call = task.call
+        sampling = Sampling(
+            temperature=call.temperature, top_p=call.top_p, top_k=call.top_k, max_new_tokens=call.max_new_tokens,
+            stop_ids=tuple(self.session.info["digests"]["stop_ids"]), seeded=bool(call.seeded),
+        )  # fmt: skip
+        return GroupRequest(
+            group=task.number, prompt_ids=call.token_ids, samples=(0,), rows=1, seed=self.session.config.run.seed, sampling=sampling,
+            stream=call.stream,
+        )  # fmt: skip
+
+    def _load(self) -> bool:
+        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
+        with self.weights.taken() as (version, tensors):
+            if version <= self.engine.version:
+                return False
+            started = time.monotonic()
+            if self.engine.idle:
+                self.session.reporter.doing(f"loading version {version}")
+            self.engine.load_weights(version, tensors)
+        self.session.reporter.add("load_s", time.monotonic() - started)
+        self.session.reporter.values["version"] = version
+        return True
+
+    def _wait(self) -> None:
+        """Nothing can be drawn: wait for what is missing, weights or calls."""
+        if any(task.sent is None for task in self.tasks.tasks.values()):
+            self.weights.wait(IDLE_WAIT_S)
+        elif self.weights.version > self.engine.version:
+            self._load()  # the calls for it are about to come
+        else:
+            began = time.monotonic()
+            self.session.reporter.doing("waiting for calls")
+            self._take(0.01 if self.tasks.tasks else IDLE_WAIT_S)
+            self._waited_s += time.monotonic() - began
+
+    def _decode(self) -> None:
+        """One decode step."""
+        started = time.monotonic()
+        completions = self.engine.step()
+        self.session.reporter.add("generate_s", time.monotonic() - started)
+        self._ended(completions)
+        self._publish()
+
+    def _ended(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            if (task := self.tasks.drawing.pop(completion.group, None)) is not None:
+                self._drawn.append((task, completion))
+
+    def _publish(self) -> None:
+        """Send the turns that ended, while this worker knows which partitions are its own."""
+        if not self._settled or not self._drawn:
+            return
+        drawn, self._drawn = self._drawn, []
+        session, topic = self.session, self.session.topic("replies")
+        for task, completion in drawn:
+            reply = reply_to(task.call, task.key.sha256, completion, worker=session.worker)
+            with session.reporter.encoding:
+                value = replies.encode(reply)
+                headers = replies.headers(reply, run=session.run).encode(value)
+            outgoing = Outgoing(topic=topic, partition=task.partition, key=str(reply.group).encode(), headers=headers, value=value)
+            task.sent = self.producer.send(outgoing)
+            session.reporter.add("calls")
+            session.reporter.add("tokens", len(reply.token_ids))
+
+    def _acknowledge(self) -> None:
+        for task in [task for task in self.tasks.tasks.values() if task.sent is not None and task.sent.done()]:
+            assert task.sent is not None
+            self.tasks.answered(task.partition, task.key, task.sent.offset(0.0))
+
+    def _commit(self) -> None:
+        self._committed = time.monotonic()
+        topic = self.session.topic("calls")
+        if moved := {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}:
+            self.member.commit(moved)
+
+    def _measure(self) -> None:
+        self._measured = time.monotonic()
+        values = {f"engine_{name}": value for name, value in self.engine.stats().items()}
+        values |= {"engine_waits_s": self._waited_s, "calls_in_hand": float(len(self.tasks.tasks))}
+        self.session.reporter.values = {**self.session.reporter.values, **values}
+
+
+def reply_to(call: Call, sha256: str, completion: Completion, *, worker: str) -> Reply:
+    """What was drawn for a call; `sha256`: of its context."""
+    spans = completion.spans
+    return Reply(
+        group=call.group, sample=call.sample, turn=call.turn, attempt=call.attempt, sha256=sha256,
+        token_ids=np.asarray(completion.token_ids, np.int32), behaviour_logprobs=np.asarray(completion.logprobs, np.float32),
+        span_versions=np.array([span.version for span in spans], np.int32), span_starts=np.array([span.start for span in spans], np.int32),
+        finish=completion.finish, started_ns=completion.started_ns, ended_ns=completion.ended_ns, worker=worker,
+    )  # fmt: skip
