@@ -20,7 +20,7 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import CHECKSUM, MAX_HEADER_BYTES
 from penstock.topics.wire.record import RawHeaders, Record
 
-_SCHEMA = rollouts.CODEC.schema
+_SCHEMA = rollouts.UNLIMITED.schema
 _HEAD = _SCHEMA.serialize().to_pybytes()
 _WRITTEN = [field for field in _SCHEMA if not field.nullable]
 """The columns that have values; those of trajectories, which come after them, are null."""

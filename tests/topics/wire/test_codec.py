@@ -261,6 +261,7 @@ def test_a_missing_value_is_not_written_where_none_may_be_null():
         weights.encode(replace(EXAMPLES["weights"], digest=None))
 
 
-def test_a_payload_of_the_first_encoder_is_read_although_columns_came_since():
+def test_a_payload_of_the_first_encoder_is_read_and_written_the_same():
     value = (Path(__file__).parent / "group_of_the_first_encoder.arrow").read_bytes()
-    assert groups.decode(value) == a_group() == groups.decode(groups.encode(a_group()))
+    assert groups.decode(value) == a_group()
+    assert groups.encode(a_group()) == value
