@@ -322,6 +322,7 @@ def sample_hash(rollout: Rollout) -> bytes:
         np.asarray(rollout.loss_mask, np.bool_),
         np.asarray(rollout.span_versions, np.int32),
         np.asarray(rollout.span_starts, np.int32),
+        *([] if rollout.support is None else [np.asarray(rollout.support, np.int32)]),
     )
     fields = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
     episode = (rollout.segments, rollout.turns, rollout.messages)

@@ -65,13 +65,22 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
     chosen, limit = session.config.data, session.info.get("prompts")
     choices = Choices(order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved)
     return Admission(
-        session.run, session.config.partitions, LedgerState(session.run), choices=choices, rows_before=dict(enumerate(data.rows_before))
-    )
+        session.run, session.config.partitions, LedgerState(session.run), choices=choices, rows_before=dict(enumerate(data.rows_before)),
+        decoding=session.dead_letters.decoding,
+    )  # fmt: skip
 
 
 def _limit(state: Admission, session: Session) -> int:
     """How many groups the rules allow now, those admitted included."""
-    return rules.admission_limit(session.schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps)
+    return rules.admission_limit(
+        session.schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps,
+        ahead=not _paused(state, session),
+    )  # fmt: skip
+
+
+def _paused(state: Admission, session: Session) -> bool:
+    """Whether the last step's effective sample size is so low that nothing is admitted ahead of its round."""
+    return rules.too_far_off(state.ledger.ess, floor=session.config.algorithm.ess_floor)
 
 
 def _counts(state: Admission, session: Session) -> dict[str, float]:
@@ -98,10 +107,11 @@ def _catch_up(session: Session, state: Admission) -> Tail:
     for partition, offset in starts.items():
         (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
     tail.add({(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest", (session.topic("metrics"), 0): "latest"})
-    for reader in (past, tail):
+    for reader in (tail, past):  # a prompt whose outcome is known need not be decoded
         for record in reader.read_to_end(120.0):
             _apply(session, state, record)
     past.close()
+    state.caught_up()
     return tail
 
 
@@ -145,7 +155,11 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
         state.admit(number, partition, choice=choice)
     everything = limit - state.dropped >= session.steps * schedule.prompts_per_step
-    reporter.doing("all prompts of the run are out" if everything else "waiting for new weights")
+    waiting = "waiting for new weights"
+    if _paused(state, session):
+        ess, floor = state.ledger.ess, session.config.algorithm.ess_floor
+        waiting += f": nothing is admitted ahead of its round, as the last step's ESS {ess:.2f} is below {floor:g}"
+    reporter.doing("all prompts of the run are out" if everything else waiting)
     return batch
 
 
