@@ -4,11 +4,8 @@ The rule: everything follows from the log. Groups below the first one that has n
 the offsets from which later groups are read again: neither memory nor restart time grows with the run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 from penstock.infra.log import Commits, Committed, Partition
 from penstock.pipeline.envs.datasets.prompt_order import PromptOrder
@@ -18,17 +15,9 @@ from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import Presence, hear
 from penstock.topics import groups, metrics, prompts
+from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.feeder.choice import Choice, Choices, Unread, choice_of
-
-
-class Outcome(NamedTuple):
-    """How a group ended, by the headers of its record, and where that is."""
-
-    partition: int
-    offset: int
-    outcome: str | None
-    reward: float | None
+from penstock.workers.feeder.choice import Choice, Choices, choice_of
 
 
 @dataclass(slots=True)
@@ -52,8 +41,6 @@ class Admission:
     """What was asked, and what is asked next."""
     rows_before: Mapping[int, int] = field(default_factory=lambda: {0: 0})
     """Source -> rows of the sources before it."""
-    decoding: Callable[[Record], AbstractContextManager[object]] = nullcontext
-    """Around the decoding of a prompt; raises `Unusable` for one that must not be decoded."""
     presence: Presence = field(init=False)
     _dropped: set[int] = field(default_factory=set)
     _seen: tuple[int, int] = (-1, 0)
@@ -63,8 +50,6 @@ class Admission:
     """Group -> partition and offset of its outcome."""
     _ends: dict[Partition, int] = field(default_factory=dict)
     """Partition -> the offset up to which it was read or written."""
-    _early: dict[int, Outcome] | None = field(default_factory=dict)
-    """Outcomes whose prompts are not read yet; None once all of them are."""
 
     def __post_init__(self) -> None:
         self.unfinished = [0] * self.partitions
@@ -115,38 +100,18 @@ class Admission:
         topic = record.topic.removeprefix(f"{self.run}.")
         self._ends[topic, record.partition] = record.offset + 1
         if topic == "prompts":
-            self._admit_recorded(record)
+            prompt = prompts.read(record, run=self.run)[1]
+            self.admit(prompt.group, record.partition, record.offset, choice=choice_of(prompt, rows_before=self.rows_before))
         elif topic == "groups":
             headers = groups.check(record, run=self.run)
             assert headers.group is not None
-            self._end(headers.group, Outcome(record.partition, record.offset, headers.outcome, headers.reward_mean))
+            self._end(headers.group, record, headers)
         elif topic == "metrics":
             hear(self.presence, metrics.read(record, run=self.run)[1])
         else:
             self.ledger.apply(record)
 
-    def caught_up(self) -> None:
-        """Note that all prompts that were in the log are read: from here on an outcome has its prompt, or is not ours."""
-        self._early = None
-
-    def _admit_recorded(self, record: Record) -> None:
-        """Note a prompt in the log. Where its group has ended and nothing follows from what it chose, its headers are enough."""
-        headers = prompts.check(record, run=self.run)
-        assert headers.group is not None
-        early = (self._early or {}).get(headers.group)
-        choice: Choice | Unread = partial(self._choice_later, record)
-        if early is None or early.outcome == "abandoned" or headers.attempt is not None or self.choices.remembers:
-            choice = self._choice(record)
-        self.admit(headers.group, record.partition, record.offset, choice=choice)
-
-    def _choice(self, record: Record) -> Choice:
-        return choice_of(prompts.read(record, run=self.run)[1], rows_before=self.rows_before)
-
-    def _choice_later(self, record: Record) -> Choice:
-        with self.decoding(record):
-            return self._choice(record)
-
-    def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice | Unread) -> None:
+    def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice) -> None:
         """Note that a group's prompt is in a partition, or about to be."""
         if group not in self.partition_of and group >= self.ended_below:
             self.partition_of[group], self._prompt_at[group] = partition, offset
@@ -154,8 +119,6 @@ class Admission:
                 self.admitted += 1
             self.unfinished[partition] += 1
             self.choices.asked(group, choice)
-            if self._early and (early := self._early.pop(group, None)) is not None:
-                self._end(group, early)
             self._pass_ended()
 
     def written(self, batch: Sequence[Outgoing], offsets: Sequence[int]) -> None:
@@ -164,16 +127,14 @@ class Admission:
             self._prompt_at[int(outgoing.key or b"")] = offset
             self._ends["prompts", outgoing.partition] = offset + 1
 
-    def _end(self, group: int, ended: Outcome) -> None:
+    def _end(self, group: int, record: Record, headers: Headers) -> None:
         if group in self.ended or group not in self.partition_of:
-            if self._early is not None and group >= self.admitted:
-                self._early.setdefault(group, ended)
             return  # only admitted groups make room
         self.ended.add(group)
         self.unfinished[self.partition_of[group]] -= 1
-        self._outcome_at[group] = (ended.partition, ended.offset)
-        self.choices.ended(group, outcome=ended.outcome, reward=ended.reward)
-        if ended.outcome in rules.DROPPED:
+        self._outcome_at[group] = (record.partition, record.offset)
+        self.choices.ended(group, outcome=headers.outcome, reward=headers.reward_mean)
+        if headers.outcome in rules.DROPPED:
             self._dropped.add(group)
         self._pass_ended()
 

@@ -4,13 +4,12 @@ The rule: what is chosen follows from the log and the configuration alone, never
 its group got in the epoch before, and that outcome is waited for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, Turn
 from penstock.topics.prompts import Prompt
-from penstock.topics.wire.errors import Unusable
 
 
 class Choice(NamedTuple):
@@ -21,10 +20,6 @@ class Choice(NamedTuple):
     turn: Turn
     again: int | None = None
     """The group that was abandoned, and whose prompt this is once more."""
-
-
-Unread = Callable[[], Choice]
-"""Decodes the prompt in the log; raises `Unusable`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,15 +33,13 @@ class Choices:
     """Rows whose group had at least this mean reward in the epoch before are left out."""
     unsolved: float | None = None
     """Rows whose group had at most this mean reward in the epoch before are left out."""
+    next_place: int = 0
     left_out: int = 0
     repeated: int = 0
     awaiting: dict[int, Choice] = field(default_factory=dict)
     """Abandoned groups whose prompts are to be asked once more."""
-    _place: int = 0
-    _newest: tuple[int, Unread] | None = None
-    """The highest group whose prompt is in the log and not decoded."""
-    _asked: dict[int, Choice | None] = field(default_factory=dict)
-    """By group, of those that have not ended; None for a prompt that is not decoded."""
+    _asked: dict[int, Choice] = field(default_factory=dict)
+    """By group, of those that have not ended."""
     _repeats: set[int] = field(default_factory=set)
     """Groups that were asked once more before their outcome was read."""
     _reward: dict[Turn, float | None] = field(default_factory=dict)
@@ -56,22 +49,6 @@ class Choices:
     def remembers(self) -> bool:
         """Whether outcomes decide what is asked, so that a restarted feeder has to read all of them."""
         return self.solved is not None or self.unsolved is not None
-
-    @property
-    def next_place(self) -> int:
-        """In the order of prompts, of the next one that is not asked once more; the newest prompt in the log says it."""
-        if self._newest is not None:
-            (group, read), self._newest = self._newest, None
-            try:
-                place = read().place
-            except Unusable:
-                place = group - self.repeated
-            self._place = max(self._place, place + 1)
-        return self._place
-
-    @next_place.setter
-    def next_place(self, place: int) -> None:
-        self._place = place
 
     def next(self) -> Choice | None:
         """The next prompt; None where there is none, yet (`waits`) or for good."""
@@ -97,20 +74,15 @@ class Choices:
         """Whether no prompt will ever come; groups that are open may still be abandoned."""
         return self.limit is not None and self.next_place >= self.limit and not self.awaiting
 
-    def asked(self, group: int, choice: Choice | Unread) -> None:
-        """Note that a group's prompt is in the log, or about to be; one that has ended otherwise than abandoned need not be decoded."""
-        if not isinstance(choice, Choice):
-            self._asked[group] = None
-            if self._newest is None or group > self._newest[0]:
-                self._newest = group, choice
-            return
+    def asked(self, group: int, choice: Choice) -> None:
+        """Note that a group's prompt is in the log, or about to be."""
         self._asked[group] = choice
         if choice.again is not None:
             self.repeated += 1
             if self.awaiting.pop(choice.again, None) is None:
                 self._repeats.add(choice.again)
-        else:
-            self._place = max(self._place, choice.place + 1)
+        elif choice.place >= self.next_place:
+            self.next_place = choice.place + 1
         if self.remembers:
             self._reward.pop(choice.turn._replace(epoch=choice.turn.epoch - 1), None)
             self._reward[choice.turn] = None

@@ -65,9 +65,8 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
     chosen, limit = session.config.data, session.info.get("prompts")
     choices = Choices(order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved)
     return Admission(
-        session.run, session.config.partitions, LedgerState(session.run), choices=choices, rows_before=dict(enumerate(data.rows_before)),
-        decoding=session.dead_letters.decoding,
-    )  # fmt: skip
+        session.run, session.config.partitions, LedgerState(session.run), choices=choices, rows_before=dict(enumerate(data.rows_before))
+    )
 
 
 def _limit(state: Admission, session: Session) -> int:
@@ -107,11 +106,10 @@ def _catch_up(session: Session, state: Admission) -> Tail:
     for partition, offset in starts.items():
         (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
     tail.add({(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest", (session.topic("metrics"), 0): "latest"})
-    for reader in (tail, past):  # a prompt whose outcome is known need not be decoded
+    for reader in (past, tail):
         for record in reader.read_to_end(120.0):
             _apply(session, state, record)
     past.close()
-    state.caught_up()
     return tail
 
 

@@ -43,11 +43,10 @@ class Feeders:
         self.now = Admission(RUN, PARTITIONS, LedgerState(RUN))
         self.now.ledger.stale |= self.whole.ledger.stale  # the ledger is read from its beginning
         starts = self.now.begin(self.committed)
-        for name in reversed(NAMES):  # outcomes first, as the feeder reads
+        for name in NAMES:
             for record in self.logs[name][starts.get(name, 0) :]:
                 self.read += 1
                 self.now.apply(record)
-        self.now.caught_up()
 
     def note(self) -> None:
         self.committed = {name: Committed(offset=offset, metadata=text) for name, (offset, text) in self.now.commits().items()}
@@ -115,24 +114,6 @@ def test_a_restart_reads_what_is_unfinished_and_not_the_whole_run() -> None:
     assert feeders.now.choices.next_place == feeders.whole.choices.next_place == 500
     assert len(feeders.now.partition_of) == 3
     assert feeders.now.dropped == feeders.whole.dropped > 0
-
-
-def test_a_restart_decodes_only_prompts_whose_outcome_is_open_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    feeders, decoded = Feeders(), list[int]()
-    for number in range(60):
-        feeders.admit(number % PARTITIONS)
-        if number >= 3:
-            feeders.end(0, "scored")
-    feeders.committed = {name: Committed(offset=None) for name in NAMES}  # nothing was noted: all of it is read
-    decode = prompts.decode
-    monkeypatch.setattr(prompts, "decode", lambda value: decoded.append((found := decode(value)).group) or found)
-    feeders.restart()
-    assert feeders.read == 117
-    assert sorted(decoded) == sorted(feeders.now.partition_of)
-    for _ in list(feeders.now.partition_of):
-        feeders.end(0, "scored")
-    feeders.restart()
-    assert (feeders.now.choices.next_place, decoded[3:]) == (60, [59])
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "what?", '{"ended": null, "dropped": 1}'])
