@@ -69,7 +69,7 @@ def group_records(draw, *, max_samples=4):
         groups.ScoredSample,
         rollout=rollout_records(group=st.just(group)),
         completion=TEXT,
-        reward=DOUBLE,
+        reward=st.floats(-1e308, 1e308),
         components=st.lists(st.none() | DOUBLE, max_size=3).map(tuple),
     )
     return groups.Group(

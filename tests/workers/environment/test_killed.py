@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.duplicate_samples import count, read_turns
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.audit.report import as_text
