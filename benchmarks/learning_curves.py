@@ -1,33 +1,50 @@
 """How well each built-in loss and each advantage learns the task of `make demo`, over several seeds.
 
-    python benchmarks/learning_curves.py --seeds 1 2 3 --into curves
+    python benchmarks/learning_curves.py --into curves
     python benchmarks/learning_curves.py --into curves --only loss=gspo advantage=rloo --seeds 1
     python benchmarks/learning_curves.py --into curves --table
 
+A run is one process: engine, rewards, filter, loss and optimizer are those of a run, in a loop in the place of workers and topics, so
+that it takes seconds. A step trains what was drawn one version before, and a version has `--set
+schedule.steps_per_version=S` steps: 4 unless set, so that samples are up to seven steps old, and ratios, clip ranges and weights all act.
 A finished run is a file in the folder and is not run again, so that the whole can be done in parts and in several processes; `--table`
 prints what is there. Losses run with their own defaults, advantages under `grpo`; everything else is `examples/demo.toml`.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT)]
 
-from command import PENSTOCK  # noqa: E402
-
+from penstock.infra.engines.base import Engine, GroupRequest, Sampling  # noqa: E402
 from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES  # noqa: E402
+from penstock.pipeline.config.load import load  # noqa: E402
+from penstock.pipeline.config.run_config import Config  # noqa: E402
+from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data  # noqa: E402
+from penstock.pipeline.envs.group_outcome import group_of, verdict  # noqa: E402
+from penstock.pipeline.envs.rewards import resolve  # noqa: E402
+from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests  # noqa: E402
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer  # noqa: E402
 from penstock.pipeline.observe.report.text import sparkline  # noqa: E402
+from penstock.pipeline.runtime.drawing.sampling import request_of, rollout_of  # noqa: E402
+from penstock.pipeline.runtime.factories import make_engine  # noqa: E402
+from penstock.pipeline.scheduling import rules  # noqa: E402
+from penstock.topics.groups import Group  # noqa: E402
+from penstock.topics.prompts import Prompt  # noqa: E402
 
 DEMO = ROOT / "examples" / "demo.toml"
+IN_ONE_PROCESS = ["rollout.engine=transformers", "schedule.mode=one_step_off", "schedule.steps_per_version=4"]
 BASE = "loss=grpo"
 WORSE = 0.05
 """A mean reward that is further below GRPO's is marked."""
@@ -37,31 +54,113 @@ Found = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def variants() -> dict[str, list[str]]:
-    """Every built-in loss, and every built-in advantage under GRPO's loss, with its settings."""
+    """Every built-in loss, and every other built-in advantage under GRPO's loss, with its settings."""
     losses = {f"loss={name}": [f"algorithm.loss={name}"] for name in LOSSES}
-    return losses | {f"advantage={name}": ["algorithm.loss=grpo", f"algorithm.advantage={name}"] for name in ADVANTAGES}
+    others = [name for name in ADVANTAGES if name != LOSSES["grpo"].advantage]
+    return losses | {f"advantage={name}": ["algorithm.loss=grpo", f"algorithm.advantage={name}"] for name in others}
 
 
-def configuration(directory: Path) -> Path:
-    """The demo without its own choice of loss and correction."""
+def configuration(directory: Path, settings: Sequence[str]) -> Config:
+    """The demo in one process, without its own choice of loss and correction, and with these settings."""
     lines = [line for line in DEMO.read_text(encoding="utf-8").splitlines() if not re.match(r"(loss|correction)\s*=", line)]
     file = directory / "demo.toml"
     file.write_text("\n".join(lines).replace('"../', f'"{ROOT}/'), encoding="utf-8")
-    return file
+    return load(file, [*IN_ONE_PROCESS, *settings])
+
+
+class Draws:
+    """Draws and scores the groups of a run, one after the other."""
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self.config, self.engine = config, engine
+        self._data, self._renderer, self._decoder = open_data(config), Renderer.of(config), Decoder(config.model.path)
+        self._order, self._rewards = self._data.order(config), resolve(config.reward.functions, config.reward.weights)
+        self._stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
+        self._groups = 0
+
+    def next(self) -> Group:
+        """The next prompt's group with its outcome, under the engine's weights."""
+        number, turn = self._groups, self._order.at(self._groups)
+        self._groups += 1
+        row = self._data.row(turn.source, turn.row)
+        text, token_ids = self._renderer.render(row)
+        prompt = Prompt(
+            group=number, slot=number, min_version=0, samples_per_prompt=self.config.schedule.samples_per_prompt, epoch=turn.epoch,
+            row=row.index, prompt=text, messages=None, token_ids=token_ids, columns=json.dumps(row.columns), created_ns=0,
+        )  # fmt: skip
+        request = request_of(prompt, range(prompt.samples_per_prompt), config=self.config, stop_ids=self._stop_ids)
+        samples = [rollout_of(one, sampling=self.config.sampling, worker="curves") for one in drawn(self.engine, request)]
+        completions = [self._decoder.decode(sample.token_ids) for sample in samples]
+        score = self._rewards.score(completions, prompt=text, messages=None, columns=row.columns)
+        found = verdict(samples, completions, score, algorithm=self.config.algorithm)
+        reward = self.config.reward
+        return group_of(prompt, found.outcome, reason=found.reason, samples=found.samples, reward=reward, scored_ns=0)
+
+    def greedy_accuracy(self) -> float:
+        """The mean reward of greedy completions of the held-out prompts."""
+        how = Sampling(greedy=True, max_new_tokens=self.config.sampling.max_new_tokens, stop_ids=self._stop_ids)
+        rewards: list[float] = []
+        for held_out in open_eval_data(self.config).values():
+            for index in range(len(held_out)):
+                row = held_out[index]
+                text, ids = self._renderer.render(row)
+                (one,) = drawn(self.engine, GroupRequest(group=index, prompt_ids=ids, samples=(0,), rows=1, seed=0, sampling=how))
+                completion = self._decoder.decode(one.token_ids)
+                rewards += self._rewards.score([completion], prompt=text, messages=None, columns=row.columns).rewards
+        return statistics.fmean(rewards)
+
+
+def drawn(engine: Engine, request: GroupRequest) -> list[Any]:
+    """The completions of one group, by number."""
+    engine.submit(request)
+    completions = []
+    while not engine.idle:
+        completions += engine.step()
+    return sorted(completions, key=lambda one: one.sample)
+
+
+def steps(config: Config, policy: PolicyTrainer, draws: Draws) -> Iterator[tuple[float, float]]:
+    """Train; gives the mean reward of all samples that each step drew, before the filter, and the step's ESS."""
+    schedule, published = config.rules, [policy.weights().tensors]
+    for number in range(policy.steps):
+        version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
+        under = max(0, version - schedule.max_lag)
+        if draws.engine.version != under:
+            draws.engine.load_weights(under, published[under])
+        step, rewards, trained = policy.step(), list[float](), 0
+        while trained < schedule.prompts_per_step:
+            group = draws.next()
+            rewards += group.rewards
+            if group.outcome == "scored":
+                step.add(group)
+                trained += 1
+        outcome = step.finish(learner_version=version)
+        policy.steps_done += 1
+        if rules.publishes(number, steps=policy.steps, steps_per_version=schedule.steps_per_version):
+            published.append(policy.weights().tensors)
+        yield statistics.fmean(rewards), outcome.metrics["ess"]
+    draws.engine.load_weights(len(published) - 1, published[-1])
 
 
 def run(name: str, settings: Sequence[str], *, seed: int) -> dict[str, Any]:
-    """One run's figures. Raises `SystemExit` with the run's own words when it fails."""
+    """One run's figures."""
+    began, cpu = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as directory:
-        command = [*PENSTOCK, "run", str(configuration(Path(directory))), "--json"]
-        command += [word for setting in [*settings, f"run.seed={seed}"] for word in ("--set", setting)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name}, seed {seed}: {done.stderr[-2000:]}")
-    report = json.loads(done.stdout)
-    evals = [found.get("greedy_accuracy") for found in report["eval"]]
-    figures = {key: report[key] for key in ("run", "steps", "reward", "groups", "ess")}
-    return {"variant": name, "seed": seed, "settings": list(settings), "eval": evals, **figures}
+        config = configuration(Path(directory), [*settings, f"run.seed={seed}"])
+    assert config.run.steps is not None
+    engine, policy = make_engine(config), PolicyTrainer.open(config, steps=config.run.steps)
+    draws = Draws(config, engine)
+    curve, ess = zip(*steps(config, policy, draws), strict=True)
+    accuracy = draws.greedy_accuracy()
+    engine.close()
+    policy.backend.close()
+    tenth = -(-len(curve) // 10)
+    reward = {"first": statistics.fmean(curve[:tenth]), "last": statistics.fmean(curve[-tenth:]), "curve": curve}
+    return {
+        "variant": name, "seed": seed, "settings": list(settings), "steps": len(curve), "reward": reward, "eval": [accuracy],
+        "ess": min(ess), "proximal": config.proximal, "correction": config.correction,
+        "wall_s": time.monotonic() - began, "cpu_s": time.process_time() - cpu,
+    }  # fmt: skip
 
 
 def table(found: Found) -> str:
@@ -118,7 +217,11 @@ def main() -> None:
             unfinished = file.with_suffix(".tmp")
             unfinished.write_text(json.dumps(figures), encoding="utf-8")
             unfinished.replace(file)
-            print(f"{name}, seed {seed}: reward {figures['reward']['first']:.3f} -> {figures['reward']['last']:.3f}", flush=True)
+            print(
+                f"{name}, seed {seed}: reward {figures['reward']['first']:.3f} -> {figures['reward']['last']:.3f}, "
+                f"{figures['cpu_s']:.1f} s of CPU",
+                flush=True,
+            )
     print(table(finished(chosen.into)))
 
 

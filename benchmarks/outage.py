@@ -155,7 +155,10 @@ def disturbed(how: str, config: str, run: str, settings: Sequence[str], home: Pa
     broker = home / "broker-home"
     with launched(config, run, settings, home / f"{run}.txt") as process:
         follower = Follower(KafkaLog(embedded.status(broker).bootstrap, client_id="outage"), run)
-        steps = json.loads((home / "runs" / run / "config.json").read_text())["run"]["steps"]
+        config_file = home / "runs" / run / "config.json"
+        while not config_file.exists() and process.poll() is None:  # the topics are there before it
+            time.sleep(0.1)
+        steps = json.loads(config_file.read_text())["run"]["steps"]
         while follower.counts["ledger"] < at * steps and process.poll() is None:
             follower.look(0.5)
         if process.poll() is not None:

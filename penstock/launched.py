@@ -14,6 +14,7 @@ from penstock.infra.paths import state_directory
 from penstock.pipeline.config.cpu_defaults import this_cpu
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, with_paths
 from penstock.pipeline.launch import launcher
+from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import visible_gpus
@@ -70,7 +71,7 @@ def see_through(
     """Create a run, attend it to its end, and report on it from the log. Raises as `penstock.launch`."""
     loaded = configured(config, overrides, reward)
     checked = check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
-    log = launcher.connect(loaded.kafka, say=say)
+    log = connect(loaded.kafka, say=say)
     try:
         record = create(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
         if launcher.watch(log, record, loaded, say=say, live=False, quiet=True, screen=notebook_screen()) != 0:

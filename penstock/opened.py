@@ -10,7 +10,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
 from penstock.pipeline.config.services import KafkaSection
-from penstock.pipeline.launch.launcher import connect
+from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps, turns
 from penstock.pipeline.runtime.run_registry import resolve

@@ -26,14 +26,13 @@ MAX_PART_BYTES = 8 << 20
 Outcome = Literal["scored", "filtered", "failed", "abandoned"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
-_SAMPLE = pa.struct(
-    [
-        *SAMPLE_FIELDS,
-        column("completion", pa.string()),
-        column("reward", pa.float64()),
-        column("components", list_of(pa.float64(), nullable=True)),
-    ]
+_SCORED = (
+    *SAMPLE_FIELDS,
+    column("completion", pa.string()),
+    column("reward", pa.float64()),
+    column("components", list_of(pa.float64(), nullable=True)),
 )
+_SAMPLE, _UNLIMITED_SAMPLE = pa.struct(_SCORED), pa.struct([field for field in _SCORED if field.name != "support"])
 CODEC = Codec(
     SCHEMA,
     fields=(
@@ -58,8 +57,19 @@ CODEC = Codec(
         column("samples", list_of(_SAMPLE)),
     ),
 )
-_UNTIMED = Codec(SCHEMA, fields=[field for field in CODEC.schema if field.name != "reward_ns"])
-"""Of groups without that time, so that a record of an earlier release is encoded again to the same bytes."""
+_CODECS = {
+    (timed, limited): Codec(
+        SCHEMA,
+        fields=[
+            column("samples", list_of(_UNLIMITED_SAMPLE)) if field.name == "samples" and not limited else field
+            for field in CODEC.schema
+            if timed or field.name != "reward_ns"
+        ],
+    )
+    for timed in (False, True)
+    for limited in (False, True)
+}
+"""By whether a group has the time of its rewards and a support: a record of an earlier release is encoded to the same bytes."""
 _FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "tokens", "reward_mean", "sha256")
 _REQUIRED = ("group", "outcome", "part", "parts", "sha256")
 _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
@@ -275,8 +285,8 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
         if sample.rollout.group != group.group:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")
     samples = [{**sample_row(sample.rollout), **as_row(sample)} for sample in group.samples]
-    codec = _UNTIMED if group.reward_ns is None else CODEC
-    return codec.encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
+    limited = any(sample.rollout.support is not None for sample in group.samples)
+    return _CODECS[group.reward_ns is not None, limited].encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
 
 
 def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:

@@ -25,6 +25,8 @@ MAX_SAMPLES = 64
 MAX_BYTES = 8 << 20
 """Half of what the log takes in one record."""
 CODEC = Codec(SCHEMA, fields=(column("group", pa.int64()), *SAMPLE_FIELDS), max_rows=MAX_SAMPLES)
+UNLIMITED = Codec(SCHEMA, fields=[field for field in CODEC.schema if field.name != "support"], max_rows=MAX_SAMPLES)
+"""Of records whose samples were all drawn from the whole vocabulary: their bytes are those of before there was a support."""
 _REQUIRED = ("group", "policy-version-min", "policy-version-max")
 _FACTS = (
     "schema",
@@ -59,7 +61,8 @@ def encode(*samples: Rollout) -> bytes:
     """The payload of samples of one group, by number; raises `ValueError` where they or their arrays do not fit together."""
     if problem := _unlike(samples):
         raise ValueError(problem)
-    return CODEC.encode(*map(sample_row, samples))
+    codec = UNLIMITED if all(sample.support is None for sample in samples) else CODEC
+    return codec.encode(*map(sample_row, samples))
 
 
 def decode(value: Payload) -> Rollout:

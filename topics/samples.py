@@ -38,6 +38,7 @@ _TRAJECTORY = (
     column("media", list_of(_MEDIUM), nullable=True),
 )
 """Columns of multi-turn trajectories; null for a single completion."""
+_SUPPORT = column("support", list_of(pa.int32()), nullable=True)
 
 SAMPLE_FIELDS = (
     column("sample", pa.int64()),
@@ -54,8 +55,9 @@ SAMPLE_FIELDS = (
     column("ended_ns", pa.int64()),
     column("worker", pa.string()),
     *_TRAJECTORY,
+    _SUPPORT,
 )
-_NAMES = tuple(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY)])
+_NAMES = (*(field.name for field in SAMPLE_FIELDS[: -len(_TRAJECTORY) - 1]), _SUPPORT.name)
 _TURN_NAMES = tuple(field.name for field in _TURN)
 _EPISODE = ("messages", "environment", "environment_version", "environment_seed")
 _SAMPLE_BYTES = 256
@@ -114,6 +116,9 @@ class Rollout(ByValue):
     environment: str | None = None
     environment_version: str | None = None
     environment_seed: int | None = None
+    support: Int32s | None = None
+    """[T * k] ids that each token was drawn from, k of each one after the other, -1 behind the last; None where that was the whole
+    vocabulary. Logprobs are of the distribution over these ids alone."""
 
     @property
     def broken(self) -> str | None:
@@ -165,9 +170,22 @@ def flaw(rollout: Rollout) -> str | None:
         return f"span starts {starts[:8]} do not divide {tokens} tokens"
     if (rollout.loss_mask & np.isnan(rollout.behaviour_logprobs)).any():
         return "a token in the loss mask has no logprob"
+    if (problem := _support_flaw(rollout, tokens)) is not None:
+        return problem
     if rollout.finish not in FINISHES:
         return f"finish is {rollout.finish[:60]!r}, expected one of {', '.join(FINISHES)}"
     return _trajectory_flaw(rollout, tokens)
+
+
+def _support_flaw(rollout: Rollout, tokens: int) -> str | None:
+    if rollout.support is None:
+        return None
+    if not tokens or len(rollout.support) % tokens:
+        return f"{len(rollout.support)} ids in the support of {tokens} tokens" if len(rollout.support) else None
+    among = (rollout.support.reshape(tokens, -1) == rollout.token_ids[:, None]).any(1)
+    if (rollout.loss_mask & ~among).any():
+        return "a token in the loss mask is not in its own support"
+    return None
 
 
 def _trajectory_flaw(rollout: Rollout, tokens: int) -> str | None:
@@ -190,7 +208,8 @@ def max_bytes_of(rollout: Rollout) -> int:
     """An upper bound of what a sample adds to a payload; a character takes four bytes at most."""
     texts = (rollout.worker, rollout.messages, rollout.environment, rollout.environment_version, *_texts(rollout.turns or ()))
     trajectory = _TURN_BYTES * len(rollout.turns or ()) + 16 * len(rollout.segments or ())
-    plain = _SAMPLE_BYTES + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts)
+    support = 0 if rollout.support is None else len(rollout.support)
+    plain = _SAMPLE_BYTES + _TOKEN_BYTES * len(rollout.token_ids) + 8 * len(rollout.span_starts) + 4 * support
     return plain + trajectory + 4 * sum(len(text) for text in texts if text)
 
 

@@ -15,8 +15,9 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.engines.packages import Package
 from penstock.infra.tensors.stream import TensorBytes
 
-LossFunction = Callable[[Any], tuple[Any, dict[str, float]]]
-"""Logprobs, a float32 tensor [B, L-1] (0 where nothing is trained) -> (un-normalised scalar loss sum, statistics)."""
+LossFunction = Callable[..., tuple[Any, dict[str, float]]]
+"""Logprobs, a float32 tensor [B, L-1] (0 where nothing is trained) -> (un-normalised scalar loss sum, statistics). Opened with
+`entropy_bonus` a backend gives it the entropies, likewise [B, L-1] and with gradient, as a second argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class StepResult:
     grad_norm: float
     lr: float
     measures: dict[str, float] = field(default_factory=dict)
-    """What else the backend knows of it: `update_norm`, `peak_gpu_bytes`."""
+    """What else the backend knows of it: `update_norm`, `peak_gpu_bytes`, `model_flops` of its backward passes, `peak_flops` per second."""
 
 
 class Backend(Protocol):

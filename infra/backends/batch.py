@@ -32,6 +32,8 @@ class TokenBatch:
     """[B] sample number of each row within its group."""
     sample_tokens: npt.NDArray[np.int64] | None = None
     """[B] trained tokens of the whole sample that each row is of; None where every row is a whole sample."""
+    support: npt.NDArray[np.int32] | None = None
+    """[B, L-1, k] ids that token t + 1 was drawn from, itself among them, -1 behind the last; None: the whole vocabulary."""
 
     @property
     def tokens(self) -> int:

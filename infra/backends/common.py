@@ -18,7 +18,9 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from penstock.infra.backends.base import LossFunction
 from penstock.infra.backends.batch import TokenBatch
+from penstock.infra.backends.flops import FlopCount, peak_flops
 from penstock.infra.backends.logprobs.forward import choose_forward
 from penstock.infra.backends.lora import FOLDER, Adapters
 from penstock.infra.backends.settings import BackendSettings
@@ -26,6 +28,8 @@ from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes
 
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+"""[B, L-1] log-probabilities with gradient, and entropies likewise, if wanted."""
 LARGE_BLOCK_BYTES = 2**26
 """Blocks from here on are mapped one by one and go back at once: the gradient of an embedding, not an activation."""
 LARGE_MODEL_BYTES = 2**28
@@ -137,6 +141,7 @@ class LocalModel:
         kept = self.settings.reference and (self.adapters is None or reference is not None)
         self.reference = FrozenPolicy(self.settings, device=self.device, path=reference) if kept else None
         self.snapshot = FrozenPolicy(self.settings, device=self.device) if self.settings.snapshot else None
+        self.flop_count, self.flops = FlopCount.of_model(self.model), 0.0
         self.steps = 0
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -154,11 +159,18 @@ class LocalModel:
         s = self.settings
         return torch.optim.AdamW(groups, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=0.0, fused=True)
 
-    def run_forward(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    def run_forward(self, batch: TokenBatch) -> tuple[Outputs, dict[str, float]]:
         """([B, L-1] log-probabilities with gradient, what the pass says of itself)."""
-        logprobs, entropy, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.entropy)
+        logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
         said = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
-        return logprobs, said | ({"entropy_sum": entropy} if self.settings.entropy else {})
+        self.flops += self.flop_count.of(batch.attention_mask, computed=computed)
+        return (logprobs, entropies), said | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})
+
+    def loss_of(self, outputs: Outputs, loss_fn: LossFunction) -> tuple[torch.Tensor, dict[str, float]]:
+        """What a loss function makes of a forward pass."""
+        loss: torch.Tensor
+        loss, stats = loss_fn(*outputs) if self.settings.entropy_bonus else loss_fn(outputs[0])
+        return loss, stats
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
@@ -236,6 +248,14 @@ class LocalModel:
     def peak_memory(self) -> dict[str, float]:
         """`peak_gpu_bytes`, the most that tensors have taken on the GPU so far; nothing on a CPU."""
         return {"peak_gpu_bytes": float(torch.cuda.max_memory_allocated(self.device))} if self.device.type == "cuda" else {}
+
+    def taken_flops(self) -> dict[str, float]:
+        """`model_flops` since the last call, and where it is known `peak_flops`, what the device does in a second at most."""
+        s, taken = self.settings, self.flops
+        self.flops = 0.0
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        peak = peak_flops(device, dtype=s.dtype, tf32=s.tf32, given_tflops=s.peak_tflops)
+        return {"model_flops": taken, **({} if peak is None else {"peak_flops": peak})}
 
     def random_state(self) -> dict[str, torch.Tensor]:
         """States of torch's random generators."""

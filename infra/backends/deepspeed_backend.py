@@ -52,8 +52,8 @@ class DeepSpeedBackend(LocalModel):
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
         """Add the gradient of `loss_fn`'s sum, times the number of processes, because DeepSpeed averages over them."""
-        logprobs, said = self.run_forward(batch)
-        loss, stats = loss_fn(logprobs)
+        outputs, said = self.run_forward(batch)
+        loss, stats = self.loss_of(outputs, loss_fn)
         self.engine.backward(loss * self.world_size)
         self.has_gradient = True
         return {"loss_sum": float(loss.detach()), **said, **stats}
@@ -77,7 +77,7 @@ class DeepSpeedBackend(LocalModel):
         if self.zero_stage:
             self.norm = checked_norm(float(self.engine.get_global_grad_norm()), step=self.steps)
         self.steps += 1
-        return StepResult(grad_norm=self.norm, lr=rate, measures=self.peak_memory())
+        return StepResult(grad_norm=self.norm, lr=rate, measures={**self.peak_memory(), **self.taken_flops()})
 
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""

@@ -51,6 +51,10 @@ class BackendSettings:
     """Keep a second frozen copy, for the proximal policy; it is version 0 until `take_snapshot`."""
     entropy: bool = False
     """Report `entropy_sum` with every backward pass."""
+    entropy_bonus: bool = False
+    """Give the entropies to the loss, with their gradient."""
+    peak_tflops: float | None = None
+    """What the device computes at most, in 10^12 operations a second; from `PEAK_TFLOPS` by its name if absent."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for values that no backend supports."""
@@ -68,6 +72,11 @@ class BackendSettings:
             if path is not None and not (Path(path) / "config.json").is_file():
                 raise ValueError(f"no model in {path!r}: it needs a directory with config.json, tokenizer and weights")
         self.learning_rate(0)
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether entropies are computed."""
+        return self.entropy or self.entropy_bonus
 
     @property
     def alpha(self) -> float:

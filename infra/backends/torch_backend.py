@@ -60,8 +60,8 @@ class TorchBackend(LocalModel):
         """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         if self.large and not self.has_gradient:
             return_freed_memory()
-        logprobs, said = self.run_forward(batch)
-        loss, stats = loss_fn(logprobs)
+        outputs, said = self.run_forward(batch)
+        loss, stats = self.loss_of(outputs, loss_fn)
         loss.backward()
         self.has_gradient = True
         return {"loss_sum": float(loss.detach()), **said, **stats}
@@ -83,7 +83,7 @@ class TorchBackend(LocalModel):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        measures = {"update_norm": update_norm(self.optimizer), **self.peak_memory()}
+        measures = {"update_norm": update_norm(self.optimizer), **self.peak_memory(), **self.taken_flops()}
         self.optimizer.zero_grad(set_to_none=True)
         self._publish_masters()
         self.steps += 1

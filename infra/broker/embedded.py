@@ -40,6 +40,8 @@ class BrokerInfo:
     """Seconds from the start until the broker served; 0.0 when it already ran, None from `status`."""
     ended: str | None = None
     """One line on why it ended although it was not stopped; None otherwise."""
+    risk: str | None = None
+    """One line on what its start may have cost; None when it began in order, and from `status`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,12 @@ class _Files:
         """Written by a broker that was stopped, after it left its controller; removed by the next one."""
         return self.directory / "data" / ".kafka_cleanshutdown"
 
-    def info(self, *, started_s: float | None = None) -> BrokerInfo:
+    def info(self, *, started_s: float | None = None, risk: str | None = None) -> BrokerInfo:
         pid, chosen = process.running(self.pid_file), ports.remembered(self.directory)
         return BrokerInfo(
             bootstrap=f"{settings.HOST}:{chosen.client}" if chosen else "",
-            pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s, ended=_why_it_ended(self),
+            pid=pid, running=pid is not None, home=self.home, log_file=self.log, started_s=started_s,
+            ended=_why_it_ended(self), risk=risk,
         )  # fmt: skip
 
 
@@ -108,8 +111,8 @@ def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> 
                 return files.info(started_s=0.0)
             progress("the broker that ran has just ended")
         fencing.end(files.directory)
-        _launch(files, ports.choose(files.directory, port), progress)
-        return files.info(started_s=time.monotonic() - began)
+        risk = _launch(files, ports.choose(files.directory, port), progress)
+        return files.info(started_s=time.monotonic() - began, risk=risk)
 
 
 def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool:
@@ -170,7 +173,8 @@ def _end(files: _Files, *, timeout_s: float) -> None:
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
 
 
-def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None]) -> None:
+def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None]) -> str | None:
+    """Start the broker and return what that may have cost, None if nothing. Raises `BrokerError`."""
     java, class_path = find_java(), jars.class_path(progress=progress)
     shutil.rmtree(files.directory / "tmp", ignore_errors=True)
     (files.directory / "tmp").mkdir()
@@ -182,12 +186,16 @@ def _launch(files: _Files, chosen: ports.Ports, progress: Callable[[str], None])
         _format(files, chosen, run)
     _write_properties(files, chosen, data="data")
     progress("starting the broker")
-    killed = not fresh and not files.orderly.exists()
+    killed, risk = not fresh and not files.orderly.exists(), None
     if killed and not any(fencing.strike_off(files.directory, chosen, run, log=files.log) for _ in range(2)):
-        progress("the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end")
+        risk = (
+            "the dead broker could not be struck off first: a transaction it had acknowledged may have lost its end; "
+            "`penstock topics unblock RUN` looks for it"
+        )
+        progress(risk)
     since = _size(files.log)
     if _run(files, chosen, run, since):
-        return
+        return risk
     if _is_full(files, since):
         raise BrokerError(_no_space(files))
     raise BrokerError(f"the broker stopped while starting: {_errors(files, since) or _last_lines(_text(files.console))}; see {files.log}")

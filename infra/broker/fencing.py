@@ -22,6 +22,7 @@ LIMIT_S = 30.0
 _PROPERTIES = "fencing.properties"
 _PROCESS = "fencing.json"
 _POLL_S = 0.03
+_ANY_REGISTRATION = re.compile(r"registration for broker|RegisterBroker|BrokerRegistration", re.IGNORECASE)
 _RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistrationChangeRecord)\([^\n]*?fenced=(true|false|-?1)\b")
 
 
@@ -45,8 +46,8 @@ def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> 
         if not comes_true(lambda: is_struck_off(_after(log, since))):
             return False
         # It logs this before it writes the record; records are written in order, and another one follows soon.
-        before = _written(directory)
-        return comes_true(lambda: _written(directory) > before)
+        before = _newest(directory)
+        return comes_true(lambda: _newest(directory) > before)
     finally:
         end(directory)
 
@@ -63,12 +64,17 @@ def is_struck_off(text: str) -> bool:
         is_struck_off("Performing controller activation.\\nReplayed BrokerRegistrationChangeRecord(brokerId=1, fenced=1)")  # -> True
     """
     records = _RECORD.findall(text)
-    return "Performing controller activation" in text and (not records or records[-1] in ("true", "1"))
+    if "Performing controller activation" not in text or "Replayed " not in text:
+        return False
+    if not records:  # no broker has ever come into service, or this Kafka says it in other words
+        return _ANY_REGISTRATION.search(text) is None
+    return records[-1] in ("true", "1")
 
 
-def _written(directory: Path) -> int:
-    """Bytes in the controller's metadata log."""
-    return sum(file.stat().st_size for file in (directory / "data" / "__cluster_metadata-0").glob("*.log"))
+def _newest(directory: Path) -> tuple[str, int]:
+    """Name and size of the newest segment of the controller's metadata log: it grows, or another one follows it."""
+    segments = sorted((directory / "data" / "__cluster_metadata-0").glob("*.log"))
+    return (segments[-1].name, segments[-1].stat().st_size) if segments else ("", 0)
 
 
 def _after(log: Path, since: int) -> str:

@@ -6,7 +6,7 @@ bit-identical tokens and logprobs, whatever it drew before, in whichever process
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -31,9 +31,16 @@ class Sampling:
     top_k: int = 0
     max_new_tokens: int
     stop_ids: tuple[int, ...]
+    stop: tuple[str, ...] = field(default=(), repr=False)
+    """Texts that end a completion as a stop id does, after the token with which one of them is whole."""
     greedy: bool = False
     seeded: bool = True
     """Whether a sample's random numbers follow from the request; engines that know no other way draw so whatever is asked."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether each token comes from so few that its completion has them as its `support`."""
+        return self.top_k > 0 and not self.greedy
 
     def __post_init__(self) -> None:
         if not self.greedy and not self.temperature > 0:
@@ -91,6 +98,9 @@ class Completion:
     """At least one; the first starts at 0, none is empty unless the sample is."""
     started_ns: int
     ended_ns: int
+    support: npt.NDArray[np.int32] | None = None
+    """[T, k] ids of the distribution that each token was drawn from, -1 behind the last; a row of -1 where they are not known. None
+    unless `Sampling.limited`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +174,10 @@ class EngineSettings:
     """vLLM's own arguments."""
     delay_s: float
     """Seconds that the toy engine sleeps for each step."""
+    top_k: int = 0
+    """The highest that will be asked for."""
+    stops_at_text: bool = False
+    """Whether `Sampling.stop` will be asked for."""
 
 
 def _accept(_: EngineSettings) -> None:

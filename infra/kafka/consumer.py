@@ -74,8 +74,8 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
         raise LogError(_not_there(consumer)) from error
     except errors.CorruptRecordError as error:
         raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
-    except (errors.RetriableError, *edge.AWAY):
-        pass
+    except (errors.RetriableError, errors.NoOffsetForPartitionError, *edge.AWAY):
+        pass  # without an offset: a member whose assignment has just come seeks before its next poll
     if not records and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
         time.sleep(min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
     return records

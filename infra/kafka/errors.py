@@ -29,6 +29,7 @@ NEVER_WRITTEN = (
     errors.TransactionalIdAuthorizationFailedError,
     errors.InvalidTopicError,
     errors.PolicyViolationError,
+    errors.InvalidTimestampError,
 )
 AWAY = (
     errors.KafkaConnectionError,
@@ -66,6 +67,8 @@ def translate(error: BaseException, what: str) -> LogError:
         return Fenced(f"{what}: another process writes under this transactional id now")
     if isinstance(error, OVER):
         return LostPartition(f"{what}: the consumer group has moved on to another generation")
+    if isinstance(error, errors.InvalidTimestampError):
+        return SendFailed(f"{what}: the broker finds the record's time too far from its own: set this machine's clock")
     if isinstance(error, NEVER_WRITTEN):
         return SendFailed(text)
     if isinstance(error, errors.KafkaTimeoutError):

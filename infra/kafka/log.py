@@ -12,8 +12,10 @@ from kafka import TopicPartition
 
 from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.kafka import consumer
-from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cluster import hanging
+from penstock.infra.kafka.cluster.admin import Admin
+from penstock.infra.kafka.cluster.hanging import Hanging
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.member import KafkaMember
 from penstock.infra.kafka.outage import Contact, Outage
@@ -100,6 +102,14 @@ class KafkaLog:
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> KafkaTail:
         """A reader of exactly these partitions; `group` only keeps offsets for it."""
         return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group)
+
+    def hanging(self, topics: Iterable[str], *, patience_s: float = hanging.PATIENCE_S) -> list[Hanging]:
+        """Transactions in these topics that nobody will end, which takes a while to tell; group offsets are looked at, too."""
+        return hanging.find(self._admin, [*topics, hanging.GROUP_OFFSETS], patience_s=patience_s)
+
+    def end_hanging(self, found: Hanging, *, commit: bool) -> None:
+        """Write the missing end of a transaction; needs the right to alter the cluster."""
+        hanging.end(self._admin, found, commit=commit)
 
     @property
     def connection(self) -> Connection:

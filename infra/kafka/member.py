@@ -14,9 +14,9 @@ from kafka import ConsumerRebalanceListener, TopicPartition, errors
 from penstock.infra.errors import LogError
 from penstock.infra.kafka import consumer as reading
 from penstock.infra.kafka import errors as edge
-from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.buffer import Buffer
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.settings import Connection
@@ -157,17 +157,18 @@ class KafkaMember:
         partitions, membership = incoming
         try:
             offsets = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
-        except errors.RetriableError:
+            kept = self._consumer.beginning_offsets(partitions, timeout_ms=2000) if partitions else {}
+        except (errors.RetriableError, *edge.AWAY):
             return  # the broker is away: try at the next turn
         committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
         starts = self._start_at(committed) if self._start_at is not None else {}
         # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.
         for partition, noted in committed.items():
-            offset = starts.get(partition, noted.offset)
-            if offset is None:
-                self._consumer.seek_to_beginning(TopicPartition(*partition))
-            else:
-                self._consumer.seek(TopicPartition(*partition), offset)
+            offset, first = starts.get(partition, noted.offset), kept[TopicPartition(*partition)]
+            if offset is not None and offset < first:
+                where = f"{partition[0]}/{partition[1]}"
+                self._contact.say(f"{where}: offsets {offset} to {first - 1} were deleted unread; reading on at {first}")
+            self._consumer.seek(TopicPartition(*partition), max(first, offset or 0))
         if self._incoming is incoming:
             self._incoming = None
             self._paused = set()

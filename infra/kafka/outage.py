@@ -33,6 +33,8 @@ class Contact:
         self._waits: WeakSet[Wait] = WeakSet()
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self.say: Callable[[str], None] = lambda _: None
+        """Takes a line for a person; `tell` sets it."""
 
     @property
     def silent_s(self) -> float:
@@ -74,7 +76,8 @@ class Contact:
                 return result
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """From now on, `say` once when the broker goes away and once when it is back."""
+        """From now on, `say` once when the broker goes away and once when it is back, and what a reader passes over."""
+        self.say = say
         threading.Thread(target=self._tell, args=(say,), daemon=True, name="log-contact").start()
 
     def _tell(self, say: Callable[[str], None]) -> None:

@@ -12,8 +12,8 @@ from kafka import KafkaProducer, errors
 from penstock.infra.errors import LogError, OutcomeUnknown, SendFailed
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
-from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.settings import Connection

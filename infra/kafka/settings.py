@@ -158,8 +158,6 @@ def membership() -> dict[str, Any]:
     from kafka.coordinator.assignors.range import RangePartitionAssignor
 
     return {
-        # The client looks for a position before a member is told of its assignment and seeks.
-        "auto_offset_reset": "earliest",
         # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
         "partition_assignment_strategy": [RangePartitionAssignor()],
         "session_timeout_ms": 6000,  # the least a broker allows by default: a killed member's partitions move after this

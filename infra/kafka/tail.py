@@ -8,8 +8,8 @@ from kafka import TopicPartition
 
 from penstock.infra.errors import LogError
 from penstock.infra.kafka import consumer, errors
-from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.settings import Connection

@@ -15,8 +15,8 @@ from penstock.infra import faults
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
 from penstock.infra.kafka import consumer, settings
 from penstock.infra.kafka import errors as edge
-from penstock.infra.kafka.admin import Admin
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.producer import send

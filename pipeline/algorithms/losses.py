@@ -119,6 +119,16 @@ def kl_k3(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.
     return torch.expm1(difference) - difference
 
 
+def entropy_bonus(entropies: torch.Tensor | None, mask: torch.Tensor, *, floor: float | None) -> torch.Tensor:
+    """[B, L-1] min(entropy, floor) of each token's distribution, 0 outside `mask`: its gradient is 0 from the floor on.
+
+    Without a floor it is the bonus of A3C (arXiv 1602.01783), which pulls every token towards the uniform distribution for ever.
+    """
+    if entropies is None:
+        raise ValueError("an entropy bonus needs the entropies: open the backend with entropy_bonus=True")
+    return torch.where(mask, entropies if floor is None else entropies.clamp(max=floor), 0.0)
+
+
 def token_weights(mask: torch.Tensor, *, aggregate: str, max_tokens: int, sample_tokens: torch.Tensor | None = None) -> torch.Tensor:
     """Weights [B, L-1]: sum(weights * loss) over a step, divided once by its denominator, is the step's loss.
 
@@ -157,6 +167,9 @@ def batch_loss(
     kl_coef: float = 0.0,
     kl_weighted: bool = False,
     reference: np.ndarray[Any, Any] | torch.Tensor | None = None,
+    entropy_coef: float = 0.0,
+    entropy_floor: float | None = None,
+    entropies: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Stats]:
     """The un-normalised loss of one micro-batch and its statistics, both to be added up over the step.
 
@@ -165,7 +178,8 @@ def batch_loss(
     `correction` one of `CORRECTIONS` or "none": it weighs each token's loss by the bounded ratio proximal / behaviour, which with a
     proximal policy of its own is decoupled PPO (arXiv 2505.24298). `reject_kl` leaves out sequences of which the mean k3 of
     KL(behaviour || proximal) is above it. `kl_coef` adds k3 to `reference` [B, L-1], which no correction weighs; with `kl_weighted` it is
-    weighed by current / behaviour.
+    weighed by current / behaviour. `entropy_coef` rewards `entropies` [B, L-1], those of the distributions that tokens were drawn from,
+    up to `entropy_floor` nats: a token above it is left alone.
     The learner divides by the step's own count, masked-out tokens included. Finish the summed statistics with `summarise`.
     """
 
@@ -195,6 +209,8 @@ def batch_loss(
         drawn = log_ratio(logprobs, behaviour, mask).exp().clamp(max=KL_WEIGHT_CAP) if kl_weighted else 1.0
         loss = loss + kl_coef * to_reference * drawn
         sums["kl_reference_sum"] = to_reference.detach().sum()
+    if entropy_coef:
+        loss = loss - entropy_coef * entropy_bonus(entropies, mask, floor=entropy_floor)
     sums |= _importance_sums(logprobs, behaviour, mask)
     numbers = torch.stack([value.to(torch.float64) for value in sums.values()]).tolist()
     return (loss * weights).sum(dtype=torch.float32), dict(zip(sums, numbers, strict=True))

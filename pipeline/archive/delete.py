@@ -3,6 +3,7 @@
 The rule: never a run at work; its record goes last, so that a deletion that was interrupted can be done again.
 """
 
+import contextlib
 import shutil
 import time
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from penstock.pipeline.observe.records.runs import folder_bytes, log_bytes
 from penstock.pipeline.observe.run_status import has_ended
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.run_registry import find
-from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics import metrics
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.wire.errors import Unusable
 
 MODEL = "model"
 """In a run's folder: the exported model."""
-SILENT_S = 30.0
-"""A worker reports each second; one that has not for so long does not run."""
+WATCHED_S = 10.0
+"""A worker reports each second; a run of which none does for so long is at rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +53,9 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
     if record is None and not topics:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     if record is not None and f"{run}.metrics" in topics and f"{run}.ledger" in topics:
-        view, now_s = load(log, run, topics=("ledger", "metrics")), time.time()
-        at_work = sorted(w.worker for w in view.workers.values() if not w.ended and now_s - w.time_ns / 1e9 < SILENT_S)
-        if at_work and not has_ended(view):
-            raise ValueError(f"run {run} is running, {', '.join(at_work[:6])} at work: stop it first")
+        view = load(log, run, topics=("ledger", "metrics"))
+        if not has_ended(view) and not all(worker.ended for worker in view.workers.values()) and (worker := _at_work(log, run)):
+            raise ValueError(f"run {run} is running, {worker} at work: stop it first")
     offsets = {}
     for topic in topics:
         places = [(topic, partition) for partition in range(log.partitions(topic) or 0)]
@@ -68,6 +70,21 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
         bytes=freed,
         keep_model=keep_model,
     )
+
+
+def _at_work(log: Log, run: str) -> str | None:
+    """A worker that reports now; None if none does for `WATCHED_S`. No clock of another machine is asked."""
+    tail, end = log.tail({(topic_name(run, "metrics"), 0): "latest"}), time.monotonic() + WATCHED_S
+    try:
+        while time.monotonic() < end:
+            for record in tail.poll(0.5):
+                with contextlib.suppress(Unusable):
+                    headers = metrics.check(record, run=run)
+                    if headers.outcome != "final":
+                        return headers.worker
+    finally:
+        tail.close()
+    return None
 
 
 def delete(log: KafkaLog, deletion: Deletion) -> None:

@@ -148,16 +148,15 @@ def _payload_columns(kind: Kind, payloads: Sequence[bytes | None]) -> tuple[dict
 
 def _batches(schema: pa.Schema, streams: Sequence[bytes]) -> list[pa.RecordBatch]:
     """One batch a stream, all of them with `schema`: columns that a stream lacks, because it has no value for them, are null."""
-    head, found = schema.serialize().to_pybytes(), []
+    head, types, found = schema.serialize().to_pybytes(), {field.name: field.type for field in schema}, []
     for complete, alike in groupby(streams, key=lambda stream: stream.startswith(head)):
         if complete:  # as one stream: parsing a schema costs more than all else about a sample
             found += pa.ipc.open_stream(b"".join([head, *(stream[len(head) : -len(_END)] for stream in alike), _END]))
             continue
         for stream in alike:
             batch = pa.ipc.open_stream(stream).read_next_batch()
-            columns = [
-                batch[name] if name in batch.schema.names else pa.nulls(len(batch), schema.field(name).type) for name in schema.names
-            ]
+            there = batch.schema.names
+            columns = [batch[name].cast(type_) if name in there else pa.nulls(len(batch), type_) for name, type_ in types.items()]
             found.append(pa.RecordBatch.from_arrays(columns, schema=schema))
     return found
 

@@ -20,7 +20,7 @@ from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import CHECKSUM, MAX_HEADER_BYTES
 from penstock.topics.wire.record import RawHeaders, Record
 
-_SCHEMA = rollouts.CODEC.schema
+_SCHEMA = rollouts.UNLIMITED.schema
 _HEAD = _SCHEMA.serialize().to_pybytes()
 _WRITTEN = [field for field in _SCHEMA if not field.nullable]
 """The columns that have values; those of trajectories, which come after them, are null."""
@@ -104,7 +104,7 @@ def _layout_of(record: Record) -> _Layout | None:
 
 def _learned(value: bytes, body: int) -> _Layout | None:
     try:
-        if rollouts.encode(sample := rollouts.decode(value)) != value or sample.turns is not None:
+        if rollouts.encode(sample := rollouts.decode(value)) != value or sample.turns is not None or sample.support is not None:
             return None
     except (Unusable, ValueError):
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.pipeline.audit.anchors import of_trainer
 from penstock.pipeline.audit.chunk_digests import weigh
 from penstock.pipeline.audit.drawn_turns import drawn_turns, tokens_hash, trajectory_flaw
 from penstock.pipeline.audit.facts import (
@@ -26,7 +27,7 @@ from penstock.pipeline.audit.facts import (
     Where,
     WorkerFact,
 )
-from penstock.pipeline.audit.rules import as_object, terms_of
+from penstock.pipeline.audit.rules import as_object, oldest_trained, terms_of
 from penstock.pipeline.audit.source import Source, Unreadable, plain
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -163,10 +164,9 @@ class Gatherer:
         body = _hash(record.value)
         if not self._repeats("prompts", where.partition, prompt.group, body):
             numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
-            group, slot, oldest, samples, created_ns = numbers
-            self._prompt_ids |= {group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
+            self._prompt_ids |= {prompt.group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
             content = _prompt_hash(prompt, prompt.token_ids)
-            self.facts.prompts.append(PromptFact(where, group, slot, oldest, samples, created_ns, content, body))
+            self.facts.prompts.append(PromptFact(where, *numbers, content, body))
 
     def _samples(self, record: Record, where: Where) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
@@ -178,8 +178,8 @@ class Gatherer:
                 where,
                 rollout.group,
                 rollout.sample,
-                rollout.version_min,
-                rollout.version_max,
+                oldest_trained([rollout]) or 0,
+                int(max(rollout.span_versions)),
                 rollout.started_ns,
                 record.timestamp_ms,
                 rollout.worker,
@@ -236,7 +236,7 @@ class Gatherer:
                 _prompt_hash(group, group.prompt_ids),
                 sha256.hexdigest(),
                 tuple((sample.sample, sample_hash(sample)) for sample in samples),
-                groups.version_min(samples),
+                oldest_trained(samples),
             )
         )
 
@@ -272,6 +272,8 @@ class Gatherer:
         worker.seqs.add(measurement.seq)
         if measurement.kind == "final":
             worker.final = where.offset
+        if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
+            self.facts.anchors = [*(held for held in self.facts.anchors if held.steps > anchor.steps), anchor]
 
     def _repeats(self, topic: str, partition: int, number: int, body: bytes) -> bool:
         """True if this record is identical to the first of its number; it is then only counted."""
@@ -320,6 +322,7 @@ def sample_hash(rollout: Rollout) -> bytes:
         np.asarray(rollout.loss_mask, np.bool_),
         np.asarray(rollout.span_versions, np.int32),
         np.asarray(rollout.span_starts, np.int32),
+        *([] if rollout.support is None else [np.asarray(rollout.support, np.int32)]),
     )
     fields = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
     episode = (rollout.segments, rollout.turns, rollout.messages)

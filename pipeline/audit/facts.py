@@ -6,6 +6,7 @@ The rule: facts, never payloads: a run of 100,000 samples is judged in a few hun
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.pipeline.audit.anchors import Anchor
 from penstock.pipeline.audit.drawn_turns import DrawnTurn
 from penstock.pipeline.audit.rules import DROPS, Terms
 from penstock.topics.ledger import Entry
@@ -193,6 +194,8 @@ class Facts:
     """Hash of key, headers and value of every record that a dead letter names."""
     killers: set[Where] = field(default_factory=set)
     """Valid records that were set aside, and used by no worker, because they had killed their readers."""
+    anchors: list[Anchor] = field(default_factory=list)
+    """What has seen how far the ledger had come."""
     workers: dict[tuple[str, str], WorkerFact] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
     """Topic -> number of records identical to an earlier one, where nothing else is kept of them."""

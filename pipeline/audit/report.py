@@ -3,9 +3,11 @@
 The rule: the last line is the summary; every violation has coordinates.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.pipeline.audit.anchors import Anchor
 from penstock.pipeline.audit.check import Violation
 from penstock.pipeline.audit.checks.groups import fates
 from penstock.pipeline.audit.checks.registry import Result, examine
@@ -31,9 +33,10 @@ class Audit:
         return not any(result.violations for result in self.results)
 
 
-def audit(source: Source) -> Audit:
-    """Read a run and judge it; raises `Unreadable`."""
+def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
+    """Read a run and judge it, also by what was read elsewhere before; raises `Unreadable`."""
     facts = gather(source)
+    facts.anchors.extend(anchors)
     if facts.closed is not None and not facts.workers:
         raise Unreadable(f"run {facts.run} is closed and no worker has measured anything in it: it holds nobody's work to judge")
     return Audit(facts=facts, results=tuple(examine(facts)))

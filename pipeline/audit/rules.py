@@ -4,11 +4,12 @@ The rule: every decision of a worker that the log shows can be recomputed from t
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.audit.source import Unreadable
+from penstock.topics.samples import Rollout
 
 LAG_OF_MODE = {"synchronous": 0, "pipelined": 0, "one_step_off": 1, "in_flight": 4, "bounded": 1}
 """Mode -> max_lag, where the configuration does not set it."""
@@ -82,6 +83,22 @@ def terms_of(config: Mapping[str, Any], info: Mapping[str, Any]) -> Terms:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"the run's configuration does not say {error}; it was made by another version") from error
+
+
+def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
+    """The oldest version that a trained token was drawn under; of any token, where none is trained; None without samples.
+
+    A version under which no token came counts as one that was drawn under, where all tokens are trained.
+    """
+    trained, drawn = set[int](), set[int]()
+    for rollout in rollouts:
+        versions, mask = [int(version) for version in rollout.span_versions], rollout.loss_mask
+        ends = [*map(int, rollout.span_starts[1:]), len(mask)]
+        spans = zip(versions, map(int, rollout.span_starts), ends, strict=True)
+        drawn |= set(versions)
+        if mask.any():
+            trained |= {version for version, start, end in spans if mask.all() or mask[start:end].any()}
+    return min(trained or drawn, default=None)
 
 
 def as_object(text: str | None) -> dict[str, Any]:

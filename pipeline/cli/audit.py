@@ -10,6 +10,7 @@ import typer
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, at, emit, say
 
 if TYPE_CHECKING:
+    from penstock.pipeline.audit.anchors import Anchor
     from penstock.pipeline.audit.source import Source
 
 
@@ -17,7 +18,8 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
     """Check from the log alone that nothing was lost, trained twice or trained too old; status 1 on any violation."""
     from penstock.pipeline.audit import report
 
-    judged = report.audit(_source(run, bootstrap, security))
+    anchors, source = _source(run, bootstrap, security)
+    judged = report.audit(source, anchors)
     if json:
         emit(report.as_table(judged))
     else:
@@ -26,14 +28,17 @@ def audit(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Secu
         raise typer.Exit(1)
 
 
-def _source(run: str, bootstrap: str, security: list[str] | None) -> "Source":
+def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list["Anchor"], "Source"]:
+    """What this machine knows of the run's end, and the log: in this order, because the run may be at work."""
     from penstock.infra.kafka.settings import librdkafka
+    from penstock.infra.paths import run_directory
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
+    from penstock.pipeline.audit.anchors import of_folder
     from penstock.pipeline.audit.kafka_reader import KafkaSource
     from penstock.pipeline.runtime.run_registry import resolve
 
     if (archived := open_archive(run)) is not None:
-        return ArchivedSource(archived)
+        return [], ArchivedSource(archived)
     with at(bootstrap, security) as log:
         run_id, connection = resolve(log, run), log.connection
-    return KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), say=say)
+    return of_folder(run_directory(run_id)), KafkaSource(connection.bootstrap, run_id, settings=librdkafka(connection), say=say)

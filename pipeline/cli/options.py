@@ -77,7 +77,7 @@ def connected(kafka: "KafkaSection", *, attends: bool = False, start: bool = Tru
 
     Without `start`, this machine's own broker is not started.
     """
-    from penstock.pipeline.launch.launcher import connect
+    from penstock.pipeline.launch.broker_keeper import connect
 
     log = connect(kafka, say=say, start=start)
     if not attends:

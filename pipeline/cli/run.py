@@ -42,6 +42,7 @@ def run(
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import ConfigError, load
+    from penstock.pipeline.launch.create import usable
     from penstock.pipeline.launch.placement import visible_gpus
 
     make_files_private()
@@ -63,6 +64,8 @@ def run(
         ]
         overrides = [*settings, *(overrides or [])]
     loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
+    if run_id is not None:
+        usable(run_id)
     if dry_run:
         # Only looking downloads nothing: a data set that is not here is reported as such.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")

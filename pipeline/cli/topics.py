@@ -188,6 +188,38 @@ def acls(
             print(as_command(rule, user=users[role]))
 
 
+@app.command()
+def unblock(
+    run: Run,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="End them; without, they are only shown.")] = False,
+    commit: Annotated[bool | None, typer.Option("--commit/--abort", help="How to end those of which that is no longer known.")] = None,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Transactions whose end the cluster has lost, behind which readers wait for ever; with --yes, writes the missing ends."""
+    from dataclasses import asdict
+
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    with at(bootstrap, security) as log:
+        run_id = resolve(log, run)
+        hanging = log.hanging(log.topics(f"{run_id}."))
+        ended = [(found, commit if found.committed is None else found.committed) for found in hanging] if yes else []
+        for found, decided in ended:
+            if decided is not None:
+                log.end_hanging(found, commit=decided)
+    if json:
+        emit({"hanging": [asdict(found) for found in hanging], "ended": sum(decided is not None for _, decided in ended)})
+        return
+    for found in hanging:
+        print(found)
+    left = len(hanging) - sum(decided is not None for _, decided in ended)
+    does = f"`penstock topics unblock {run_id} --yes{'' if not yes else ' --commit, or --abort,'}` ends {'it' if left == 1 else 'them'}"
+    print(f"{left} held up; {does}" if left else "nothing is held up")
+
+
 @app.command("delete")
 def delete_topics(
     run: Run,

@@ -8,7 +8,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.pipeline.config.schema import RolloutSection, Section, TrainerSection
+from penstock.pipeline.config.fields import Section
+from penstock.pipeline.config.schema import RolloutSection, TrainerSection
 
 SECTIONS: Mapping[str, type[Section]] = {"rollout": RolloutSection, "trainer": TrainerSection}
 

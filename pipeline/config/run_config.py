@@ -7,23 +7,24 @@ from penstock.infra.engines.base import EngineKind
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import LOSSES, Loss
 from penstock.pipeline.config import algorithm_defaults
+from penstock.pipeline.config.fields import Section
 from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.schema import (
     AlgorithmSection,
     DataSection,
+    EnvironmentSection,
     EvalSection,
     ModelSection,
+    RewardSection,
     RolloutSection,
     RunSection,
     SamplingSection,
     ScheduleSection,
     ScorerSection,
-    Section,
     TrainerSection,
     WeightsSection,
 )
 from penstock.pipeline.config.services import KafkaSection, LaunchSection, MlflowSection, TensorboardSection, WandbSection
-from penstock.pipeline.config.tasks import EnvironmentSection, RewardSection
 from penstock.pipeline.scheduling.schedule import Schedule, preset
 from penstock.topics.catalogue import DELETED_SEGMENT_BYTES, KEPT_SEGMENT_BYTES
 from penstock.topics.weights import FIRST

@@ -3,85 +3,29 @@
 The rule: a table knows nothing of the others; what has to fit together is checked in `penstock.pipeline.config.validate`.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
-from penstock.pipeline.config import synonyms
-from penstock.pipeline.config.hub import is_hub_name
-from penstock.pipeline.config.plugins import nearest, split_options
+from penstock.pipeline.config.fields import (
+    ENVIRONMENT,
+    PATH,
+    SOURCE,
+    FinitePositive,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Resolve,
+    Section,
+    absolute_model,
+    absolute_template,
+    one_of,
+)
 from penstock.pipeline.scheduling.schedule import MODES
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""JSON has no infinity: the log would hold `null`, which means absent."""
-
-
-def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:
-    """A validator that refuses other names and says which is nearest.
-
-    `or_none` lets "none" pass, `or_function` package:function, `options` what follows a question mark.
-    """
-
-    def check(name: str) -> str:
-        if (split_options(name)[0] if options else name) in names or (or_none and name == "none") or (or_function and ":" in name):
-            return name
-        function = " and no package:function" if or_function else ""
-        meant = synonyms.VALUES.get(name)
-        hint = f"; did you mean {meant!r}?" if meant in names else nearest(name, names)
-        raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{hint}")
-
-    return AfterValidator(check)
-
-
-@dataclass(frozen=True, slots=True)
-class Resolve:
-    """Marks a text in which a relative path may stand; `function(text, base)` makes it absolute."""
-
-    function: Callable[[str, Path], str]
-
-
-def absolute(text: str, base: Path) -> str:
-    """A path."""
-    return str((base / Path(text).expanduser()).resolve())
-
-
-def absolute_source(text: str, base: Path) -> str:
-    """The path in a data source or in file.py:function; names of packages, hubs and tasks stay."""
-    scheme, colon, rest = text.partition(":")
-    if scheme == "hf" and colon and rest.startswith((".", "~")):
-        return f"hf:{absolute(rest, base)}"
-    if scheme.endswith(".py") and colon:
-        return f"{absolute(scheme, base)}:{rest}"
-    return absolute(text, base) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
-
-
-def absolute_model(text: str, base: Path) -> str:
-    """The path of a model; a name of the hub stays."""
-    return text if is_hub_name(text) else absolute(text, base)
-
-
-def absolute_template(text: str, base: Path) -> str:
-    """The path of a chat template; the words that choose none stay."""
-    return text if text in ("auto", "on", "off") else absolute(text, base)
-
-
-PATH, SOURCE = Resolve(absolute), Resolve(absolute_source)
-
-
-class Section(BaseModel):
-    """A table of the TOML file; unknown keys are errors and values are never changed after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class RunSection(Section):
@@ -134,6 +78,38 @@ class DataSection(Section):
     max_prompt_tokens: Positive = 1024
 
 
+class RewardSection(Section):
+    functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
+    weights: list[float] | None = None
+    timeout_s: PositiveFloat = 30.0
+    concurrency: Positive = Field(64, description="groups that a child process judges side by side where a function is async or a service")
+    on_error: Literal["stop", "drop"] = Field(
+        "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
+    )
+
+
+class EnvironmentSection(Section):
+    source: Annotated[str | None, ENVIRONMENT] = Field(
+        None,
+        description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
+    )
+    carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
+    processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
+    in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
+    max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
+    max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
+    history: Literal["exact", "template"] = Field(
+        "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
+    )
+    resume: Literal["replay", "restart"] = Field(
+        "replay", description="after a loss: play the recorded actions again on the same seed, or begin the trajectory anew"
+    )
+    reset_timeout_s: PositiveFloat = 60.0
+    step_timeout_s: PositiveFloat = 30.0
+    trajectory_timeout_s: PositiveFloat = Field(3600.0, description="of an environment's time in one trajectory")
+    retries: NonNegative = Field(2, description="attempts after the first, of an environment that fails, before its sample is aborted")
+
+
 class ScheduleSection(Section):
     mode: Annotated[str, one_of(MODES)] = "pipelined"
     prompts_per_step: Positive = Field(8, description="U: prompt groups per optimizer step")
@@ -152,9 +128,12 @@ class ScheduleSection(Section):
 
 class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: NonNegative = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="with top_k only, as each token's support is recorded")
+    top_k: Annotated[int, Field(ge=0, le=128)] = Field(0, description="tokens of the vocabulary that one is drawn from; 0 is all of them")
     max_new_tokens: Positive = 256
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="texts that end a completion, as the model's end token does"
+    )
     seeded: bool = Field(True, description="whether each sample has random numbers of its own; vLLM draws faster without")
 
 
@@ -176,6 +155,7 @@ class AlgorithmSection(Section):
     kl_weighted: bool | None = Field(
         None, description="whether the KL of a token is weighed by current / behaviour, as it was drawn by the latter; true if absent"
     )
+    kl_in: Literal["loss", "reward"] = Field("loss", description="k3 in the loss, or k1 off the reward before advantages are taken")
     reference: Annotated[str | None, PATH] = Field(
         None, description="directory of the model that kl_coef compares with; model.path if absent"
     )
@@ -191,6 +171,13 @@ class AlgorithmSection(Section):
     )
     reject_kl: FinitePositive | None = Field(
         None, description="sequences over which the mean KL of behaviour and proximal policy is above it are not trained; none if absent"
+    )
+    entropy_coef: NonNegativeFloat = Field(0.0, description="of a bonus for the entropy of each token's distribution")
+    entropy_floor: FinitePositive | None = Field(
+        None, description="nats from which a token's entropy has no more bonus; none if absent, and the bonus never ends"
+    )
+    ess_floor: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="effective sample size of a step below which no prompt is admitted ahead of its round; none if absent"
     )
     combine: Literal["rewards", "advantages"] = Field(
         "rewards", description="whether the rewards of several functions are summed, or the advantages that each gives"
@@ -243,6 +230,9 @@ class TrainerSection(Section):
     tf32: bool = Field(False, description="whether a GPU computes float32 products in TF32; on GPUs if absent")
     on_mismatch: Literal["stop", "rebase"] | None = Field(
         None, description="what a restarted trainer does where a repeated step gives other bits; rebase on GPUs and elsewhere if absent"
+    )
+    peak_tflops: FinitePositive | None = Field(
+        None, description="10^12 operations a second that the device does at most, for `mfu`; known for common GPUs"
     )
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.infra.log import GIVE_UP_S, Copies
-from penstock.pipeline.config.schema import Positive, PositiveFloat, Section
+from penstock.pipeline.config.fields import Positive, PositiveFloat, Section
 
 
 class KafkaSection(Section):

@@ -61,10 +61,20 @@ def _temperature(config: Config) -> str | None:
     return None
 
 
-def _whole_distribution(config: Config) -> str | None:
-    for key, value, off in (("top_p", config.sampling.top_p, 1.0), ("top_k", config.sampling.top_k, 0)):
-        if value != off:
-            return f"sampling.{key}: {value} cuts the distribution, so the importance ratio would be wrong; leave it out (1.0 / 0)"
+def _support(config: Config) -> str | None:
+    sampling = config.sampling
+    if sampling.top_p < 1.0 and not sampling.top_k:
+        return (
+            f"sampling.top_p: {sampling.top_p} cuts the distribution, and what is left of it has to be recorded with each token for the "
+            "learner's ratio; set sampling.top_k too, 50 perhaps, which bounds it"
+        )
+    if sampling.top_k == 1:
+        return "sampling.top_k: 1 draws the same completion K times; use at least 2"
+    asked = "top_k" if sampling.top_k else "stop" if sampling.stop else None
+    if asked and config.environment.source is not None:
+        return f"sampling.{asked}: is for single completions, and environment.source makes trajectories; leave it out"
+    if asked and config.rollout.engine == "toy":
+        return f"sampling.{asked}: the toy engine has neither distribution nor text; leave it out, or use another rollout.engine"
     return None
 
 
@@ -124,11 +134,29 @@ def _own_loss(config: Config) -> str | None:
 
 
 def _combine(config: Config) -> str | None:
-    if config.algorithm.combine == "advantages" and config.algorithm.truncated == "penalise":
+    algorithm = config.algorithm
+    if algorithm.combine == "advantages" and algorithm.truncated == "penalise":
         return (
             "algorithm.truncated: 'penalise' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; add "
             "'soft_overlong' to reward.functions"
         )
+    if algorithm.combine == "advantages" and algorithm.kl_in == "reward":
+        return "algorithm.kl_in: 'reward' changes the sum of the rewards, which algorithm.combine = 'advantages' does not use; use 'loss'"
+    return None
+
+
+def _terms(config: Config) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.kl_in == "reward" and not algorithm.kl_coef:
+        return "algorithm.kl_in: 'reward' needs algorithm.kl_coef, which is 0"
+    if algorithm.kl_in == "reward" and algorithm.kl_weighted:
+        return "algorithm.kl_weighted: is for the KL in the loss; leave it out with algorithm.kl_in = 'reward'"
+    if algorithm.kl_in == "reward" and config.trainer.processes > 1:
+        return "algorithm.kl_in: 'reward' needs the reference where groups are cut, which is one process; use 'loss', or processes = 1"
+    if algorithm.entropy_floor is not None and not algorithm.entropy_coef:
+        return f"algorithm.entropy_floor: {algorithm.entropy_floor} ends a bonus that is not there; set algorithm.entropy_coef"
+    if algorithm.ess_floor is not None and config.rules.max_lag == 0:
+        return "algorithm.ess_floor: without a lag nothing is admitted ahead of its round; leave it out, or set schedule.max_lag"
     return None
 
 
@@ -255,13 +283,14 @@ CHECKS: tuple[Check, ...] = (
     _swaps,
     _stale_in_hand,
     _temperature,
-    _whole_distribution,
+    _support,
     _proximal,
     _corrected_once,
     _correction_bounds,
     _clip_dual,
     _own_loss,
     _combine,
+    _terms,
     _sources,
     _skips,
     _seeded,

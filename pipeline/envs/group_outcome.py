@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.pipeline.algorithms.advantages import zero_variance
-from penstock.pipeline.config.schema import AlgorithmSection
-from penstock.pipeline.config.tasks import RewardSection
+from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.envs.rewards import Score
 from penstock.topics.groups import Group, Outcome, ScoredSample
 from penstock.topics.prompts import Prompt

@@ -13,7 +13,7 @@ from penstock.pipeline.envs.builtin_rewards import WARM_UPS
 from penstock.pipeline.envs.rewards import Score, resolve
 
 if TYPE_CHECKING:
-    from penstock.pipeline.config.tasks import RewardSection
+    from penstock.pipeline.config.schema import RewardSection
 
 CHILD = "penstock.pipeline.envs.reward_child:child"
 """Target of `ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""

@@ -150,9 +150,10 @@ def model_folder(model_directory: str | Path) -> Path:
     """The directory, after checking for the required files. Raises `ConfigError` that says what to do."""
     folder = local_model(str(model_directory))
     if not folder.is_dir():
-        name = "/".join(folder.parts[-2:])
+        # Where the folder above is there, a directory is meant.
+        hub = "" if folder.parent.is_dir() else f"a model of the hub is hf:{'/'.join(folder.parts[-2:])}; "
         raise ConfigError(
-            f"model.path: there is no directory {folder}: a model of the hub is hf:{name}; "
+            f"model.path: there is no directory {folder}: {hub}"
             f"`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
         )
     if not (folder / "tokenizer.json").is_file():

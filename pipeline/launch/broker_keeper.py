@@ -1,6 +1,7 @@
-"""Restarts the embedded broker of a run when it dies, in a thread of its own.
+"""Reaches a run's broker, and restarts the embedded one when it dies, in a thread of its own.
 
-The rule: a broker that was stopped on purpose stays stopped; one that died is restarted at the same address, and the reason is reported.
+The rule: every command connects here, so nothing of workers or models is imported. A broker that was stopped on purpose stays stopped;
+one that died is restarted at the same address, and the reason is reported.
 """
 
 import threading
@@ -9,7 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.infra.broker import embedded
-from penstock.infra.errors import BrokerError
+from penstock.infra.errors import BrokerError, PenstockError
+from penstock.infra.kafka.log import KafkaLog
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.security import credentials
+from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Death, Rules
 from penstock.pipeline.runtime.exit_status import FAILED
@@ -103,5 +108,26 @@ class BrokerKeeper:
         try:
             status = embedded.start()
             self._refusal = None if status.bootstrap == self.bootstrap else f"it is at {status.bootstrap} now, not at {self.bootstrap}"
+            if status.risk is not None:
+                self.say(status.risk)
         except (BrokerError, OSError) as error:
             self._refusal = str(error)
+
+
+def connect(kafka: KafkaSection, *, say: Say, start: bool = True) -> KafkaLog:
+    """Connect to the configured broker; without `start` one of this machine that does not run is left alone.
+
+    Raises:
+        ConfigError: the address or a security setting is malformed.
+        PenstockError: no broker can be reached or started.
+    """
+    bootstrap, security = kafka.bootstrap, credentials(kafka.security)
+    if bootstrap == "embedded":
+        found = embedded.start(progress=say) if start or embedded.status().running else None
+        if found is None:
+            raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
+        bootstrap, security = found.bootstrap, {}
+    try:
+        return KafkaLog(bootstrap, security=security, client_id="penstock")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -48,7 +48,7 @@ def create(
     """
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})})
     info = {**(check_inputs(config, say=say) if checked is None else checked), **(about or {})}
-    run = _usable(run_id or new_id(config))
+    run = usable(run_id or new_id(config))
     log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
@@ -139,7 +139,8 @@ def git_revision() -> str | None:
     return described.stdout.strip() or None
 
 
-def _usable(run: str) -> str:
+def usable(run: str) -> str:
+    """The id of a run to be. Raises `ConfigError` for one that no topic can be named by."""
     try:
         return check_run_id(run)
     except ValueError as error:

@@ -15,12 +15,10 @@ from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.infra.paths import run_directory
-from penstock.pipeline.config.load import Config, ConfigError, from_json, to_json
+from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
-from penstock.pipeline.config.security import credentials
-from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.attended import ui_address
-from penstock.pipeline.launch.broker_keeper import BrokerKeeper
+from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.arithmetic import threads
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
@@ -28,7 +26,7 @@ from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.launch.restart_policy import Rules
 from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_leftovers
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
-from penstock.pipeline.launch.stall_watchdog import Watchdog
+from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.run_status import closing, steps_planned
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
@@ -49,27 +47,6 @@ HURRY_S = 5.0
 """Time for workers to end while the broker is away: they could not write anything more."""
 
 Say = Callable[[str], None]
-
-
-def connect(kafka: KafkaSection, *, say: Say, start: bool = True) -> KafkaLog:
-    """Connect to the configured broker; without `start` one of this machine that does not run is left alone.
-
-    Raises:
-        ConfigError: the address or a security setting is malformed.
-        PenstockError: no broker can be reached or started.
-    """
-    bootstrap, security = kafka.bootstrap, credentials(kafka.security)
-    if bootstrap == "embedded":
-        from penstock.infra.broker import embedded
-
-        found = embedded.start(progress=say) if start or embedded.status().running else None
-        if found is None:
-            raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
-        bootstrap, security = found.bootstrap, {}
-    try:
-        return KafkaLog(bootstrap, security=security, client_id="penstock")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
@@ -139,7 +116,7 @@ def watch(
             view,
             Supervisor(run, log.connection, config, directory, tell, placement, left),
             BrokerKeeper(log.bootstrap, Rules(restart=config.run.restart, max_restarts=config.run.max_restarts), tell),
-            Watchdog(log, config.run.stall_s, tell),
+            Watchdog(log, config.run.stall_s, tell, unblock=lambda: unblock(log, run, tell)),
         )
         failure: Failure | None = None
         try:

@@ -1,14 +1,16 @@
 """Reports what is stuck when a run has not advanced for `run.stall_s`: once, and again when the diagnosis has changed.
 
-The rule: it only diagnoses and reports; it ends nothing.
+The rule: it diagnoses and reports; it ends nothing but transactions whose end the cluster has lost, and those as they were decided.
 """
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.infra.errors import LogError
+from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.observe import stall
 from penstock.pipeline.observe.live.frame import waiting_for
@@ -21,6 +23,8 @@ from penstock.topics.wire.errors import Unusable
 LOOK_EVERY_S = 15.0
 """Interval between diagnoses of a stalled run; each reads the samples of one group."""
 READ_LIMIT_S = 10.0
+UNBLOCK_AFTER_S = 20.0
+"""A run that has not advanced for so long may wait behind a transaction that nobody ends; looking for one costs a few requests."""
 
 
 @dataclass(slots=True)
@@ -30,6 +34,9 @@ class Watchdog:
     log: Log
     stall_s: float
     say: Callable[[str], None]
+    unblock: Callable[[], None] = lambda: None
+    """Ends transactions whose end was lost; runs on a thread of its own."""
+    _unblocked_s: float = 0.0
     _moved_ms: int = -1
     _moved_s: float = 0.0
     _looked_s: float = 0.0
@@ -43,6 +50,9 @@ class Watchdog:
                 self.say(f"the run moves again, after {now_s - self._moved_s:.0f} s")
             self._moved_ms, self._moved_s, self._told = view.moved_ms, now_s, None
         still_s = now_s - self._moved_s
+        if still_s > UNBLOCK_AFTER_S and not outage_s and now_s - self._unblocked_s > LOOK_EVERY_S + UNBLOCK_AFTER_S:
+            self._unblocked_s = now_s
+            threading.Thread(target=self.unblock, daemon=True, name="unblock").start()
         if still_s < self.stall_s or now_s - self._looked_s < min(LOOK_EVERY_S, self.stall_s):
             return
         self._looked_s = now_s
@@ -51,6 +61,19 @@ class Watchdog:
         if stuck is not None and not stuck.same_as(self._told):
             self._told = stuck
             self.say(f"{describe(stuck, still_s=still_s)}\n  meanwhile: {waiting_for(view, now_s=scene.now_s)}")
+
+
+def unblock(log: KafkaLog, run: str, say: Callable[[str], None]) -> None:
+    """Write the missing ends of transactions in a run's topics, as far as it is known how they were decided."""
+    try:
+        for found in log.hanging(log.topics(f"{run}.")):
+            if found.committed is None:
+                say(f"{found}: `penstock topics unblock {run}` says how to end it")
+            else:
+                log.end_hanging(found, commit=found.committed)
+                say(f"{found}; it is there now")
+    except LogError as error:
+        say(f"transactions whose end was lost cannot be looked for or ended: {error}")
 
 
 def examine(log: Log, scene: Scene) -> Stuck | None:

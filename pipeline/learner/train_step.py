@@ -22,7 +22,7 @@ from penstock.pipeline.config.plugins import load
 from penstock.pipeline.learner import training_samples
 from penstock.pipeline.learner.ranks.lead import Ranks
 from penstock.pipeline.learner.step_measures import group_measures
-from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, pack
+from penstock.pipeline.learner.training_samples import MicroBatcher, TokenSequence, boundaries, lowered_rewards, pack
 from penstock.pipeline.learner.training_samples import denominator as denominator_of
 from penstock.pipeline.scheduling.rules import fractions_by_lag, lag_summary
 from penstock.topics.groups import Group, version_min
@@ -40,6 +40,9 @@ class Objective:
     proximal: str
     truncated: str
     kl_coef: float
+    """Of the KL in the loss."""
+    kl_reward: float
+    """Of the KL in the reward."""
     token_budget: int
     most_groups: int | None
     """The most groups of a micro-batch: a step's groups divided by the processes that train it."""
@@ -57,12 +60,14 @@ class Objective:
             "clip_high": config.clip_high,
             "aggregate": config.aggregate,
             "max_tokens": config.max_drawn_tokens,
-            "kl_coef": algorithm.kl_coef,
+            "kl_coef": algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         }
         if config.clip_dual is not None:
             settings["clip_dual"] = config.clip_dual
-        if algorithm.kl_coef and config.kl_weighted:
+        if settings["kl_coef"] and config.kl_weighted:
             settings["kl_weighted"] = True
+        if algorithm.entropy_coef:
+            settings |= {"entropy_coef": algorithm.entropy_coef, "entropy_floor": algorithm.entropy_floor}
         if algorithm.reject_kl is not None:
             settings["reject_kl"] = algorithm.reject_kl
         if config.correction != "none":
@@ -82,7 +87,8 @@ class Objective:
             ),
             proximal=config.proximal,
             truncated=algorithm.truncated,
-            kl_coef=algorithm.kl_coef,
+            kl_coef=settings["kl_coef"],
+            kl_reward=algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0,
             token_budget=config.trainer.micro_batch_tokens,
             most_groups=config.groups_per_process,
             aggregate=config.aggregate,
@@ -99,7 +105,11 @@ class Objective:
         given: dict[str, Any] = {"proximal": self._proximal(backend, batch)}
         if self.kl_coef:
             given["reference"] = backend.reference_logprobs(batch)
-        return backend.backward(batch, lambda logprobs: self.batch_loss(logprobs, batch, **given), denominator=denominator)
+
+        def loss(logprobs: Any, entropies: Any = None) -> tuple[Any, dict[str, float]]:
+            return self.batch_loss(logprobs, batch, **given, **({} if entropies is None else {"entropies": entropies}))
+
+        return backend.backward(batch, loss, denominator=denominator)
 
     def _proximal(self, backend: Backend, batch: TokenBatch) -> npt.NDArray[np.float32] | None:
         """[B, L-1] proximal logprobs of a micro-batch; None stands for the current policy's own."""
@@ -160,7 +170,13 @@ class Step:
             self.ranks.planned[group.group] = planned
         self._batcher = self._batcher or MicroBatcher(self.objective.token_budget)
         self._groups.append(group)
-        for sequence in self.objective.sequences(group):
+        judged = group
+        if self.objective.kl_reward:
+            judged, sums = lowered_rewards(
+                group, coef=self.objective.kl_reward, reference=self.backend.reference_logprobs, token_budget=self.objective.token_budget
+            )
+            self._stats.append(sums)
+        for sequence in self.objective.sequences(judged):
             full = self._batcher.add(sequence)
             if full:
                 self._close(full)
@@ -196,7 +212,7 @@ class Step:
             "loss": loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            **result.measures,
+            **_utilisation(result.measures, seconds=self.compute_s),
             **summary,
             **self._measures(learner_version),
         }
@@ -257,6 +273,14 @@ class Step:
             **{f"tokens_at_lag_{lag}": share for lag, share in fractions_by_lag(tokens).items()},
             "spans_mean": float(np.mean([len(rollout.span_versions) for rollout in trained])),
         }
+
+
+def _utilisation(measures: dict[str, float], *, seconds: float) -> dict[str, float]:
+    """A backend's measures, with its operations a second in the place of its operations, and the share that they are of the most (MFU)."""
+    kept = {name: value for name, value in measures.items() if name not in ("model_flops", "peak_flops")}
+    rate = measures.get("model_flops", 0.0) / seconds if seconds else 0.0
+    peak = measures.get("peak_flops")
+    return kept | ({"model_tflops_per_s": rate / 1e12} if rate else {}) | ({"mfu": rate / peak} if rate and peak else {})
 
 
 def double_bits(value: float) -> int:

@@ -6,7 +6,7 @@ groups still arrive is cut like the same step read back from the log.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,8 @@ class TokenSequence:
     temperature: float = 1.0
     sample_tokens: int | None = None
     """Trained tokens of the whole sample, where this is one of several sequences of a trajectory."""
+    support: npt.NDArray[np.int32] | None = None
+    """[T, k] ids that each token was drawn from, -1 behind the last; None: the whole vocabulary."""
 
     def __post_init__(self) -> None:
         """Refuse arrays that do not belong together."""
@@ -111,6 +113,12 @@ def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: st
 def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float) -> Iterator[TokenSequence]:
     """The sequences of one sample that have a trained token: a single one, or one for each segment of a trajectory."""
     segments = rollout.segments or ((0, len(rollout.token_ids), 0),)
+    if rollout.support is None and (rollout.top_k or rollout.top_p < 1.0):
+        raise ValueError(
+            f"group {rollout.group} sample {rollout.sample}: top_p {rollout.top_p:g} and top_k {rollout.top_k} left tokens that are not "
+            "recorded: its logprobs cannot be computed again"
+        )
+    support = None if rollout.support is None else rollout.support.reshape(len(rollout.token_ids), -1)
     whole = int(rollout.loss_mask.sum()) if len(segments) > 1 else None
     for start, end, prompt in segments:
         first = start + prompt
@@ -125,6 +133,7 @@ def _parts(rollout: Rollout, prompt_ids: npt.NDArray[np.int32], advantage: float
                 advantage=advantage,
                 temperature=rollout.temperature,
                 sample_tokens=whole,
+                support=None if support is None else support[first:end],
             )
 
 
@@ -196,7 +205,21 @@ def pack(sequences: Sequence[TokenSequence]) -> TokenBatch:
         groups=np.array([sequence.group for sequence in sequences], np.int64),
         samples=np.array([sequence.sample for sequence in sequences], np.int64),
         sample_tokens=_sample_tokens(sequences),
+        support=_support(sequences, width),
     )
+
+
+def _support(sequences: Sequence[TokenSequence], width: int) -> npt.NDArray[np.int32] | None:
+    """[B, width-1, k] with the most ids that any token has; None where all were drawn from the whole vocabulary."""
+    given = [sequence.support.shape[1] for sequence in sequences if sequence.support is not None]
+    if not given:
+        return None
+    assert len(given) == len(sequences), "a micro-batch has samples with and without a recorded support"
+    padded = np.full((len(sequences), width - 1, max(given)), -1, np.int32)
+    for row, sequence in enumerate(sequences):
+        assert sequence.support is not None
+        padded[row, len(sequence.prompt_ids) - 1 : sequence.length - 1, : sequence.support.shape[1]] = sequence.support
+    return padded
 
 
 def _sample_tokens(sequences: Sequence[TokenSequence]) -> npt.NDArray[np.int64] | None:
@@ -229,3 +252,24 @@ def token_share(tokens: int, *, aggregate: str, max_tokens: int) -> float:
     if aggregate == "token_mean":
         return 1.0
     return 1.0 / (max_tokens if aggregate == "constant" else max(tokens, 1))
+
+
+def lowered_rewards(
+    group: Group, *, coef: float, reference: Callable[[TokenBatch], npt.NDArray[np.float32]], token_budget: int
+) -> tuple[Group, dict[str, float]]:
+    """The group with `coef` times each sample's k1 taken off its reward, and the sum of all k1 as `kl_reference_k1_sum`.
+
+    k1 is the sum over a sample's trained tokens of log behaviour - log reference: what the sample says of KL(behaviour || reference),
+    without bias as the behaviour policy drew it (Schulman 2020; the reward of RLHF, arXiv 2203.02155). `reference` gives [B, L-1]
+    logprobs of a micro-batch of at most `token_budget` padded tokens.
+    """
+    found: dict[int, float] = {}
+    batcher = MicroBatcher(token_budget)
+    rows = sequences(group, advantages=lambda group: np.zeros(len(group.samples), np.float32), truncated="train")
+    batches = [full for row in rows if (full := batcher.add(row))]
+    for batch in map(pack, [*batches, *filter(None, [batcher.close()])]):
+        apart = np.where(batch.completion_mask, batch.behaviour_logprobs - reference(batch), 0.0).sum(1, dtype=np.float64)
+        for sample, value in zip(batch.samples.tolist(), apart.tolist(), strict=True):
+            found[sample] = found.get(sample, 0.0) + value
+    samples = tuple(replace(one, reward=one.reward - coef * found.get(one.rollout.sample, 0.0)) for one in group.samples)
+    return replace(group, samples=samples), {"kl_reference_k1_sum": sum(found.values())}

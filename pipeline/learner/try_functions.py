@@ -52,6 +52,8 @@ def _try_loss(config: Config) -> str | None:
     logprobs = torch.tensor(batch.behaviour_logprobs - 0.01, requires_grad=True)
     near = None if objective.proximal == "current" else batch.behaviour_logprobs
     given: dict[str, Any] = {"reference": batch.behaviour_logprobs} if objective.kl_coef else {}
+    if config.algorithm.entropy_coef:
+        given["entropies"] = -logprobs
     returned: Any = objective.batch_loss(logprobs, batch, proximal=near, **given)
     if not (isinstance(returned, tuple) and len(returned) == 2):
         return f"returned a {type(returned).__name__}, expected (loss sum, statistics)"

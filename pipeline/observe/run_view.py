@@ -104,8 +104,6 @@ class RunView:
             self.record = None
             return None
         _, state = runs.read(record, run=self.run)
-        if self.record is not None and state.updated_ns < self.record.updated_ns:
-            return None  # an old state once more: compaction keeps the last record, which need not be the newest
         self.record = state if self._made is None else runs.with_status(self._made, state)
         self.moved_ms = max(self.moved_ms, state.updated_ns // 1_000_000)
         self.worked.add(state.created_ns / 1e9)

@@ -85,10 +85,14 @@ class WorkerView:
     _recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
 
     def add(self, found: Measurement) -> None:
-        """Take in a measurement; one of an earlier incarnation counts for the totals only."""
+        """Take in a measurement; one of an earlier incarnation counts for the totals only.
+
+        Which is the newest, the order in the log says: a worker that begins again on another machine has another clock.
+        """
+        known = found.incarnation in self.incarnations
         self.incarnations.setdefault(found.incarnation, {}).update(found.values)
         if found.incarnation != self.incarnation:
-            if found.time_ns < self.time_ns:
+            if known:
                 return
             self.incarnation, self.ended = found.incarnation, False
             self.labels = {}  # the last words of the one before are not its own

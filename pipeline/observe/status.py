@@ -26,6 +26,10 @@ SELDOM, MOSTLY = 0.2, 0.6
 """Shares of time below which a role is said to wait seldom, and above which it is said to be busy."""
 
 
+SLOW_REWARD_S = 0.3
+"""Seconds a group from which on reward functions may be what a run waits for."""
+
+
 class Bottleneck(NamedTuple):
     """A role, or "turns" when rollout and training wait for each other; why, and what to change."""
 
@@ -75,7 +79,7 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
     if waiting < SELDOM:
         return _named("trainer", f"it waits {waiting:.0%} of its time")
     generating, scoring = (busy(view, role, name, whole=whole) for role, name in (("rollout", "generate_s"), ("scorer", "reward_busy_s")))
-    if scoring is not None and scoring >= MOSTLY and scoring > (generating or 0.0):
+    if scoring is not None and scoring >= MOSTLY and scoring > (generating or 0.0) and _slow_rewards(view):
         return _named("scorer", f"busy {scoring:.0%}; the trainer waits {waiting:.0%}")
     if generating is None:
         return None
@@ -84,6 +88,13 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
     if waiting >= MOSTLY and not whole and _lacks_prompts(view):
         return _named("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
     return _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+
+
+def _slow_rewards(view: RunView) -> bool:
+    """Whether reward functions take long by the group: of quick ones most of the measured time is the way to a child process and back."""
+    scorers = [worker for worker in view.workers.values() if worker.role == "scorer"]
+    groups = sum(worker.total("groups") for worker in scorers)
+    return not groups or sum(worker.total("reward_s") for worker in scorers) / groups >= SLOW_REWARD_S
 
 
 def _lacks_prompts(view: RunView) -> bool:
@@ -106,6 +117,8 @@ def elapsed_s(view: RunView, *, now_s: float) -> float | None:
     """Seconds of work since the run was created, up to its end, without the pauses between a stop and its resumption."""
     if view.record is None:
         return None
+    if view.closed is not None:  # the tracker writes on
+        return view.worked.between(view.record.created_ns / 1e9, view.closed.time_ns / 1e9)
     return view.worked.until(0.0 if has_ended(view) else now_s)
 
 

@@ -89,6 +89,8 @@ def _settings_of(config: Config) -> EngineSettings:
         engine_process=rollout.engine_process,
         arguments=rollout.vllm,
         delay_s=rollout.toy_delay_s,
+        top_k=config.sampling.top_k,
+        stops_at_text=bool(config.sampling.stop),
     )
 
 
@@ -121,6 +123,8 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             reference_path=config.algorithm.reference,
             snapshot=config.proximal == "snapshot",
             entropy=True,
+            entropy_bonus=config.algorithm.entropy_coef > 0,
+            peak_tflops=chosen.peak_tflops,
             **own,
         )
 

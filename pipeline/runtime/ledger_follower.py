@@ -31,6 +31,8 @@ class LedgerState:
     newest_version: int = -1
     steps: int = 0
     """Committed optimizer steps."""
+    ess: float | None = None
+    """Effective sample size of the newest step; None for one that trained nothing."""
     stale: set[int] = field(default_factory=set)
     closed: Entry | None = None
     opened: Entry | None = None
@@ -55,6 +57,7 @@ class LedgerState:
                 self.opened = entry
             case "step":
                 self.steps = max(self.steps, (entry.step or 0) + 1)
+                self.ess = entry.metrics.get("ess")
             case "stale":
                 self.stale.update(entry.groups)
             case "run-closed":

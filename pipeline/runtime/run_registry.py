@@ -63,8 +63,7 @@ def all_runs(log: Log) -> list[RunRecord]:
             state = topic.read(record, run=key)[1]
         except (Unusable, NewerSchema):  # of a newer release: another run's, which is no reason to stop
             continue
-        if key not in states or state.updated_ns >= states[key].updated_ns:
-            states[key] = state
+        states[key] = state  # the last one counts, as for compaction: the clocks of machines differ
     return sorted(states.values(), key=lambda run: run.created_ns)
 
 

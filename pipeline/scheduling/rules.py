@@ -37,16 +37,22 @@ def publishes(step: int, *, steps: int, steps_per_version: int) -> bool:
     return (step + 1) % steps_per_version == 0 or step + 1 == steps
 
 
-def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, steps: int) -> int:
+def too_far_off(ess: float | None, *, floor: float | None) -> bool:
+    """Whether the newest step's samples were so far off-policy, by their effective sample size, that drawing ahead has to pause."""
+    return ess is not None and floor is not None and ess < floor
+
+
+def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, steps: int, ahead: bool = True) -> int:
     """How many groups may have been admitted by now: the backpressure.
 
     `admitted - dropped <= U·S·(newest_version + 1 + max_lag)`, and never more than the run's steps need. `dropped` counts distinct groups.
+    Not `ahead`: only what the newest version's own round needs, as if `max_lag` were 0, so that what is drawn next is drawn under it.
 
     Example:
         admission_limit(preset("pipelined", prompts_per_step=4, samples_per_prompt=8, steps_per_version=1),
                         newest_version=2, dropped=5, steps=100)  # -> 17
     """
-    window = schedule.round_groups * (newest_version + 1 + schedule.max_lag)
+    window = schedule.round_groups * (newest_version + 1 + (schedule.max_lag if ahead else 0))
     return min(window, steps * schedule.prompts_per_step) + dropped
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from benchmarks import learning_curves
-from penstock.pipeline.config.load import load
 
 
 def a_run(variant: str, seed: int, last: float) -> str:
@@ -25,9 +24,8 @@ def test_the_table_has_every_variant_and_marks_those_that_learn_less_than_grpo(t
 
 
 def test_each_variant_is_the_demo_with_that_loss_or_advantage_and_its_defaults(tmp_path: Path) -> None:
-    file = learning_curves.configuration(tmp_path)
     for name, settings in learning_curves.variants().items():
-        config = load(file, settings)
+        config = learning_curves.configuration(tmp_path, settings)
         kind, _, chosen = name.partition("=")
         assert (config.algorithm.loss if kind == "loss" else config.algorithm.advantage) == chosen
         assert config.algorithm.correction is None and config.data.source == "tiny:successor"

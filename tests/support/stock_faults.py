@@ -3,6 +3,7 @@
 Prints one JSON object; with `repaired` the same steps are taken after `faults.apply()`. Not a test by itself.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -220,6 +221,26 @@ def inflated_batch(bootstrap: str, topic: str) -> dict[str, Any]:
         return {"small": len(built) < 1 << 20, "error": type(error).__name__}
 
 
+def unlisted_leader(bootstrap: str, topic: str) -> dict[str, Any]:
+    """For one poll the metadata name a leader that is not among the brokers, as while one comes back: is anything read afterwards?"""
+    producer = KafkaProducer(bootstrap_servers=bootstrap)
+    producer.send(topic, b"record", partition=0).get(20)
+    producer.close()
+    consumer = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=4000)
+    consumer.assign([TopicPartition(topic, 0)])
+    consumer.seek(TopicPartition(topic, 0), 0)
+    cluster = consumer._client.cluster
+    consumer.partitions_for_topic(topic)
+    listed, cluster._brokers = cluster._brokers, {}
+    consumer._client._manager._conns.clear()  # nor is there a connection to it
+    with contextlib.suppress(KafkaError):
+        consumer.poll(timeout_ms=0)
+    cluster._brokers = listed
+    read = [record.value.decode() for record in consumer]
+    consumer.close()
+    return {"read": read}
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -232,6 +253,7 @@ FAULTS = {
         small_reads,
         tls_copies,
         inflated_batch,
+        unlisted_leader,
     )
 }
 

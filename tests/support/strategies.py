@@ -28,10 +28,11 @@ def rollout_records(draw, *, group=COUNT):
     mask = draw(arrays(np.bool_, tokens))
     logprobs = draw(hnp.arrays(np.float32, tokens, elements=st.floats(width=32, allow_nan=False)))
     logprobs[~mask & draw(arrays(np.bool_, tokens))] = np.nan
+    token_ids = draw(arrays(np.int32, tokens))
     return rollouts.Rollout(
         group=draw(group),
         sample=draw(COUNT),
-        token_ids=draw(arrays(np.int32, tokens)),
+        token_ids=token_ids,
         behaviour_logprobs=logprobs,
         loss_mask=mask,
         span_versions=draw(hnp.arrays(np.int32, len(starts) + 1, elements=st.integers(0, 2**31 - 1))),
@@ -43,6 +44,7 @@ def rollout_records(draw, *, group=COUNT):
         started_ns=draw(INT64),
         ended_ns=draw(INT64),
         worker=draw(NAME),
+        support=draw(st.none() | st.just(np.stack([token_ids, token_ids + 1], axis=1).ravel())),
     )
 
 
@@ -67,7 +69,7 @@ def group_records(draw, *, max_samples=4):
         groups.ScoredSample,
         rollout=rollout_records(group=st.just(group)),
         completion=TEXT,
-        reward=DOUBLE,
+        reward=st.floats(-1e308, 1e308),
         components=st.lists(st.none() | DOUBLE, max_size=3).map(tuple),
     )
     return groups.Group(

@@ -205,6 +205,12 @@ def an_end_that_only_the_register_knows(told: EditedRun) -> None:
     told.drop("ledger", kind="run-closed")
 
 
+def a_ledger_that_lost_its_end(told: EditedRun) -> None:
+    measured = [held for _, held in told.all("metrics") if held.role == "trainer" and held.values.get("step") == STEPS]
+    index = told.one("metrics", role="trainer", seq=measured[-1].seq)[0]
+    told.put(index, replace(measured[-1], values={**measured[-1].values, "step": STEPS + 2.0}))
+
+
 def another_schedule_than_agreed(told: EditedRun) -> None:
     told.registered("schedule", max_drops_per_step=9)
 
@@ -425,6 +431,7 @@ PLANTED: list[tuple[Callable[[EditedRun], None], set[str]]] = [
     (a_story_without_a_beginning, {"ledger-order"}),
     (another_schedule_than_agreed, {"ledger-order"}),
     (an_end_that_only_the_register_knows, {"ledger-order"}),
+    (a_ledger_that_lost_its_end, {"ledger-end"}),
     (altered_step(4, step=5), {"step-numbers"}),
     (altered_step(4, version=1), {"step-numbers"}),
     (altered_step(1, boundaries=(3, 3)), {"step-numbers"}),

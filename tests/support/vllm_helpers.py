@@ -80,6 +80,10 @@ def largest_error(
             ids = torch.tensor(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
             with torch.inference_mode():
                 logits = model(input_ids=ids[None]).logits[0, len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
+            if completion.support is not None:  # of the distribution over these ids alone
+                kept = torch.from_numpy(completion.support.astype(np.int64))
+                among = torch.zeros(logits.shape[0], logits.shape[1] + 1, dtype=torch.bool).scatter_(1, kept % (logits.shape[1] + 1), True)
+                logits = logits.masked_fill(~among[:, :-1], -torch.inf)
             expected = logits.log_softmax(-1).gather(1, ids[len(request.prompt_ids) :, None])[:, 0].numpy()
             for start, end in places:
                 worst = max(worst, float(np.abs(expected[start:end] - completion.logprobs[start:end]).max()))
@@ -92,9 +96,9 @@ def open_engine(directory: Path, **changes: Any) -> Any:
     return VllmEngine(directory, **{"concurrency": 16, "longest": 256} | changes)
 
 
-def request(group: int, *, temperature: float = 1.0, tokens: int = 60, prompt: int = 9, rows: int = ROWS) -> GroupRequest:
+def request(group: int, *, temperature: float = 1.0, tokens: int = 60, prompt: int = 9, rows: int = ROWS, **limits: Any) -> GroupRequest:
     ids = np.random.default_rng(group).integers(3, 90, prompt).astype(np.int32)
-    sampling = Sampling(temperature=temperature, max_new_tokens=tokens, stop_ids=(2,))
+    sampling = Sampling(temperature=temperature, max_new_tokens=tokens, stop_ids=(2,), **limits)
     return GroupRequest(group=group, prompt_ids=ids, samples=tuple(range(rows)), rows=rows, seed=3, sampling=sampling)
 
 

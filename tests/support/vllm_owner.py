@@ -1,6 +1,8 @@
 """A process that owns an engine in a process of its own, swaps weights in flight, writes what it drew, and then does what it is told.
 
-python vllm_owner.py MODEL OUT [wait|kill-engine]
+python vllm_owner.py MODEL OUT wait|kill-engine|end [SETTINGS]
+
+SETTINGS is JSON: `engine`, arguments of the engine; `request`, of each request; `groups`, how many; `every`, steps between two swaps.
 """
 
 import json
@@ -15,19 +17,25 @@ from tests.support.vllm_helpers import draw_with_swaps, open_engine, request, ve
 
 
 def main() -> None:
-    """Draw, write, wait to be killed; or kill the engine's process and write what the engine says."""
+    """Draw, write, and end; or wait to be killed; or kill the engine's process and write what the engine says."""
     directory, out, then = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    engine = open_engine(directory, engine_process=True)
-    asked = [request(group, tokens=40) for group in range(4)]
-    found, swaps = draw_with_swaps(engine, asked, version_values(directory), every=12)
+    chosen = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    engine = open_engine(directory, **({"engine_process": True} | chosen.get("engine", {})))
+    asked = [request(group, **({"tokens": 40} | chosen.get("request", {}))) for group in range(chosen.get("groups", 4))]
+    found, swaps = draw_with_swaps(engine, asked, version_values(directory), every=chosen.get("every", 12))
     drawn = [
         {"group": one.group, "sample": one.sample, "ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist(), "spans": one.spans}
         for one in found
     ]
+    report = {"swaps": swaps, "drawn": drawn, "scratch": str(engine._scratch), "stats": engine.stats()}
+    if then == "end":
+        engine.close()
+        _write(out, report)
+        return
     for group in range(10, 14):
         engine.submit(request(group, tokens=200))
     engine.step()
-    _write(out, {"swaps": swaps, "drawn": drawn, "scratch": str(engine._scratch)})
+    _write(out, report)
     if then == "wait":
         time.sleep(600)
     for process in engine._llm.engine_core.resources.engine_manager.processes:

@@ -10,7 +10,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.launch import launcher
+from penstock.pipeline.launch import broker_keeper
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, complete, config_of
@@ -36,7 +36,7 @@ def log() -> LogHere:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
     """What the command sets for its own process is put back, and the broker it is given is the in-memory log."""
-    monkeypatch.setattr(launcher, "connect", lambda *_, **__: log)
+    monkeypatch.setattr(broker_keeper, "connect", lambda *_, **__: log)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

@@ -14,10 +14,10 @@ from tests.support.crew import Crew, complete, config_of
 
 LONG_ENOUGH: dict[str, Any] = {
     "run": {"steps": 8},
-    "rollout": {"workers": 1, "engine": "toy", "toy_delay_s": 0.01},
+    "rollout": {"workers": 1, "engine": "toy", "toy_delay_s": 0.01, "concurrency": 1},
     "algorithm": {"filter_zero_variance": False},
 }
-"""A toy engine whose decode step takes 10 ms, so that sleeping is most of the run and its time depends little on the machine."""
+"""A toy engine that draws one group at a time, 10 ms a decode step: sleeping is most of the run, which depends little on the machine."""
 
 
 def run_and_read(run: str, model: Path, directory: Path, **sections: Any) -> tuple[Log, recorded.Record]:

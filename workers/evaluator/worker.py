@@ -135,7 +135,9 @@ class Evaluator:
         scores: dict[bool, dict[int, Score]] = {}
         turns, shown = list[int](), dict[int, str]()
         for greedy, rows in ((True, 1), (False, held.samples)):
-            how = Sampling(temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids)
+            how = Sampling(
+                temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids, stop=tuple(sampling.stop)
+            )
             for index, completions in self._drawn([self._request(index, rows, how) for index in range(len(self.rows))]):
                 turns += [sum(turn.source == "model" for turn in getattr(completion, "turns", ())) for completion in completions]
                 self._judge(index, completions, version)

@@ -66,6 +66,10 @@ class Admission:
             self._seen = self.ledger.steps, self.dropped
         return self.dropped - self._seen[1] > limit
 
+    def admissible(self, limit: int, *, max_drops: int) -> int:
+        """Groups below `limit`, which the rules allow, that wait for a rollout worker with room; 0 once no further prompt will come."""
+        return 0 if self.choices.exhausted or self.too_many_dropped(max_drops) else max(0, limit - self.admitted)
+
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""
         texts = {commit.metadata for commit in committed.values()}

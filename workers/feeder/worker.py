@@ -46,7 +46,7 @@ def main(session: Session) -> None:
         batch = _admissible(state, session, data, renderer)
         if batch:
             state.written(batch, transactions.commit(batch))
-        session.reporter.values.update(_counts(state))
+        session.reporter.values.update(_counts(state, session))
         session.reporter.status()
         for record in tail.poll(POLL_S):
             _apply(session, state, record)
@@ -55,6 +55,7 @@ def main(session: Session) -> None:
             with contextlib.suppress(LogError):  # without the commit a restart only takes longer
                 tail.commit(state.commits())
     session.reporter.doing("done")
+    session.reporter.values["admissible"] = 0.0
     tail.close()
     transactions.close()
 
@@ -68,8 +69,21 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
     )
 
 
-def _counts(state: Admission) -> dict[str, float]:
-    """What the feeder reports: `all_out` once no prompt will ever follow and all have ended."""
+def _limit(state: Admission, session: Session) -> int:
+    """How many groups the rules allow now, those admitted included."""
+    return rules.admission_limit(
+        session.schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps,
+        ahead=not _paused(state, session),
+    )  # fmt: skip
+
+
+def _paused(state: Admission, session: Session) -> bool:
+    """Whether the last step's effective sample size is so low that nothing is admitted ahead of its round."""
+    return rules.too_far_off(state.ledger.ess, floor=session.config.algorithm.ess_floor)
+
+
+def _counts(state: Admission, session: Session) -> dict[str, float]:
+    """What the feeder reports: `all_out` once no prompt will ever follow and all have ended; `admissible`, what waits for room."""
     choices = state.choices
     all_out = choices.exhausted and state.ended_below == state.admitted
     return {
@@ -78,6 +92,7 @@ def _counts(state: Admission) -> dict[str, float]:
         "repeated": float(choices.repeated),
         "left_out": float(choices.left_out),
         "all_out": float(all_out),
+        "admissible": float(state.admissible(_limit(state, session), max_drops=session.schedule.max_drops_per_step)),
     }
 
 
@@ -115,8 +130,7 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         # The trainer stops, or has: a prompt in place of each would be drawn for nothing.
         reporter.doing(f"more than {schedule.max_drops_per_step} groups were dropped since the last step")
         return batch
-    limit = rules.admission_limit(schedule, newest_version=state.ledger.newest_version, dropped=state.dropped, steps=session.steps)
-    reporter.values["admissible"] = float(max(0, limit - state.admitted))
+    limit = _limit(state, session)
     while state.admitted < limit:
         partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=state.presence.owners)
         number = state.admitted
@@ -139,7 +153,11 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         batch.append(Outgoing(topic=session.topic("prompts"), partition=partition, key=str(number).encode(), headers=headers, value=value))
         state.admit(number, partition, choice=choice)
     everything = limit - state.dropped >= session.steps * schedule.prompts_per_step
-    reporter.doing("all prompts of the run are out" if everything else "waiting for new weights")
+    waiting = "waiting for new weights"
+    if _paused(state, session):
+        ess, floor = state.ledger.ess, session.config.algorithm.ess_floor
+        waiting += f": nothing is admitted ahead of its round, as the last step's ESS {ess:.2f} is below {floor:g}"
+    reporter.doing("all prompts of the run are out" if everything else waiting)
     return batch
 
 

@@ -190,7 +190,7 @@ class Trainer:
     def _say_batch(self, step: int, batch: int, count: int | None, *, groups: int) -> None:
         """Say which micro-batch is computed; at once where that takes long, as nothing is reported meanwhile."""
         about = max(batch, round(batch * self.session.schedule.prompts_per_step / groups))
-        of = f"of {count}" if count is not None else f"of about {about}"
+        of = f"of {count}" if count is not None else f"of ~{about}"
         slow = self._compute_s is None or self._compute_s > 1.0
         self.session.reporter.doing(f"training step {step}, micro-batch {batch} {of}", now=slow)
 

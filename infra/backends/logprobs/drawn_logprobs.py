@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 PIECE_ELEMENTS = 2**23
 """32 MiB of float32 logits in a piece: as much again may be kept for the gradient, or is the intermediate of a sum."""
@@ -33,14 +34,15 @@ class _Drawn(torch.autograd.Function):
             drawn[tokens] = scaled[row[tokens] - rows.start, target[tokens]] - normaliser[row[tokens]]
             if entropy:
                 entropies[rows] = normaliser[rows] - (torch.softmax(scaled, dim=1) * scaled).sum(dim=1)
-        ctx.save_for_backward(states, weight, bias, scale, row, target, normaliser, kept)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(states, weight, bias, scale, row, target, normaliser, entropies, kept)
+        ctx.set_materialize_grads(False)
         return drawn, entropies
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-        states, weight, bias, scale, row, target, normaliser, kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor | None, grad_entropies: torch.Tensor | None) -> tuple[Any, ...]:
+        states, weight, bias, scale, row, target, normaliser, entropies, kept = ctx.saved_tensors
+        grad = scale.new_zeros(len(row)) if grad is None else grad
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros(weight.shape, dtype=scale.dtype, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros(bias.shape, dtype=scale.dtype, device=bias.device) if ctx.needs_input_grad[2] else None
@@ -50,8 +52,13 @@ class _Drawn(torch.autograd.Function):
             logits = kept
             if logits is None:
                 logits = states[rows] if weight is None else functional.linear(states[rows], weight, bias)
-            # d logp / d logits = (onehot - softmax) * scale
-            part = (logits.to(scale.dtype) * scale[rows, None]).sub_(normaliser[rows, None]).exp_().mul_(-total[rows, None])
+            # d logp / d logits = (onehot - softmax) * scale, d entropy / d logits = -softmax * (log softmax + entropy) * scale
+            part = (logits.to(scale.dtype) * scale[rows, None]).sub_(normaliser[rows, None])
+            if grad_entropies is None:
+                part = part.exp_().mul_(-total[rows, None])
+            else:
+                share_of_entropy = (grad_entropies[rows] * scale[rows])[:, None] * (part + entropies[rows, None])
+                part = part.exp_().mul_(-total[rows, None] - share_of_entropy)
             part.index_put_((row[tokens] - rows.start, target[tokens]), share[tokens], accumulate=True)
             if grad_bias is not None:
                 grad_bias += part.sum(0)
@@ -75,16 +82,42 @@ def drawn_logprobs(
     row: torch.Tensor,
     target: torch.Tensor,
     entropy: bool = False,
-) -> tuple[torch.Tensor, float]:
-    """([M] log-probabilities in float32, or wider, the sum of the M entropies if asked for).
+    support: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """([M] log-probabilities in float32, or wider, [M] entropies of the distributions if asked for), both with gradient.
 
     `states` [U, hidden] go through `head`, the output layer's weight [V, hidden] and bias; without a head they are logits [U, V].
-    `temperatures` [U]; `row` [M], ascending, says which of the U predicts each token, `target` [M] its id.
+    `temperatures` [U]; `row` [M], ascending, says which of the U predicts each token, `target` [M] its id. `support` [M, k] are the ids
+    that each token was drawn from, itself among them, -1 behind the last: both are of the distribution over those alone.
     """
     weight, bias = head or (None, None)
     scale = temperatures.to(torch.promote_types(states.dtype, torch.float32)).reciprocal()
+    if support is not None:
+        return _within(support, states, weight, bias, scale, row, target, entropy=entropy)
     drawn, entropies = _Drawn.apply(states, weight, bias, scale, row, target, entropy)
-    return drawn, float(entropies[row].sum()) if entropy else 0.0
+    return drawn, entropies[row] if entropy else None
+
+
+def _within(
+    support: torch.Tensor, states: torch.Tensor, weight: Any, bias: Any, scale: torch.Tensor, row: torch.Tensor, target: torch.Tensor,
+    *, entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """What `drawn_logprobs` gives, renormalised over each token's support."""
+
+    def of_piece(rows: slice, tokens: slice, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = part if weight is None else functional.linear(part, weight, bias)
+        scaled, at, ids = logits.to(scale.dtype) * scale[rows, None], row[tokens] - rows.start, support[tokens]
+        logprobs = scaled[at[:, None], ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf).log_softmax(1)
+        drawn = scaled[at, target[tokens]] - scaled[at, ids[:, 0]] + logprobs[:, 0]
+        if not entropy:
+            return drawn, drawn.new_zeros(0)
+        logprobs = logprobs.masked_fill(ids < 0, 0.0)
+        return drawn, -(logprobs.exp() * logprobs).masked_fill(ids < 0, 0.0).sum(1)
+
+    pieces = _pieces(row, rows=len(states), vocabulary=states.shape[1] if weight is None else weight.shape[0])
+    run = of_piece if len(pieces) == 1 else lambda *given: checkpoint(of_piece, *given, use_reentrant=False)
+    drawn, entropies = zip(*(run(rows, tokens, states[rows]) for rows, tokens in pieces), strict=True)
+    return torch.cat(drawn), torch.cat(entropies) if entropy else None
 
 
 def _pieces(row: torch.Tensor, *, rows: int, vocabulary: int) -> list[tuple[slice, slice]]:

@@ -27,8 +27,10 @@ class Forward:
     in_pieces: bool = False
     """Logits come from the hidden states, a piece at a time, else from the model itself, all at once."""
 
-    def __call__(self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False) -> tuple[torch.Tensor, float, int]:
-        """([B, L-1] float32 log-probabilities, 0 where nothing is trained; the sum of entropies over trained tokens; tokens computed).
+    def __call__(
+        self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """([B, L-1] float32 log-probabilities, 0 where nothing is trained; likewise entropies, if asked for; tokens computed).
 
         `module` is the model, or an engine around it.
         """
@@ -37,12 +39,15 @@ class Forward:
         tree = prefix_tree(batch).to(device)
         with tree_attention.tree_expected():
             states, head = self._run(module, **tree_attention.tree_inputs(tree), logits_to_keep=tree.predict)
-        drawn, total = drawn_logprobs(
-            states[0], head=head, temperatures=tree.temperatures, row=tree.row, target=tree.target, entropy=entropy
-        )
-        return _in_place(drawn, tree.slot, batch), total, len(tree.ids)
+        drawn, entropies = drawn_logprobs(
+            states[0], head=head, temperatures=tree.temperatures, row=tree.row, target=tree.target, entropy=entropy,
+            support=_support_at(tree.slot, batch),
+        )  # fmt: skip
+        return _in_place(drawn, tree.slot, batch), None if entropies is None else _in_place(entropies, tree.slot, batch), len(tree.ids)
 
-    def _padded(self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool) -> tuple[torch.Tensor, float, int]:
+    def _padded(
+        self, module: Any, batch: TokenBatch, *, device: torch.device, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """No attention mask is passed: with padding on the right causality hides it, and attention without a mask takes the fast path."""
         input_ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
         columns = torch.from_numpy(batch.logit_columns()).to(device)
@@ -51,12 +56,13 @@ class Forward:
         temperatures = torch.from_numpy(batch.temperatures).to(device).repeat_interleave(width)
         trained = torch.from_numpy(batch.completion_mask).to(device)[:, columns].flatten()
         row = trained.nonzero()[:, 0] if trained.any() else torch.zeros(1, dtype=torch.int64, device=device)
-        drawn, total = drawn_logprobs(
-            states.reshape(rows * width, -1), head=head, temperatures=temperatures, row=row,
-            target=input_ids[:, 1:][:, columns].flatten()[row], entropy=entropy,
-        )  # fmt: skip
         slot = row // width * (input_ids.shape[1] - 1) + columns[row % width]
-        return _in_place(drawn, slot, batch), total, rows * (input_ids.shape[1] - 1)
+        drawn, entropies = drawn_logprobs(
+            states.reshape(rows * width, -1), head=head, temperatures=temperatures, row=row,
+            target=input_ids[:, 1:][:, columns].flatten()[row], entropy=entropy, support=_support_at(slot, batch),
+        )  # fmt: skip
+        placed = None if entropies is None else _in_place(entropies, slot, batch)
+        return _in_place(drawn, slot, batch), placed, rows * (input_ids.shape[1] - 1)
 
     def _run(self, module: Any, **inputs: Any) -> tuple[torch.Tensor, Any]:
         """Hidden states and the output layer's weight and bias, or logits and None."""
@@ -121,6 +127,13 @@ def _trial_batch(vocabulary: int) -> TokenBatch:
         behaviour_logprobs=np.zeros((6, 32), np.float32), advantages=np.zeros(6, np.float32), temperatures=np.ones(6, np.float32),
         groups=np.arange(6) // 3, samples=np.arange(6) % 3,
     )  # fmt: skip
+
+
+def _support_at(slot: torch.Tensor, batch: TokenBatch) -> torch.Tensor | None:
+    """[M, k] ids that the tokens at these places of [B, L-1] were drawn from; None where all were drawn from the whole vocabulary."""
+    if batch.support is None:
+        return None
+    return torch.from_numpy(batch.support).to(slot.device, torch.int64).flatten(0, 1)[slot]
 
 
 def _in_place(drawn: torch.Tensor, slot: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

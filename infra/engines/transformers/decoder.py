@@ -180,33 +180,35 @@ def _agrees(decoder: Decoder, model: Any) -> bool:
     return bool(difference <= (1e-3 if parameter.dtype == torch.float32 else 5e-2) * expected.abs().max())
 
 
-def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose a token a row by inverse CDF: ids `int64[B]` and their logprobs `float32[B]`, from `logits[B, V]` and `uniform: float64[B]`.
+def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Choose a token a row by inverse CDF: ids `int64[B]` and their logprobs `float32[B]`, from `logits[B, V]` and `uniform: float64[B]`;
+    where the sampling is limited also the ids it could have been, `int64[B, k]`, -1 behind the last.
 
     The order is temperature, top-k, top-p, renormalise; the logprobs are of the distribution that the token was drawn from.
     Greedy takes the likeliest token and reports its logprob at temperature 1.
     """
-    logits = logits.float()
+    logits, support = logits.float(), None
     if sampling.greedy:
         logprobs, ids = logits.log_softmax(-1).max(-1)
-        return ids, logprobs
+        return ids, logprobs, None
     if sampling.temperature != 1.0:
         logits = logits / sampling.temperature
     if sampling.top_k or sampling.top_p < 1.0:
-        logits = _truncated(logits, sampling)
+        logits, support = _truncated(logits, sampling)
     logprobs = logits.log_softmax(-1)
     # In float64: over a vocabulary of 150,000 a float32 sum loses the rarer tokens.
     cdf = logprobs.double().exp_().cumsum_(-1)
     ids = torch.searchsorted(cdf, uniform.unsqueeze(-1) * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
-    return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1)
+    return ids.squeeze(-1), logprobs.gather(-1, ids).squeeze(-1), support
 
 
-def _truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Leave the `top_k` likeliest tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751)."""
+def _truncated(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Leave the `top_k` likeliest tokens, and of those the fewest whose probability reaches `top_p` (arXiv 1904.09751); and which."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ordered[:, sampling.top_k :] = -torch.inf
     if sampling.top_p < 1.0:
         probabilities = ordered.softmax(-1)
         ordered[probabilities.cumsum(-1) - probabilities >= sampling.top_p] = -torch.inf
-    return torch.empty_like(ordered).scatter_(-1, order, ordered)
+    kept = order.masked_fill(ordered.isneginf(), -1)[:, : sampling.top_k] if sampling.limited else None
+    return torch.empty_like(ordered).scatter_(-1, order, ordered), kept

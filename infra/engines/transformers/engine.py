@@ -18,6 +18,7 @@ import torch
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors, uniforms
 from penstock.infra.engines.transformers.decoder import Decoder, choose, open_decoder
+from penstock.infra.engines.transformers.stop_texts import Ends, Texts
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 
@@ -38,6 +39,8 @@ class TransformersEngine:
         self._positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._decoder: Decoder = open_decoder(self._model)
+        self._directory = Path(directory)
+        self._texts: Texts | None = None
         self.version = DIRECTORY_VERSION
         self._waiting: list[tuple[int, int, GroupRequest]] = []
         self._submitted = 0
@@ -82,7 +85,9 @@ class TransformersEngine:
                 logits = self._decoder.next(work.newest)
                 self._stats["decode_steps"] += 1
                 self._stats["decode_s"] += time.perf_counter() - began
-            work.newest, logprobs = choose(logits, work.uniforms[work.steps], work.request.sampling)
+            work.newest, logprobs, support = choose(logits, work.uniforms[work.steps], work.request.sampling)
+            if support is not None:
+                work.support[:, work.steps] = support.cpu().numpy()
             ended = work.take(work.newest.cpu().numpy(), logprobs.cpu().numpy(), version=self.version)
         self._stats["tokens"] += sum(len(completion.token_ids) for completion in ended)
         if not work.left:
@@ -121,7 +126,10 @@ class TransformersEngine:
         self._stats["load_s"] += time.perf_counter() - began
 
     def _work_of(self, request: GroupRequest) -> "_Work":
-        return _Work.of(request, device=self._model.device)
+        stop = request.sampling.stop
+        if stop and self._texts is None:
+            self._texts = Texts(self._directory)
+        return _Work.of(request, device=self._model.device, ends=self._texts.ends(stop) if stop and self._texts else None)
 
     def stats(self) -> dict[str, float]:
         return self._stats | {"traced": float(self._decoder.traced)}
@@ -142,14 +150,17 @@ class _Work:
     newest: torch.Tensor
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+    support: npt.NDArray[np.int32]
+    """[rows, longest, k], k = 0 where the sampling is not limited."""
     stops: npt.NDArray[np.int64]
+    ends: Ends | None
     left: set[int]
     ended_tokens: int
     steps: int
     started_ns: int
 
     @classmethod
-    def of(cls, request: GroupRequest, *, device: torch.device) -> "_Work":
+    def of(cls, request: GroupRequest, *, device: torch.device, ends: Ends | None) -> "_Work":
         rows, longest = request.rows, request.sampling.max_new_tokens
         drawn = [uniforms(seed=request.seed, group=request.drawn_as, sample=sample, count=longest) for sample in range(rows)]
         return cls(
@@ -159,6 +170,8 @@ class _Work:
             newest=torch.empty(0, dtype=torch.int64),
             ids=np.zeros((rows, longest), dtype=np.int32),
             logprobs=np.zeros((rows, longest), dtype=np.float32),
+            support=np.full((rows, longest, request.sampling.top_k if request.sampling.limited else 0), -1, dtype=np.int32),
+            ends=ends,
             stops=np.array(request.sampling.stop_ids, dtype=np.int64),
             left=set(request.samples),
             ended_tokens=0,
@@ -173,6 +186,8 @@ class _Work:
         self.ids[:, self.steps], self.logprobs[:, self.steps] = ids, logprobs
         self.steps += 1
         stopped = (ids[:, None] == self.stops).any(1)
+        if self.ends is not None:
+            stopped[[row for row in self.left if self.ends(self.ids[row, : self.steps])]] = True
         full = self.steps == self.request.sampling.max_new_tokens
         ended = [row for row in np.flatnonzero(stopped | full).tolist() if row in self.left]
         self.left.difference_update(ended)
@@ -193,6 +208,7 @@ class _Work:
             spans=(Span(version, 0),),
             started_ns=self.started_ns,
             ended_ns=time.time_ns(),
+            support=self.support[row, : self.steps].copy() if self.request.sampling.limited else None,
         )
 
 

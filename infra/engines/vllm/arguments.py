@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from penstock.infra.engines.vllm.model_info import CPU_HEAD_DIMS, Geometry
+from penstock.infra.engines.vllm.rows import asked_logprobs
 from penstock.infra.errors import EngineRefused
 
 EXTENSION = "penstock.infra.engines.vllm.transfer.Extension"
@@ -115,6 +116,8 @@ def engine_arguments(
     longest: int | None,
     engine_process: bool,
     on_cpu: bool,
+    top_k: int = 0,
+    stops_at_text: bool = False,
 ) -> dict[str, Any]:
     """All arguments of the engine: the given ones, those Penstock sets, and defaults; `longest` is of prompt and completion together.
 
@@ -142,13 +145,15 @@ def engine_arguments(
         "dtype": dtype,
         "seed": seed,
         "max_num_seqs": concurrency,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not stops_at_text,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
         "use_tqdm_on_load": False,
     }
+    if top_k:
+        chosen["max_logprobs"] = asked_logprobs(top_k)
     if not engine_process:
         chosen["async_scheduling"] = False
     length = _model_length(given, geometry, longest)

@@ -19,7 +19,7 @@ import numpy as np
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Finish, GroupRequest, InHand, Span, check_tensors
 from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments
 from penstock.infra.engines.vllm.model_info import parameter_shapes, read_geometry
-from penstock.infra.engines.vllm.rows import Group, Row, partial_output, sample_seed, sampling_arguments
+from penstock.infra.engines.vllm.rows import Group, Row, logprobs_and_support, partial_output, sample_seed, sampling_arguments
 from penstock.infra.engines.vllm.start import one_line, start_vllm
 from penstock.infra.engines.vllm.stats import Counts
 from penstock.infra.engines.vllm.swap import swap
@@ -35,7 +35,8 @@ EXIT_S = 1.0
 class VllmEngine:
     """Up to `concurrency` samples side by side, of as many groups as that takes; a process holds one such engine.
 
-    `longest` bounds prompt and completion together and with that the memory for keys and values; `arguments` are vLLM's own. Under
+    `longest` bounds prompt and completion together and with that the memory for keys and values; `top_k` and `stops_at_text` are what will
+    be asked for at most; `arguments` are vLLM's own. Under
     `kv_cache` "recompute" samples in work compute keys and values anew on new weights, under "keep" they go on over the old ones.
     """
 
@@ -51,13 +52,15 @@ class VllmEngine:
         kv_cache: Literal["recompute", "keep"] = "recompute",
         engine_process: bool = False,
         seed: int = 0,
+        top_k: int = 0,
+        stops_at_text: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Start vLLM and load the model. Raises `EngineError`."""
         path, on_cpu = Path(directory), check_installed(device)
         chosen = engine_arguments(
             arguments or {}, directory=path, geometry=read_geometry(path), dtype=dtype, seed=seed, concurrency=concurrency,
-            longest=longest, engine_process=engine_process, on_cpu=on_cpu,
+            longest=longest, engine_process=engine_process, on_cpu=on_cpu, top_k=top_k, stops_at_text=stops_at_text,
         )  # fmt: skip
         self._llm, self._scratch = start_vllm(chosen, threads=threads, engine_process=engine_process, on_cpu=on_cpu)
         self._counts = Counts(concurrency)
@@ -235,7 +238,7 @@ class VllmEngine:
 
     def _completion(self, row: "Row", drawn: Any, finish: Finish) -> Completion:
         ids = np.array(drawn.token_ids, dtype=np.int32)
-        logprobs = np.array(drawn.logprobs.logprobs if len(ids) else (), dtype=np.float32)
+        logprobs, support = logprobs_and_support(drawn.logprobs, len(ids), limited=row.group.request.sampling.limited)
         spans = tuple(Span(int(span.version), span.start) for span in drawn.weight_versions or () if span.end > span.start)
         if len(logprobs) != len(ids) or (len(ids) and not spans):
             raise self._ended(
@@ -247,7 +250,7 @@ class VllmEngine:
             finish = "stop"
         return Completion(
             group=row.group.request.group, sample=row.sample, token_ids=ids, logprobs=logprobs, finish=finish,
-            spans=spans or (Span(self.version, 0),), started_ns=row.started_ns, ended_ns=time.time_ns(),
+            spans=spans or (Span(self.version, 0),), started_ns=row.started_ns, ended_ns=time.time_ns(), support=support,
         )  # fmt: skip
 
     def _empty(self, group: "Group", sample: int) -> Completion:

@@ -20,6 +20,8 @@ def _open(settings: EngineSettings) -> Engine:
         kv_cache=settings.kv_cache,
         engine_process=settings.engine_process,
         seed=settings.seed,
+        top_k=settings.top_k,
+        stops_at_text=settings.stops_at_text,
         arguments=settings.arguments,
     )
 
@@ -38,6 +40,8 @@ def _check(settings: EngineSettings) -> None:
         longest=settings.longest,
         engine_process=settings.engine_process,
         on_cpu=check_installed(settings.device),
+        top_k=settings.top_k,
+        stops_at_text=settings.stops_at_text,
     )
 
 

@@ -10,23 +10,20 @@ import hashlib
 import importlib
 import inspect
 import os
-import ssl
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import kafka
 import kafka.coordinator.base as coordinator_base
 import kafka.coordinator.consumer as coordinator_consumer
-from kafka import errors
-from kafka.net import transport
 from kafka.producer import transaction_manager
 from kafka.record import default_records
 from kafka.record import util as record_util
 
 from penstock.infra.errors import Unrecoverable
+from penstock.infra.kafka.client_repairs import network_faults
 
 SWITCH = "PENSTOCK_KAFKA_CLIENT"
 """Environment variable: `repaired`, the default, or `stock` to compare with the client library as it is."""
@@ -240,71 +237,6 @@ def _mask_header_names(buffer: bytearray, position: int) -> None:
         position += max(size, 0)
 
 
-def _responses_are_read_in_large_pieces() -> None:
-    """A response is read 4 KiB at a time: at 2,000 tokens a sample the reading costs a run a tenth of its speed.
-
-    What arrives together with the end of the connection is lost, such as the reason why a broker refuses a password.
-    Repro: small_reads. Report: "Receiving 4 KiB per recv() makes large fetches slow".
-    """
-
-    def receive(self: Any) -> tuple[bytes, Exception | None]:
-        pieces = []
-        error = None
-        while True:
-            try:
-                piece = self._sock.recv(_RECEIVED_AT_ONCE)
-            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                break
-            except Exception as cause:
-                error = errors.KafkaConnectionError(cause)
-                break
-            if not piece:
-                error = errors.KafkaConnectionError("socket disconnected")
-                break
-            pieces.append(piece)
-        # What was read is handed over first: the next call meets the end of the connection again.
-        return b"".join(pieces), None if pieces else error
-
-    transport.KafkaTCPTransport._sock_recv = receive
-    transport.KafkaSSLTransport._sock_recv = receive
-
-
-def _sending_over_tls_copies_nothing() -> None:
-    """Over TLS each 16 KiB that are sent copy the rest of the request: 8 MiB copy 2 GiB, and a producer reaches about 20 MB/s.
-
-    Repro: tls_copies. Report: "KafkaSSLTransport._sock_send slices bytes, KafkaTCPTransport._sock_send a memoryview".
-    """
-    secure: Any = transport.KafkaSSLTransport
-    stock = secure._sock_send
-
-    def _sock_send(self: Any) -> Any:
-        waiting = self._write_buffer
-        for place, data in enumerate(waiting):
-            waiting[place] = memoryview(data)
-        return stock(self)
-
-    secure._sock_send = _sock_send
-
-
-def _inflating_has_a_limit() -> None:
-    """A compressed batch of 16 MiB may inflate to 16 GiB in its reader's memory before the first record is in hand.
-
-    Our own records are never compressed. Repro: inflated_batch. Report: "_maybe_uncompress() has no limit on the size of its result".
-    """
-
-    def gzip_decode(data: Any) -> bytes:
-        inflating = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-        inflated = inflating.decompress(data, _INFLATED_AT_MOST)
-        if not inflating.eof:
-            raise errors.CorruptRecordError(f"a batch inflates to more than {_INFLATED_AT_MOST} bytes, or is cut off")
-        return inflated
-
-    default_records.gzip_decode = gzip_decode
-
-
-_INFLATED_AT_MOST = 64 << 20
-_RECEIVED_AT_ONCE = 1 << 20
-
 _MANAGER = "kafka.producer.transaction_manager:TransactionManager"
 _END = "kafka.producer.transaction_manager:EndTxnHandler.handle_response"
 _COORDINATOR = "kafka.coordinator.base:BaseCoordinator"
@@ -312,6 +244,7 @@ _REJOIN = "kafka.coordinator.consumer:ConsumerCoordinator.need_rejoin"
 _TCP = "kafka.net.transport:KafkaTCPTransport"
 _TLS = "kafka.net.transport:KafkaSSLTransport"
 _INFLATE = "kafka.record.default_records:DefaultRecordBatch._maybe_uncompress"
+_SEND = "kafka.net.manager:KafkaConnectionManager.send"
 _READ = "kafka.record.default_records:DefaultRecordBatch._read_msg"
 
 SOURCES = {
@@ -325,6 +258,7 @@ SOURCES = {
     f"{_TCP}._sock_recv": ("2594a6a62ec5a3e56355033514d33265dcd9513bc5c24342c1b91c90641589ff",),
     f"{_TLS}._sock_recv": ("0a592f230c5c4455245fa50057926170680e0f950c003a2186b10e578f10a481",),
     _INFLATE: ("35e0360528daf8bd286d00078d8bfd154fd44bb6440e2a9e06e6ea53bf06138a",),
+    _SEND: ("c6bc4e3773c3bfd261cb872fa7e65e262dff21d36bc5f240282eedc97a3d43be",),
     f"{_TLS}._sock_send": ("833f88549f9bee7438a99821ddd8cf1aca57c240ac10621f5ed45900bcd658c2",),
 }
 """SHA-256 digests of the sources that the repairs were written for, by `module:Class.function`."""
@@ -339,8 +273,9 @@ REPAIRS: dict[Callable[[], None], tuple[str, ...]] = {
     _finished_join_is_used: (f"{_COORDINATOR}.join_group_async", f"{_COORDINATOR}._do_join_and_sync_async"),
     _lost_batch_fails_its_transaction: (f"{_MANAGER}.classify_batch_error", _END),
     _foreign_header_name_is_read: (_READ,),
-    _responses_are_read_in_large_pieces: (f"{_TCP}._sock_recv", f"{_TLS}._sock_recv"),
-    _sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
-    _inflating_has_a_limit: (_INFLATE,),
+    network_faults.responses_are_read_in_large_pieces: (f"{_TCP}._sock_recv", f"{_TLS}._sock_recv"),
+    network_faults.sending_over_tls_copies_nothing: (f"{_TLS}._sock_send",),
+    network_faults.inflating_has_a_limit: (_INFLATE,),
+    network_faults.a_request_to_an_unlisted_broker_fails: (_SEND,),
 }
 """Repair -> the functions it replaces. Two wrap `classify_batch_error`, the later one around the earlier."""

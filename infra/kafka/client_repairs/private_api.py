@@ -9,6 +9,7 @@ from typing import Any
 
 from kafka import KafkaProducer, errors
 from kafka.producer import transaction_manager
+from kafka.protocol.producer.transaction import WriteTxnMarkersRequest
 from kafka.util import Timer
 
 from penstock.topics.wire.record import Record
@@ -121,6 +122,27 @@ def send_offsets(producer: Any, offsets: Mapping[Any, Any], membership: Any, tim
 def commit_transaction(producer: Any, timeout_s: float) -> None:
     """`commit_transaction` with a time limit; stock waits without one."""
     _wait(producer, producer._transaction_manager.begin_commit(), timeout_s, "committing")
+
+
+def write_end_marker(admin: Any, where: Any, producer_id: int, epoch: int, *, commit: bool) -> None:
+    """Write the end of a producer's transaction to a partition as its coordinator would; the client's own call can only abort."""
+
+    async def write() -> None:
+        marker, topic = WriteTxnMarkersRequest.WritableTxnMarker, WriteTxnMarkersRequest.WritableTxnMarker.WritableTxnMarkerTopic
+        one = marker(
+            producer_id=producer_id,
+            producer_epoch=epoch,
+            transaction_result=commit,
+            topics=[topic(name=where.topic, partition_indexes=[where.partition])],
+            coordinator_epoch=-1,  # an operator's, which any coordinator's is newer than
+        )
+        leader = next(iter(await admin._async_get_leader_for_partitions([where])))
+        response = await admin._manager.send(WriteTxnMarkersRequest(markers=[one]), node_id=leader)
+        for error in (part.error_code for result in response.markers for named in result.topics for part in named.partitions):
+            if error:
+                raise errors.for_code(error)(f"{where.topic}/{where.partition}")
+
+    admin._manager.run(write)
 
 
 def _wait(producer: Any, result: Any, timeout_s: float, what: str) -> None:

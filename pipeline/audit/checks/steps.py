@@ -56,6 +56,15 @@ def numbers(facts: Facts) -> Iterator[Violation]:
         yield Violation(text=f"closed after {closed.step} steps, the ledger has {len(facts.steps())}", step=closed.step)
 
 
+def reached(facts: Facts) -> Iterator[Violation]:
+    """The ledger reaches every step that something else has seen."""
+    done, last = len(facts.steps()), facts.entries[-1].where if facts.entries else None
+    for anchor in facts.anchors:
+        if anchor.steps > done:
+            text = f"the ledger ends after {done} steps, {anchor.name} has seen {anchor.steps}: its last entries are gone"
+            yield Violation(text=text, step=done, where=last)
+
+
 def trained_once(facts: Facts) -> Iterator[Violation]:
     """No group is in two steps, or twice in one."""
     step_of: dict[int, int | None] = {}
@@ -142,6 +151,13 @@ CHECKS = (
         counts="entries",
         examined=lambda facts: len(facts.entries),
         rule=order,
+    ),
+    Check(
+        name="ledger-end",
+        promise="the ledger reaches what measurements, checkpoints and metrics.jsonl have seen",
+        counts="anchors",
+        examined=lambda facts: len(facts.anchors),
+        rule=reached,
     ),
     Check(
         name="step-numbers",

@@ -71,8 +71,9 @@ def rm(
 
     if bool(run) == (older_than is not None):
         raise ConfigError("give either runs, or --older-than 7d")
+    limit_s = None if older_than is None else seconds(older_than)
     with at(bootstrap, security) as log:
-        names = [resolve(log, text) for text in run or ()] if run else _older(log, seconds(older_than or ""))
+        names = [resolve(log, text) for text in run or ()] if limit_s is None else _older(log, limit_s)
         plans = [plan_deletion(log, name, keep_model=keep_model) for name in dict.fromkeys(names)]
         for plan in plans:
             if yes:

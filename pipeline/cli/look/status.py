@@ -53,7 +53,7 @@ def status(
     console = Console()
     console.print(frame(view, now_s=now_s, silent=silent, width=console.width, completions=completions.shown()))
     if not has_ended(view) and launcher_of(run_directory(view.run)) is None:
-        for role in missing(view, silent=silent):
+        for role in missing(view, now_s=now_s, silent=silent):
             print(f"missing: {role} (`penstock worker {role} --run {view.run}`)")
     if stuck is not None and still_s is not None:
         print(describe(stuck, still_s=still_s))

@@ -70,7 +70,9 @@ class Dataset:
         rows = len(source)
         stop = rows if limit is None else min(rows, start + limit)
         if start >= stop:
-            raise DataError(f"{name}: no rows from {start} on (it has {rows})")
+            raise DataError(
+                f"{name}: no rows from {start} on (it has {rows})" if rows else f"{name} is empty: a row is wanted for each prompt"
+            )
         self._source, self._fields, self._window = source, fields, range(start, stop)
 
     @property

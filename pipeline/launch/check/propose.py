@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.load import Config, ConfigError, from_table
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.config.schema import absolute_source
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
 from penstock.pipeline.envs.tokenization import Renderer, chat_template_of, model_folder

@@ -23,6 +23,8 @@ from penstock.topics.samples import cause_of
 CHILD = "penstock.pipeline.launch.check.trial:child"
 ROWS = 2
 """Rows of each source that are tried."""
+COPIES = 2
+"""Completions of a call: a reward that gives one number whatever it gets would pass with one."""
 DRAW_LIMIT_S = 600.0
 
 
@@ -55,12 +57,12 @@ def judge(
                 _result(
                     pool,
                     reward_child.payload(
-                        [text],
+                        [text] * COPIES,
                         prompt=renderer.render(row)[0],
                         messages=row.messages if episode is None else renderer.messages(row),
                         columns=row.columns,
-                        completion_ids=[ids],
-                        episodes=episode and [episode],
+                        completion_ids=[ids] * COPIES,
+                        episodes=episode and [episode] * COPIES,
                     ),
                     what=f"the reward of {row.origin}",
                 )
@@ -99,8 +101,9 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
     renderer, decoder, chosen = Renderer.of(config), Decoder(config.model.path), config.sampling
     stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
     how = Sampling(
-        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids
-    )
+        temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids,
+        stop=tuple(chosen.stop),
+    )  # fmt: skip
     prompts, began = [renderer.render(row) for row in rows_of(config)], time.monotonic()
     for group, ((text, ids), row) in enumerate(zip(prompts, rows_of(config), strict=True)):
         request = GroupRequest(group=group, prompt_ids=ids, samples=(0,), rows=1, seed=config.run.seed, sampling=how)

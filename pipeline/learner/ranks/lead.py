@@ -65,4 +65,4 @@ def train_nothing(backend: Backend) -> None:
         group=0, sample=0, prompt_ids=np.zeros(1, np.int32), completion_ids=np.zeros(1, np.int32),
         behaviour_logprobs=np.zeros(1, np.float32), loss_mask=np.zeros(1, np.bool_), advantage=0.0,
     )  # fmt: skip
-    backend.backward(pack([one]), lambda logprobs: (0.0 * logprobs.sum(), {}))
+    backend.backward(pack([one]), lambda logprobs, *_: (0.0 * logprobs.sum(), {}))

@@ -102,7 +102,16 @@ def left_out(config: Config) -> list[str]:
         said.append(
             f"sequences with a mean KL above reject_kl {algorithm.reject_kl:g} have no gradient; which ones needs the learner's logprobs"
         )
-    if algorithm.kl_coef:
+    if algorithm.entropy_coef:
+        said.append(
+            f"the pull of the entropy bonus (entropy_coef {algorithm.entropy_coef:g}) comes on top; it needs the learner's entropies"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        said.append(
+            f"advantages are of the rewards as they were scored: the step took kl_coef {algorithm.kl_coef:g} times each sample's KL to the "
+            "reference off them, whose logprobs are not in the log"
+        )
+    elif algorithm.kl_coef:
         said.append(
             f"the pull towards the reference policy (kl_coef {algorithm.kl_coef:g}) comes on top; it needs the reference's logprobs"
         )

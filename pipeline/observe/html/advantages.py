@@ -51,4 +51,6 @@ class Advantages:
 
         config = from_json(json.dumps(table))
         self.name, self._truncated = config.advantage, config.algorithm.truncated
+        if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
+            raise ValueError("rewards were lowered by the KL to the reference, whose logprobs are not in the log (algorithm.kl_in)")
         self._function = combined_advantages(advantage_function(self.name, trust_code=trust_code), combine=config.algorithm.combine)

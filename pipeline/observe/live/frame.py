@@ -31,8 +31,8 @@ LASTING = ("starting", "loading", "training", "evaluating", "repeating", "writin
 HEADER_LINES = 10
 BORDER = 4
 """Columns that the panel takes."""
-WIDE = 96
-"""Columns of a terminal with room for every number of a worker."""
+WIDE, NARROW = 96, 72
+"""Columns of a terminal with room for every number of a worker, or for some."""
 COLUMNS = ("version", "lag", "groups/s", "samples/s", "tokens/s", "cpu")
 
 
@@ -52,14 +52,14 @@ def frame(
     `status` is what a launcher knows of a run that it has stopped before the log says so.
     """
     status = status or status_of(view)
-    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s)]
+    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s, narrow=width < WIDE)]
     found = wastes(view, last=RECENT_GROUPS)
     parts += [Text(str(waste), style="yellow") for waste in found]
     parts += [Text(one.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for one in completions]
-    absent = missing(view, silent=silent) if status in ("created", "running") else []
+    absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
     rows = max(4, height - HEADER_LINES - 2 * len(found) - len(completions) - bool(absent))
-    parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, all_columns=width >= WIDE)]
+    parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
     chosen = config_of(view).get("schedule", {})
     sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
     subtitle = f"[dim]{chosen.get('mode', '')} {sizes}[/]" if chosen else None
@@ -116,13 +116,19 @@ def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
     return f"{said}, {lasts_s:.0f} s" if said.startswith(LASTING) and lasts_s > SILENT_S else said
 
 
-def missing(view: RunView, *, silent: Mapping[str, float]) -> list[str]:
-    """The roles that a run cannot do without and of which nobody is there, while others have been for `PATIENCE_S`."""
-    there = [worker for worker in view.workers.values() if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
-    if max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
+def missing(view: RunView, *, now_s: float, silent: Mapping[str, float]) -> list[str]:
+    """The roles that a run cannot do without and of which nobody is there, while others have been for `PATIENCE_S`.
+
+    Whoever has finished is not missing, and while workers are stopping nobody is.
+    """
+    workers = list(view.workers.values())
+    there = [worker for worker in workers if not worker.ended and silent.get(worker.worker, 0.0) < GONE_S]
+    stopping = any(worker.ended and now_s - worker.time_ns / 1e9 < GONE_S for worker in workers)
+    if stopping or max((worker.values.get("uptime_s", 0.0) for worker in there), default=0.0) < PATIENCE_S:
         return []
     apart = config_of(view).get("environment", {}).get("carrier") == "log"
-    roles = {worker.role for worker in there} | (set() if apart else {"environment"})
+    roles = {worker.role for worker in [*there, *(done for done in workers if done.labels.get("status") == "finished")]}
+    roles |= set() if apart else {"environment"}
     return [role.name for role in ROLES.values() if role.on_sample_path and role.name not in roles]
 
 
@@ -178,7 +184,7 @@ def _episodes(view: RunView) -> list[str]:
     return [f"{found['turns_mean']:.1f} turns", f"environment {1000 * found['environment_s_mean']:.0f} ms", *broken]
 
 
-def _health(view: RunView, *, outage_s: float) -> Text:
+def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
     if outage_s > 1.0:
         return Text(f"the broker does not answer (for {outage_s:.0f} s); everything waits and nothing is lost", style="red")
     slowest, step = bottleneck(view), _last(view)
@@ -195,7 +201,7 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     parts += _episodes(view)
     text = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
     if slowest is not None:
-        text.append(" · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")
+        text.append("\n" if narrow else " · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")
     elif not has_ended(view):
         text.append(" · starting" if not view.steps else "", style="dim")
     if view.dead_letters:
@@ -203,13 +209,14 @@ def _health(view: RunView, *, outage_s: float) -> Text:
     return text
 
 
-def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: int, all_columns: bool) -> Table:
+def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: int, width: int) -> Table:
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
     ordered = _ordered(view)
     lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in ordered[:rows]]
-    wanted = [number for number, name in enumerate(COLUMNS) if all_columns or name in ("version", "tokens/s")]
+    shown = COLUMNS if width >= WIDE else ("version", "tokens/s") if width >= NARROW else ()
+    wanted = [number for number, name in enumerate(COLUMNS) if name in shown]
     kept = [number for number in wanted if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
     for number in kept:
         table.add_column(COLUMNS[number], justify="right", no_wrap=True)

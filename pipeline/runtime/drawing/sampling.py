@@ -1,6 +1,6 @@
 """Between the log and an engine: from a prompt to what is asked for, from what comes back to the record in `rollouts`.
 
-The rule: a token is trained unless it was drawn under a version that is too old to be trained.
+The rule: a token is trained unless it was drawn under a version that is too old, or from a distribution that is not recorded.
 """
 
 import json
@@ -29,6 +29,7 @@ def request_of(prompt: Prompt, samples: Sequence[int], *, config: Config, stop_i
         top_k=chosen.top_k,
         max_new_tokens=chosen.max_new_tokens,
         stop_ids=tuple(stop_ids),
+        stop=tuple(chosen.stop),
         seeded=chosen.seeded,
     )
     rows = prompt.samples_per_prompt + config.schedule.oversample
@@ -66,6 +67,9 @@ def rollout_of(completion: Completion, *, sampling: SamplingSection, worker: str
     if isinstance(completion, Trajectory):
         fresh &= completion.loss_mask
         columns = {name: getattr(completion, name) for name in _TRAJECTORY}
+    if completion.support is not None:
+        fresh &= (completion.support[:, :1] >= 0).any(1)  # what a token was drawn from is not known: it cannot be trained
+        columns["support"] = completion.support.ravel()
     return Rollout(
         group=completion.group,
         sample=completion.sample,

@@ -225,7 +225,7 @@ def replayed(fenced: str) -> str:
         (["true", "-1", "0", "1"], True),
         (["true", "-1", "1", "true", "0", "-1"], False),
         (["false"], False),
-        ([], True),
+        ([], False),
     ],
 )
 def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_last_record_fences_it(fenced: list[str], struck_off: bool):
@@ -235,3 +235,12 @@ def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_la
         fencing.is_struck_off(f"{text}[2026-01-01 00:00:00,001] WARN [QuorumController id=1] Performing controller activation.")
         == struck_off
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "struck_off"),
+    [("Replayed a FeatureLevelRecord setting metadata.version", True), ("Replayed a new registration for broker 1 (fenced)", False)],
+    ids=["no-broker-was-ever-in-service", "other-words-than-those-that-are-known"],
+)
+def test_a_controller_that_says_nothing_that_is_known_about_a_broker_has_struck_off_nobody(said: str, struck_off: bool) -> None:
+    assert fencing.is_struck_off(f"{said}\nPerforming controller activation.\n") == struck_off

@@ -1,5 +1,6 @@
 """What only an engine with a model can show: true logprobs, every architecture, clear errors."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 from penstock.infra.engines.base import Completion, GroupRequest, Sampling
 from penstock.infra.engines.transformers.decoder import PlainDecoder, TracedDecoder, choose, open_decoder
-from penstock.infra.engines.transformers.engine import TransformersEngine
+from penstock.infra.engines.transformers.engine import TransformersEngine, load_model
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
 from tests.support.paths import ROOT
@@ -193,7 +197,8 @@ def test_prompt_ids_outside_the_vocabulary_are_refused_when_submitted(directory:
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     logits = torch.log(torch.tensor([0.5, 0.0, 0.3, 0.2])).expand(100_000, -1)
     uniform = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-    ids, logprobs = choose(logits, uniform, SAMPLING)
+    ids, logprobs, support = choose(logits, uniform, SAMPLING)
+    assert support is None
     np.testing.assert_allclose(torch.bincount(ids, minlength=4).numpy() / 100_000, [0.5, 0.0, 0.3, 0.2], atol=2e-5)
     np.testing.assert_allclose(logprobs.exp().numpy(), np.array([0.5, 0.0, 0.3, 0.2])[ids.numpy()], atol=1e-6)
 
@@ -210,6 +215,45 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 )
 def test_logprobs_are_of_the_distribution_drawn_from(changes: dict[str, Any], expected: dict[int, float]) -> None:
     logits = torch.log(torch.tensor([0.5, 0.0, 0.3, 0.2])).expand(1000, -1)
-    ids, logprobs = choose(logits, torch.linspace(0, 0.999999, 1000, dtype=torch.float64), replace(SAMPLING, **changes))
+    ids, logprobs, _ = choose(logits, torch.linspace(0, 0.999999, 1000, dtype=torch.float64), replace(SAMPLING, **changes))
     found = dict(zip(ids.tolist(), logprobs.exp().tolist(), strict=True))
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_limited_distribution_is_recorded_and_its_logprobs_are_those_of_the_model_over_it(directory: Path) -> None:
+    engine, sampling = TransformersEngine(directory), replace(SAMPLING, top_k=5, top_p=0.8, temperature=0.9)
+    model = load_model(directory)
+    sizes = set()
+    for completion in drawn(engine, sampling=sampling):
+        support = completion.support
+        assert support is not None and support.shape == (len(completion.token_ids), 5)
+        sizes |= set((support >= 0).sum(1).tolist())
+        ids = torch.tensor(np.concatenate([PROMPT, completion.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(PROMPT) - 1 : -1] / sampling.temperature
+        for place, kept in enumerate(support):
+            among = kept[kept >= 0].astype(np.int64)
+            expected = logits[place, torch.from_numpy(among)].log_softmax(-1)
+            assert float(expected[among.tolist().index(completion.token_ids[place])]) == pytest.approx(completion.logprobs[place], abs=1e-4)
+    assert min(sizes) < max(sizes) <= 5
+
+
+def test_a_completion_ends_with_the_token_that_makes_a_stop_text_whole(directory: Path, tmp_path: Path) -> None:
+    model, vocabulary = tmp_path / "model", {chr(ord("a") + number): number for number in range(40)}
+    shutil.copytree(directory, model)
+    letters = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    letters.decoder = Fuse()
+    letters.save(str(model / "tokenizer.json"))
+    engine, sampling = TransformersEngine(model), Sampling(max_new_tokens=40, stop_ids=(2,))
+    free = [letters.decode(one.token_ids.tolist()) for one in drawn(engine, sampling=sampling)]
+    stop = next(text[3:5] for text in free if len(text) > 8)
+    found = drawn(engine, sampling=replace(sampling, stop=("no such text", stop)))
+    for whole, completion in zip(free, found, strict=True):
+        text, cut = letters.decode(completion.token_ids.tolist()), stop in whole
+        assert text == (whole[: whole.index(stop) + len(stop)] if cut else whole)
+        assert not cut or (completion.finish == "stop" and completion.token_ids[-1] != 2)
+
+
+def test_a_stop_text_without_a_tokenizer_is_refused_with_its_key(directory: Path) -> None:
+    with pytest.raises(EngineError, match=r"sampling\.stop: there is no tokenizer"):
+        drawn(TransformersEngine(directory), sampling=replace(SAMPLING, stop=("x",)))

@@ -1,18 +1,20 @@
 """What only an engine that swaps weights in flight can show: labels that are true, token by token, and nothing left half done."""
 
+import math
 import os
 import random
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.infra.engines.base import Completion, GroupRequest
-from penstock.infra.engines.vllm.rows import sample_seed
+from penstock.infra.engines.vllm.rows import logprobs_and_support, sample_seed
 from penstock.infra.errors import EngineError
 from tests.support.vllm_helpers import (
     LIMIT,
@@ -39,7 +41,7 @@ def engine(tied: Path) -> Iterator[Any]:
     import torch
 
     before = random.getstate(), torch.get_rng_state().tolist(), os.environ.get("TMPDIR"), 1
-    made = open_engine(tied)
+    made = open_engine(tied, top_k=8)
     assert before == (random.getstate(), torch.get_rng_state().tolist(), os.environ.get("TMPDIR"), 1)
     yield made
     made.close()
@@ -55,6 +57,27 @@ def test_each_token_has_the_logprob_of_the_version_it_is_labelled_with(engine: A
     worst = largest_error(tied, {one.group: one for one in asked}, found, values)
     print(f"{sum(len(one.token_ids) for one in found)} tokens, {swaps} swaps: largest difference {worst:.1e}")
     assert worst < LIMIT
+
+
+def test_tokens_of_a_limited_distribution_have_their_support_and_logprobs_over_it(engine: Any, tied: Path) -> None:
+    values = version_values(tied)
+    asked = [request(group, temperature=0.8, top_k=8, top_p=(1.0, 0.7)[group % 2]) for group in range(20, 26)]
+    found, swaps = draw_with_swaps(engine, asked, values, every=17)
+    assert swaps >= 2
+    assert largest_error(tied, {one.group: one for one in asked}, found, values) < LIMIT
+    for one in found:
+        assert one.support is not None
+        assert ((one.support >= 0).sum(1) >= 1).all() and (one.support[:, 0] == one.token_ids).all()
+    assert {one.support.shape[1] <= 8 for one in found if one.support is not None} == {True}  # no logits tie in float32
+
+
+def test_ties_beyond_what_is_reported_leave_a_token_without_support() -> None:
+    half, fifth = math.log(0.5), math.log(0.2)
+    reported = SimpleNamespace(token_ids=[3, 3, 5, 6, 4, 4, 7, 8], logprobs=[half, half, half, -math.inf, fifth, fifth, fifth, fifth])
+    logprobs, support = logprobs_and_support(reported, 2, limited=True)
+    assert support is not None
+    assert np.exp(logprobs).tolist() == pytest.approx([0.5, 0.2])
+    assert support.tolist() == [[3, 5], [-1, -1]]
 
 
 def test_an_aborted_group_gives_what_is_drawn_of_it_under_true_labels(engine: Any, tied: Path) -> None:

@@ -148,6 +148,11 @@ def test_a_batch_that_inflates_without_end_is_refused(broker: str, small_topics:
     assert repaired == {"small": True, "error": "CorruptRecordError"}
 
 
+def test_a_leader_that_is_missing_among_the_brokers_for_a_moment_is_read_from_afterwards(broker: str, small_topics: list[str]) -> None:
+    stock, repaired = shown("unlisted_leader", broker, small_topics)
+    assert (stock["read"], repaired["read"]) == ([], ["record"])
+
+
 def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("refused_record", broker, small_topics)
     refused = "MessageSizeTooLargeError"

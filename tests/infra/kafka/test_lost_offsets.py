@@ -8,7 +8,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from penstock.infra.errors import LogError
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Tail
+from penstock.infra.log import Member, Records, Tail
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
 
 
@@ -51,6 +51,42 @@ def test_a_first_tail_and_a_first_member_begin_with_what_is_kept(broker: str, lo
     assert [record.offset for record in tail.read_to_end()] == [record.offset for record in heard.records] == [4, 5]
     tail.close()
     heard.member.close()
+
+
+def committed(log: KafkaLog, group: str, topic: str, offset: int) -> None:
+    tail = log.tail({(topic, 0): "earliest"}, group=group)
+    tail.commit({(topic, 0): (offset, "")})
+    tail.close()
+
+
+def test_a_member_whose_next_records_were_deleted_says_which_and_reads_on(broker: str, run_id: str) -> None:
+    log, said = KafkaLog(broker), list[str]()
+    log.wait_out(WAIT_S, say=said.append)
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    write(log, topic, [b"%d" % number for number in range(6)])
+    committed(log, f"{run_id}.group", topic, 1)
+    log.delete_records({(topic, 0): 4})
+    heard = Heard(log.member(f"{run_id}.group", [topic]))
+    listen(heard, until=lambda: len(heard.records) == 2)
+    assert [record.offset for record in heard.records] == [4, 5]
+    assert said == [f"{topic}/0: offsets 1 to 3 were deleted unread; reading on at 4"]
+    heard.member.close()
+    log.close()
+
+
+def taken(member: Member) -> None:
+    for _ in range(int(WAIT_S)):
+        assert not any(isinstance(event, Records) for event in member.take(1.0))
+
+
+def test_a_member_behind_the_end_of_a_truncated_partition_stops_with_both_numbers(log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    write(log, topic, [b"%d" % number for number in range(6)])
+    committed(log, f"{run_id}.group", topic, 9)
+    member = log.member(f"{run_id}.group", [topic])
+    with pytest.raises(LogError, match=rf"{topic}/0: offset 9 is wanted, 0 to 5 are there"):
+        taken(member)
+    member.close()
 
 
 def test_a_consumer_makes_no_topic_by_asking_for_it(log: KafkaLog) -> None:

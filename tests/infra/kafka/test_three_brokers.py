@@ -9,6 +9,7 @@ from confluent_kafka import KafkaException, Producer
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import FOLLOWING, Copies
+from penstock.pipeline.launch.stall_watchdog import unblock
 from penstock.topics.catalogue import TopicSpec
 from tests.support.log_helpers import WAIT_S, outgoing
 from tests.support.three_brokers import NODES, ThreeBrokers
@@ -45,6 +46,17 @@ def values(log: KafkaLog, topic: str) -> list[bytes]:
         return [record.value for record in tail.read_to_end(WAIT_S, undecided=True)]
     finally:
         tail.close()
+
+
+def coordinator(cluster: ThreeBrokers, transactional_id: str) -> int:
+    """The node that coordinates a transactional id: the leader of the partition that Java's hash of it names."""
+    code = 0
+    for character in transactional_id:
+        code = (31 * code + ord(character)) & 0xFFFFFFFF
+    code = code - (1 << 32) if code >> 31 else code
+    with cluster.admin() as admin:
+        (described,) = admin.describe_topics(["__transaction_state"])
+    return cluster.leader("__transaction_state", (code & 0x7FFFFFFF) % len(described["partitions"]))
 
 
 def test_an_election_that_loses_acknowledged_records_stops_their_writer_and_is_refused_unless_asked_for(
@@ -112,6 +124,35 @@ def test_with_two_nodes_out_of_sync_a_writer_waits_and_nothing_is_acknowledged(c
     cluster.await_in_sync(topic, 0, set(NODES))
     assert values(log, topic) == [b"before", b"after"]
     writer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", [True, False])
+def test_an_end_that_the_cluster_has_lost_is_found_and_written_as_it_was_decided(
+    cluster: ThreeBrokers, log: KafkaLog, commit: bool
+) -> None:
+    run, said = f"lost-end-{commit}", list[str]()
+    topic = made(log, f"{run}.groups", Copies(replicas=1, in_sync=1, loss_allowed=True))
+    log.transactions(f"lost-end-{commit}.first").close()  # makes the topic of transactions
+    leader = cluster.leader(topic, 0)
+    writer = next(name for name in (f"lost-end-{commit}.{n}" for n in range(64)) if coordinator(cluster, name) != leader)
+    left = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": writer, "transaction.timeout.ms": 60_000})
+    left.init_transactions()
+    left.begin_transaction()
+    left.produce(topic, value=b"decided", partition=0)
+    left.flush()
+    assert log.hanging([topic], patience_s=0.1) == [], "its writer is at work"
+    cluster.kill(leader)
+    cluster.wait(lambda: cluster.partition(topic, 0)["leader_id"] == -1, f"{topic} has no leader")
+    (left.commit_transaction if commit else left.abort_transaction)(WAIT_S)
+    cluster.start()
+    (found,) = log.hanging([topic], patience_s=1.0)
+    assert (found.topic, found.partition, found.offset, found.transactional_id, found.committed) == (topic, 0, 0, writer, commit)
+    assert log.end_offsets([(topic, 0)])[topic, 0] == 0
+    unblock(log, run, said.append)
+    assert said == [f"{found}; it is there now"]
+    assert values(log, topic) == [b"decided"] * commit
+    assert log.hanging([topic], patience_s=0.1) == []
 
 
 @pytest.mark.slow

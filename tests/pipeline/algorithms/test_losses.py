@@ -322,7 +322,7 @@ def test_a_step_cut_into_micro_batches_has_the_loss_of_the_whole(seed, aggregate
     arguments = {"aggregate": aggregate, "max_tokens": 9, "clip_high": 0.28, "surrogate": surrogate, "correction": correction}
 
     def part(rows):
-        fields = {name: getattr(batch, name)[rows] for name in batch.__slots__ if name != "sample_tokens"}
+        fields = {name: getattr(batch, name)[rows] for name in batch.__slots__ if getattr(batch, name) is not None}
         piece = TokenBatch(**fields)
         return batch_loss(logprobs[rows], piece, proximal=logprobs[rows].numpy() * 0.9, **arguments)
 
@@ -357,7 +357,7 @@ def test_the_weighted_kl_has_the_gradient_of_the_divergence_for_tokens_that_anot
         total = 0.0
         for token in range(3):
             row = slice(token, token + 1)
-            piece = TokenBatch(**{name: getattr(batch, name)[row] for name in batch.__slots__ if name != "sample_tokens"})
+            piece = TokenBatch(**{name: getattr(batch, name)[row] for name in batch.__slots__ if getattr(batch, name) is not None})
             logprobs = logits.log_softmax(0)[token].reshape(1, 1)
             loss, _ = batch_loss(logprobs, piece, kl_coef=1.0, kl_weighted=weighted, reference=reference.log()[token].reshape(1, 1))
             total = total + behaviour[token] * loss

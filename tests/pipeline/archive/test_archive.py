@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -314,8 +315,20 @@ def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
 ) -> None:
     teller = Teller(run_id, steps=1, created_s=time.time())
     tell(log, run_id, [teller.record("running"), teller.opened(), teller.measured_by("trainer")])
+    done, producer = threading.Event(), log.producer()
+
+    def report() -> None:
+        while not done.wait(0.1):
+            teller.now_s -= 86_400  # nobody's clock is believed
+            producer.send(teller.measured_by("trainer"))
+
+    reports = threading.Thread(target=report)
+    reports.start()
     with pytest.raises(ValueError, match=f"run {run_id} is running, trainer at work: stop it first"):
         plan_deletion(log, run_id)
+    done.set()
+    reports.join()
+    producer.close()
     told = teller.measured_by("trainer", "final")
     tell(log, run_id, [told])
     found = plan_deletion(log, run_id)

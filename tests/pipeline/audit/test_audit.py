@@ -1,10 +1,12 @@
 """The audit's own parts: what it imports, how it reads a broker, how it recomputes a digest, how it states the rules."""
 
 import hashlib
+import json
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,23 +15,28 @@ from confluent_kafka import Producer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.infra.checkpoints.rules import State
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.tensors import stream
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.audit import chunk_digests
+from penstock.pipeline.audit.anchors import of_folder
 from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import as_table, as_text, audit, summary
-from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, terms_of
+from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, oldest_trained, terms_of
 from penstock.pipeline.audit.source import Unreadable
+from penstock.pipeline.observe.metrics.points import Line
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.schedule import MODES, preset
-from penstock.topics import weights
+from penstock.topics import groups, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Record
+from penstock.workers.tracker.metrics_file import MetricsFile
 from tests.support.a_run import RUN, Teller, as_records
 from tests.support.listed_records import Listed
 from tests.support.paths import ROOT
+from tests.support.strategies import a_rollout
 
 
 def test_the_audit_imports_nothing_of_ours_but_topics_and_no_client_that_a_worker_uses() -> None:
@@ -233,6 +240,41 @@ def test_the_rules_stated_anew_are_those_that_the_workers_apply(
         out = [step for step in range(done) if rules.publishes(step, steps=steps, steps_per_version=s)]
         assert terms.newest_version(done) == len(out)
         assert [terms.step_of(version) for version in range(1, len(out) + 1)] == [step + 1 for step in out]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.booleans(), max_size=4)), min_size=1, max_size=4), st.integers(1, 3))
+def test_the_oldest_trained_version_is_stated_anew(spans: list[tuple[int, list[bool]]], copies: int) -> None:
+    sizes = [len(mask) for _, mask in spans]
+    fields = {
+        "span_versions": np.array([version for version, _ in spans], np.int32),
+        "span_starts": np.cumsum([0, *sizes[:-1]]).astype(np.int32),
+        "loss_mask": np.array([bit for _, mask in spans for bit in mask], np.bool_),
+        "token_ids": np.zeros(sum(sizes), np.int32),
+        "behaviour_logprobs": np.zeros(sum(sizes), np.float32),
+    }
+    rollout = replace(a_rollout(), **fields)
+    untrained = replace(rollout, loss_mask=np.zeros(sum(sizes), np.bool_), span_versions=np.zeros(len(spans), np.int32))
+    assert oldest_trained([rollout]) == rollout.version_min
+    assert oldest_trained([rollout] * copies + [untrained]) == groups.version_min([rollout] * copies + [untrained])
+    assert oldest_trained([]) is None
+
+
+def test_a_run_folder_says_how_far_the_ledger_had_come(tmp_path: Path) -> None:
+    assert of_folder(tmp_path / "nowhere") == []
+    (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
+    state = State(run=RUN, steps=6, version=3, digest="d", seq=20)
+    (tmp_path / "checkpoints" / "step-00000006" / "state.json").write_text(json.dumps(asdict(state)))
+    (tmp_path / "checkpoints" / ".aside-x").mkdir()
+    points = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(8):
+        points.write(Line(source="ledger", number=step, kind="step", timestamp_ms=1, step=step, values={"train/loss": 0.0}))
+    points.write(Line(source="metrics", number=0, kind="status", timestamp_ms=1, step=400, values={"worker/x": 0.0}))
+    points.flush()
+    points.close()
+    anchors = of_folder(tmp_path)
+    assert [(anchor.name, anchor.steps) for anchor in anchors] == [("checkpoint step-00000006", 6), ("metrics.jsonl", 8)]
+    found = audit(Listed(RUN, a_story()), anchors)
+    assert "the ledger ends after 0 steps, metrics.jsonl has seen 8: its last entries are gone" in as_text(found)
 
 
 def test_every_mode_has_its_lag_stated_anew() -> None:

@@ -95,6 +95,8 @@ def test_a_sum_of_integers_which_duckdb_makes_a_decimal_is_a_number_in_json() ->
         (["run", "no-such.toml"], "no-such.toml"),
         (["sql", "r", "select 1", "--csv", "--json"], "either --csv or --json"),
         (["report", "r", "--html", "/dev/null"], "that is no file"),
+        (["runs", "rm", "--older-than", "soon"], "for example 7d"),
+        (["run", f"{ROOT}/examples/own.toml", "--dry-run", "--run-id", "My_Run"], "characters a-z, 0-9 and -"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +279,7 @@ def test_an_example_of_the_tiny_model_passes_a_dry_run(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", sorted({file.name for file in EXAMPLES} - set(TINY)))
 def test_an_example_of_another_model_says_what_it_needs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--set", f"model.path={tmp_path}/none"]) in (FAILED, USAGE)
+    assert cli.main(["run", str(ROOT / "examples" / name), "--dry-run", "--set", f"model.path={tmp_path}/org/none"]) in (FAILED, USAGE)
     line = last_line(capsys)
     assert "of the hub is hf:" in line or "GPUs are wanted" in line
 

@@ -76,6 +76,9 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
     assert len(open_dataset("rows.jsonl", base_dir=tmp_path, start=8, limit=4)) == 2
     with pytest.raises(IndexError):
         data[4]
+    lines(tmp_path, [], "none.jsonl")
+    with pytest.raises(DataError, match=r"none\.jsonl is empty"):
+        open_dataset("none.jsonl", base_dir=tmp_path)
     with pytest.raises(DataError, match=r"no rows from 10 on \(it has 10\)"):
         open_dataset("rows.jsonl", base_dir=tmp_path, start=10)
 

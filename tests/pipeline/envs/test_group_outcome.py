@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.pipeline.config.schema import AlgorithmSection
-from penstock.pipeline.config.tasks import RewardSection
+from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.rewards import Score
 from penstock.topics import prompts, rollouts

@@ -62,13 +62,14 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tm
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
+        ("return [1.0]", "returned 1 values for 2 completions"),
         ("return [1 / 0]", "ZeroDivisionError: division by zero (rew.py line 2)"),
-        ("return [1.0, 2.0, 3.0]", "returned 3 values for 1 completions"),
-        ("return ['right']", "expected a number or None"),
+        ("return [1.0, 2.0, 3.0]", "returned 3 values for 2 completions"),
+        ("return ['right'] * len(completions)", "expected a number or None"),
         ("import time; time.sleep(60)", "took longer than 1 s"),
         ("import no_such_package", "No module named 'no_such_package'"),
     ],
-    ids=["it raises", "too many values", "no number", "it hangs", "it wants a package"],
+    ids=["one for all", "it raises", "too many values", "no number", "it hangs", "it wants a package"],
 )
 def test_a_reward_that_cannot_judge_is_refused_with_its_line(tmp_path: Path, reward: str, said: str) -> None:
     told, problem = found(configured(project(tmp_path, reward=reward), reward={"timeout_s": 1.0}))

@@ -90,7 +90,7 @@ def test_a_worker_that_computes_for_long_says_so_and_is_not_called_silent() -> N
 
 def test_the_time_of_a_step_goes_on_over_its_micro_batches() -> None:
     teller, told = begun()
-    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of about 5"}))
+    told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 1 of ~5"}))
     teller.now_s += 20.0
     told.append(teller.measured_by("trainer", labels={"doing": "training step 5, micro-batch 2 of 5"}))
     view = view_of(told)
@@ -102,11 +102,28 @@ def test_a_role_without_which_a_run_stands_still_is_said_to_be_missing_once_the_
     teller = Teller()
     told = [teller.record(), teller.opened()]
     told += [teller.measured_by(worker, uptime_s=40.0) for worker in ("rollout-0", "scorer-0", "trainer", "tracker")]
-    view = view_of(told)
-    assert missing(view, silent={}) == ["feeder"]
+    view, now_s = view_of(told), teller.now_s
+    assert missing(view, now_s=now_s, silent={}) == ["feeder"]
     assert "not here: feeder" in shown(view)
-    assert missing(view, silent={"trainer": 90.0}) == ["feeder", "trainer"]
-    assert missing(view_of([teller.record(), teller.measured_by("trainer", uptime_s=3.0)]), silent={}) == []
+    assert missing(view, now_s=now_s, silent={"trainer": 90.0}) == ["feeder", "trainer"]
+    assert missing(view_of([teller.record(), teller.measured_by("trainer", uptime_s=3.0)]), now_s=now_s, silent={}) == []
+
+
+def test_nobody_is_missing_who_has_finished_or_while_workers_are_stopped() -> None:
+    teller = Teller()
+    told = [teller.record(), teller.opened(), *(teller.measured_by(name, uptime_s=40.0) for name in ("rollout-0", "scorer-0", "trainer"))]
+    done = teller.measured_by("feeder", "final", labels={"doing": "done", "status": "finished"}, uptime_s=30.0)
+    assert missing(view_of([*told, done]), now_s=teller.now_s + 300.0, silent={}) == []
+    stopped = teller.measured_by("feeder", "final", labels={"doing": "stopping", "status": "stopped"}, uptime_s=30.0)
+    assert missing(view_of([*told, stopped]), now_s=teller.now_s + 5.0, silent={}) == []
+    assert missing(view_of([*told, stopped]), now_s=teller.now_s + 300.0, silent={}) == ["feeder"]
+
+
+def test_quick_rewards_are_not_what_a_run_waits_for() -> None:
+    view = shares(waits=0.9, generates=0.1, scores=0.8)
+    assert bottleneck(view).who == "scorer"  # type: ignore[union-attr]
+    view.workers["scorer-0"].incarnations["a"]["groups"] = 1000.0
+    assert bottleneck(view).who == "turns"  # type: ignore[union-attr]
 
 
 def test_a_resumed_run_is_not_one_of_which_every_worker_was_started_again() -> None:

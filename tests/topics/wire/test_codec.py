@@ -41,7 +41,8 @@ def test_a_record_comes_back_as_it_was_and_a_foreign_reader_finds_it_whole(name,
     assert decode(memoryview(value)) == record
     table = pa.ipc.open_stream(value).read_all()
     table.validate(full=True)
-    assert table.schema == codec.schema
+    absent = {"reward_ns", "support"} - set(table.schema.names)  # columns without any value are left out
+    assert table.schema.names == [name for name in codec.schema.names if name not in absent]
     assert table.num_rows == (len(record) if name == "several samples" else 1)
     assert decode(stream(table)) == record
 
@@ -113,11 +114,11 @@ def test_a_payload_cut_off_anywhere_in_its_batch_is_undecodable(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_end_marker_may_be_missing_and_a_second_batch_may_not_be_there(name):
-    encode, decode, _, codec = RECORDS[name]
+    encode, decode, _, _ = RECORDS[name]
     value = encode(EXAMPLES[name])
     assert decode(value[:-8]) == EXAMPLES[name]
     with pytest.raises(Unusable, match="record batch"):
-        decode(value[:-8] + value[len(codec.schema.serialize()) :])
+        decode(value[:-8] + value[len(pa.ipc.open_stream(value).schema.serialize()) :])
 
 
 @pytest.mark.parametrize("name", NAMES)

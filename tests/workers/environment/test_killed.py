@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.duplicate_samples import count, read_turns
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.audit.report import as_text
@@ -13,6 +15,7 @@ from tests.support.processes import Processes
 KILLED = ("environment", "rollout", "scorer")
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_inside_trajectories_draws_no_answered_turn_again_and_ends_in_the_same_weights(
     broker: str, run_id: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ function buildCurves() {
     used.add(name);
     return { label, short, points: data[`m_${name}`] ? Array.from(data.m_step, (step, place) => [step, data[`m_${name}`][place]]) : [] };
   };
-  const fates = data.fates.map((fate) => ({ label: fate, colour: `var(--${fate})`, points: data.fate_shares.filter((row) => row[1][fate] !== undefined).map(([step, shares]) => [step, shares[fate]]) }));
+  const fates = data.fate_shares.length < 2 ? [] : data.fates.map((fate) => ({ label: fate, colour: `var(--${fate})`, points: data.fate_shares.filter((row) => row[1][fate] !== undefined).map(([step, shares]) => [step, shares[fate]]) }));
   const components = data.reward_names.length > 1 ? data.component_means.map((points, place) => ({ label: data.reward_names[place], points })) : [];
   const charts = [
     ["Reward", "mean", [{ label: "all scored samples, by version", short: "all", points: data.rewards.map(([step, , mean]) => [step, mean]) }, byStep("reward_trained", "trained")]],

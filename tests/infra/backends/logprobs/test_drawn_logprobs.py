@@ -73,4 +73,42 @@ def test_entropy_of_a_uniform_and_of_a_certain_choice():
     for row, expected in ((0, math.log(8)), (1, 0.0)):
         at = torch.tensor([row, row])
         entropy = drawn_logprobs(logits, head=None, temperatures=torch.ones(2), row=at, target=at, entropy=True)[1]
-        assert entropy == pytest.approx(2 * expected, abs=1e-6)
+        assert entropy is not None
+        assert entropy.tolist() == pytest.approx([expected, expected], abs=1e-6)
+
+
+@pytest.mark.parametrize("piece", [11, 10_000], ids=["in pieces", "kept"])
+def test_entropies_pass_a_finite_difference_check_beside_their_logprobs(monkeypatch, piece):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    random = torch.Generator().manual_seed(2)
+    states, weight = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3)))
+
+    def both(states, weight):
+        return drawn_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True)
+
+    assert torch.autograd.gradcheck(both, (states, weight))
+    whole = torch.log_softmax(states @ weight.T / TEMPERATURES[:, None], -1)
+    torch.testing.assert_close(both(states, weight)[1], -(whole.exp() * whole).sum(-1)[ROW])
+
+
+SUPPORT = torch.tensor([[5, 2, -1], [9, 2, 0], [2, 1, 3], [0, -1, -1], [10, 0, 4], [10, 6, -1], [7, 8, 9]])
+"""Another one for each token, those of one place among them."""
+
+
+@pytest.mark.parametrize("piece", [11, 10_000], ids=["in pieces", "kept"])
+def test_logprobs_and_entropies_over_a_support_are_those_of_the_renormalised_distribution(monkeypatch, piece):
+    monkeypatch.setattr(module, "PIECE_ELEMENTS", piece)
+    random = torch.Generator().manual_seed(3)
+    states, weight = (torch.randn(*shape, generator=random, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (11, 3)))
+
+    def both(states, weight):
+        return drawn_logprobs(states, head=(weight, None), temperatures=TEMPERATURES, row=ROW, target=TARGET, entropy=True, support=SUPPORT)
+
+    assert torch.autograd.gradcheck(both, (states, weight))
+    logprobs, entropies = both(states, weight)
+    logits = states @ weight.T / TEMPERATURES[:, None]
+    for place, (row, target, kept) in enumerate(zip(ROW.tolist(), TARGET.tolist(), SUPPORT.tolist(), strict=True)):
+        ids = [one for one in kept if one >= 0]
+        expected = torch.log_softmax(logits[row, ids], -1)
+        torch.testing.assert_close(logprobs[place], expected[ids.index(target)])
+        torch.testing.assert_close(entropies[place], -(expected.exp() * expected).sum())

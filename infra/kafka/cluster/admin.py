@@ -5,11 +5,11 @@ The rule: an existing topic is never changed; an error of one line says how it d
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from kafka import KafkaAdminClient, TopicPartition, errors
-from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec
+from kafka.admin import ConfigResource, ConfigResourceType, OffsetSpec, ProducerState, TransactionDescription
 from kafka.protocol.consumer import IsolationLevel
 
 from penstock.infra.errors import LogError
@@ -54,7 +54,7 @@ class Admin:
                 self._costs.spend("io_s", time.thread_time() - began)
                 self._costs.watch(private_api.io_thread(self._client), "io_s")
 
-    def _ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
+    def ask(self, what: str, question: Callable[[Any], T], timeout_s: float = 30.0) -> T:
         """Ask the cluster, retrying while it is only unavailable; raises LogError after `timeout_s`, not counting outages."""
         self._contact.reach(self.connect)
         wait, end = Wait(self._contact), time.monotonic() + timeout_s
@@ -87,7 +87,7 @@ class Admin:
 
     def topics(self, prefix: str) -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
-        names = self._ask("cannot list topics", lambda client: client.list_topics())
+        names = self.ask("cannot list topics", lambda client: client.list_topics())
         return sorted(name for name in names if name.startswith(prefix) and not name.startswith("__"))
 
     def partitions(self, topic: str) -> int | None:
@@ -110,7 +110,7 @@ class Admin:
 
     def _describe(self, topics: list[str]) -> dict[str, int]:
         counts = {}
-        for described in self._ask(f"cannot describe {topics[0]}", lambda client: client.describe_topics(topics)):
+        for described in self.ask(f"cannot describe {topics[0]}", lambda client: client.describe_topics(topics)):
             code = described["error_code"]
             if code == _UNKNOWN_TOPIC:
                 continue
@@ -130,18 +130,18 @@ class Admin:
                 for name, spec in missing.items()
             }
             try:
-                self._ask(f"cannot create topics {', '.join(missing)}", lambda client: client.create_topics(wanted, timeout_ms=20_000))
+                self.ask(f"cannot create topics {', '.join(missing)}", lambda client: client.create_topics(wanted, timeout_ms=20_000))
             except LogError as error:
                 if not isinstance(error.__cause__, errors.TopicAlreadyExistsError):
                     raise
                 existing = self._describe(list(specs))  # another process created some of them at the same time
-            self._ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
+            self.ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
         if existing:
             self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
 
     def _kept(self, copies: Copies) -> tuple[int, dict[str, str]]:
         """How many copies a new topic has on this cluster, and the setting for it; raises LogError where they would lose records."""
-        brokers = len(self._ask("cannot list the brokers", lambda client: client.describe_cluster())["brokers"])
+        brokers = len(self.ask("cannot list the brokers", lambda client: client.describe_cluster())["brokers"])
         try:
             replicas, in_sync = copies.on(brokers)
         except ValueError as error:
@@ -153,7 +153,7 @@ class Admin:
             if counts[name] != spec.partitions:
                 raise LogError(f"topic {name} has {counts[name]} partitions, {spec.partitions} are wanted: use another run id or delete it")
         resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
-        settings = self._ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
+        settings = self.ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
         for name, spec in specs.items():
             for key, value in spec.configs.items():
                 actual = settings[name].get(key, {}).get("value")
@@ -168,7 +168,7 @@ class Admin:
             self._counts.pop(name, None)
         if not doomed:
             return
-        self._ask(f"cannot delete topics {', '.join(doomed)}", lambda client: client.delete_topics(doomed, timeout_ms=20_000))
+        self.ask(f"cannot delete topics {', '.join(doomed)}", lambda client: client.delete_topics(doomed, timeout_ms=20_000))
         end = time.monotonic() + 20
         while set(doomed) & set(self.topics("")):
             if time.monotonic() > end:
@@ -184,7 +184,7 @@ class Admin:
         spec = OffsetSpec.LATEST if end else OffsetSpec.EARLIEST
         isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         specs = {TopicPartition(topic, partition): spec for topic, partition in wanted}
-        offsets = self._ask(
+        offsets = self.ask(
             f"cannot look up offsets of {wanted[0][0]}",
             lambda client: client.list_partition_offsets(specs, isolation_level=isolation, timeout_ms=15_000),
         )
@@ -196,13 +196,29 @@ class Admin:
             return
         self.require(before)
         offsets = {TopicPartition(topic, partition): offset for (topic, partition), offset in before.items()}
-        self._ask(f"cannot delete records of {next(iter(before))[0]}", lambda client: client.delete_records(offsets, timeout_ms=15_000))
+        self.ask(f"cannot delete records of {next(iter(before))[0]}", lambda client: client.delete_records(offsets, timeout_ms=15_000))
 
     def holder(self, transactional_id: str) -> Holder:
         """The producer that took a transactional id last."""
-        descriptions = self._ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
+        descriptions = self.ask(f"cannot look up {transactional_id}", lambda client: client.describe_transactions([transactional_id]))
         described = descriptions[transactional_id]
         return Holder(described.producer_id, described.producer_epoch)
+
+    def producers(self, partitions: Iterable[Partition]) -> dict[Partition, list[ProducerState]]:
+        """Partition -> the producers that have written to it lately."""
+        places = [TopicPartition(*place) for place in partitions]
+        found = self.ask("cannot look up the producers", lambda client: client.describe_producers(places)) if places else {}
+        return {(place.topic, place.partition): list(state.active_producers) for place, state in found.items()}
+
+    def transactions(self, producer_ids: Collection[int]) -> dict[int, tuple[str, TransactionDescription]]:
+        """Producer id -> its transactional id and what its coordinator says; those that no coordinator knows are left out."""
+        if not producer_ids:
+            return {}
+        wanted = list(producer_ids)
+        listed = self.ask("cannot list transactions", lambda client: client.list_transactions(producer_id_filters=wanted))
+        names = {listing.producer_id: listing.transactional_id for of_broker in listed.values() for listing in of_broker}
+        described = self.ask("cannot look up transactions", lambda client: client.describe_transactions(list(names.values())))
+        return {number: (name, described[name]) for number, name in names.items() if name in described}
 
     def close(self) -> None:
         """Close the client; waits for nothing."""

@@ -1,0 +1,89 @@
+"""What the keys of a configuration are made of: bounded numbers, names with a hint, paths relative to the file that names them."""
+
+import shlex
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from penstock.pipeline.config import synonyms
+from penstock.pipeline.config.hub import is_hub_name
+from penstock.pipeline.config.plugins import nearest, split_options
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""JSON has no infinity: the log would hold `null`, which means absent."""
+
+
+def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:
+    """A validator that refuses other names and says which is nearest.
+
+    `or_none` lets "none" pass, `or_function` package:function, `options` what follows a question mark.
+    """
+
+    def check(name: str) -> str:
+        if (split_options(name)[0] if options else name) in names or (or_none and name == "none") or (or_function and ":" in name):
+            return name
+        function = " and no package:function" if or_function else ""
+        meant = synonyms.VALUES.get(name)
+        hint = f"; did you mean {meant!r}?" if meant in names else nearest(name, names)
+        raise ValueError(f"{name!r} is none of {', '.join(names)}{function}{hint}")
+
+    return AfterValidator(check)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """Marks a text in which a relative path may stand; `function(text, base)` makes it absolute."""
+
+    function: Callable[[str, Path], str]
+
+
+def absolute(text: str, base: Path) -> str:
+    """A path."""
+    return str((base / Path(text).expanduser()).resolve())
+
+
+def absolute_source(text: str, base: Path) -> str:
+    """The path in a data source or in file.py:function; names of packages, hubs and tasks stay."""
+    scheme, colon, rest = text.partition(":")
+    if scheme == "hf" and colon and rest.startswith((".", "~")):
+        return f"hf:{absolute(rest, base)}"
+    if scheme.endswith(".py") and colon:
+        return f"{absolute(scheme, base)}:{rest}"
+    return absolute(text, base) if not colon and ("/" in text or text.endswith((".jsonl", ".parquet"))) else text
+
+
+def absolute_model(text: str, base: Path) -> str:
+    """The path of a model; a name of the hub stays."""
+    return text if is_hub_name(text) else absolute(text, base)
+
+
+def absolute_template(text: str, base: Path) -> str:
+    """The path of a chat template; the words that choose none stay."""
+    return text if text in ("auto", "on", "off") else absolute(text, base)
+
+
+def absolute_environment(text: str, base: Path) -> str:
+    """The files in the command of `agent:COMMAND`, the path in file.py:Class; other names stay."""
+    if not text.startswith("agent:"):
+        return absolute_source(text, base)
+    try:
+        words = shlex.split(text.removeprefix("agent:"))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no command: {error}") from error
+    return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
+
+
+PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve(absolute_environment)
+
+
+class Section(BaseModel):
+    """A table of the TOML file; unknown keys are errors and values are never changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
