@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from benchmarks.duplicate_samples import Copies, count, read_drawn, read_turns
+from duplicate_samples import Copies, count, read_drawn, read_turns
+
 from penstock.infra.log import Log, Partition
 from penstock.infra.log import Start as StartAt
 from penstock.topics import groups, ledger, metrics, prompts, rollouts

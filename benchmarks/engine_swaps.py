@@ -38,12 +38,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 100, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.05,
     },
+    "5m": {
+        "vocab_size": 100, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "max_position_embeddings": 1024, "initializer_range": 0.05,
+    },
     "135m": {
         "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "max_position_embeddings": 2048, "initializer_range": 0.041666666666666664,
     },
 }  # fmt: skip
-"""Llama's shapes; "135m" has those of SmolLM2-135M."""
+"""Llama's shapes; the small ones have the tiny tokenizer's vocabulary, "135m" has those of SmolLM2-135M."""
 
 
 def make_model(directory: Path, *, size: str) -> int:

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from penstock.infra.engines.base import Engine, GroupRequest, Sampling  # noqa: E402
+from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling  # noqa: E402
 from penstock.pipeline.algorithms.registry import ADVANTAGES, LOSSES  # noqa: E402
 from penstock.pipeline.config.load import load  # noqa: E402
 from penstock.pipeline.config.run_config import Config  # noqa: E402
@@ -78,23 +78,35 @@ class Draws:
         self._stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
         self._groups = 0
 
-    def next(self) -> Group:
-        """The next prompt's group with its outcome, under the engine's weights."""
+    def next_prompt(self) -> Prompt:
+        """The next prompt in the run's order."""
         number, turn = self._groups, self._order.at(self._groups)
         self._groups += 1
         row = self._data.row(turn.source, turn.row)
         text, token_ids = self._renderer.render(row)
-        prompt = Prompt(
+        return Prompt(
             group=number, slot=number, min_version=0, samples_per_prompt=self.config.schedule.samples_per_prompt, epoch=turn.epoch,
             row=row.index, prompt=text, messages=None, token_ids=token_ids, columns=json.dumps(row.columns), created_ns=0,
         )  # fmt: skip
-        request = request_of(prompt, range(prompt.samples_per_prompt), config=self.config, stop_ids=self._stop_ids)
-        samples = [rollout_of(one, sampling=self.config.sampling, worker="curves") for one in drawn(self.engine, request)]
-        completions = [self._decoder.decode(sample.token_ids) for sample in samples]
-        score = self._rewards.score(completions, prompt=text, messages=None, columns=row.columns)
-        found = verdict(samples, completions, score, algorithm=self.config.algorithm)
+
+    def request(self, prompt: Prompt) -> GroupRequest:
+        """What the engine is asked for."""
+        return request_of(prompt, range(prompt.samples_per_prompt), config=self.config, stop_ids=self._stop_ids)
+
+    def group(self, prompt: Prompt, completions: Sequence[Completion]) -> Group:
+        """A prompt's group with its rewards and its outcome."""
+        ordered = sorted(completions, key=lambda one: one.sample)
+        samples = [rollout_of(one, sampling=self.config.sampling, worker="one process") for one in ordered]
+        texts = [self._decoder.decode(sample.token_ids) for sample in samples]
+        score = self._rewards.score(texts, prompt=prompt.prompt, messages=None, columns=json.loads(prompt.columns))
+        found = verdict(samples, texts, score, algorithm=self.config.algorithm)
         reward = self.config.reward
         return group_of(prompt, found.outcome, reason=found.reason, samples=found.samples, reward=reward, scored_ns=0)
+
+    def next(self) -> Group:
+        """The next prompt's group with its outcome, under the engine's weights."""
+        prompt = self.next_prompt()
+        return self.group(prompt, drawn(self.engine, self.request(prompt)))
 
     def greedy_accuracy(self) -> float:
         """The mean reward of greedy completions of the held-out prompts."""
@@ -110,7 +122,7 @@ class Draws:
         return statistics.fmean(rewards)
 
 
-def drawn(engine: Engine, request: GroupRequest) -> list[Any]:
+def drawn(engine: Engine, request: GroupRequest) -> list[Completion]:
     """The completions of one group, by number."""
     engine.submit(request)
     completions = []

@@ -46,7 +46,7 @@ def work_as_reader(run: str, bootstrap: str, *, shared: bool) -> None:
         counted["versions"] += 1
         return nbytes
 
-    from penstock.workers.rollout import weight_prefetch
+    from penstock.pipeline.runtime.drawing import weight_prefetch
 
     weight_prefetch.bring = counting  # type: ignore[assignment]
     log = KafkaLog(bootstrap, client_id=f"reader-{os.getpid()}")

@@ -13,16 +13,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from command import PENSTOCK, launched
+from command import PENSTOCK, report_of
 from overlap_table import SYNCHRONOUS, draw, phases, rows, show
-
-from penstock.infra.paths import run_directory
 
 IN_TURNS = "in turns, both cores"
 ONE_CORE_EACH = ("rollout.workers=1", "trainer.threads=1", "launch.pin=auto")
@@ -40,19 +37,6 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "one_step_off": (*EVERY_STEP, "schedule.mode=one_step_off", *ONE_CORE_EACH),
     "in_flight": (*EVERY_STEP, "schedule.mode=in_flight", "rollout.engine=vllm", *ONE_CORE_EACH),
 }
-
-
-def run(config: str, run_id: str, *, variant: str, settings: Sequence[str]) -> dict[str, Any]:
-    """One run's report. Raises `SystemExit` with the run's own words when it fails."""
-    words = [word for setting in [*VARIANTS[variant], *settings] for word in ("--set", setting)]
-    with tempfile.TemporaryDirectory() as directory:
-        output = Path(directory) / "output"
-        with launched(config, run_id, words, output) as process:
-            process.wait()
-        if process.returncode:
-            raise SystemExit(output.read_text(errors="replace")[-2000:])
-    report: dict[str, Any] = json.loads((run_directory(run_id) / "report.json").read_text())
-    return report
 
 
 def predicted(run_id: str) -> dict[str, Any]:
@@ -80,7 +64,7 @@ def main() -> None:
     for repeat in range(chosen.repeats):
         for number, name in enumerate(variants):
             run_id = f"{first}-{repeat}-{number}"
-            reports[name].append(run(chosen.config, run_id, variant=name, settings=chosen.settings))
+            reports[name].append(report_of(chosen.config, run_id, [*VARIANTS[name], *chosen.settings]))
             print(f"{repeat} {name}: {reports[name][-1]['time']['train_s']:.1f} s", file=sys.stderr, flush=True)
     rollout, train = phases(reports[SYNCHRONOUS])
     plan = predicted(f"{first}-0-0")

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import duplicate_samples
 from command import PENSTOCK
 
-from benchmarks import duplicate_samples
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Start
@@ -38,7 +38,7 @@ UP_WINDOW_S = 4.0
 
 CONFIG = """
 [run]
-steps = 100000
+steps = 20000
 [model]
 path = "{model}"
 [data]

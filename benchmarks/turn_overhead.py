@@ -2,10 +2,14 @@
 
     python benchmarks/turn_overhead.py
     python benchmarks/turn_overhead.py --trajectories 200 --pause 1
+    python benchmarks/turn_overhead.py --unflushed
 
 Every worker is a real process; the engine is the toy one, which draws as many turns side by side as there are, and the environment only
-waits. Overhead is the time from a call until its reply is taken, less the drawing. Memory is what the environment worker and its children
-grow by while all trajectories are in flight.
+waits. Overhead is the time from a call until its reply is taken, less the drawing. Where turns come faster than the cores can pass them
+on, their queue is the overhead: choose the pause such that turns a second times the CPU of a turn, which is printed, stay well below.
+With `--unflushed` turns are not on disk before they are acknowledged, as on a cluster, whose copies stand for that; the embedded broker
+otherwise waits for the disk twice a turn, for the call and for the reply. Memory is what the environment worker and its children grow by
+while all trajectories are in flight.
 """
 
 import argparse
@@ -21,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
@@ -73,10 +78,31 @@ def settings_of(home: Path, bootstrap: str, chosen: argparse.Namespace) -> dict[
     }  # fmt: skip
 
 
+def leave_to_system(bootstrap: str, run: str) -> None:
+    """Let the operating system decide when calls and replies go to disk."""
+    resources = [
+        ConfigResource(
+            ConfigResource.Type.TOPIC,
+            f"{run}.{topic}",
+            incremental_configs=[ConfigEntry("flush.messages", "1000000", incremental_operation=AlterConfigOpType.SET)],
+        )
+        for topic in ("calls", "replies")
+    ]
+    admin = AdminClient({"bootstrap.servers": bootstrap})  # whose requests end with it
+    for done in admin.incremental_alter_configs(resources).values():
+        done.result(30.0)
+
+
 def memory_of(pid: int) -> int:
     """Resident bytes of a process and its children; pages that they share are counted for each."""
     process = psutil.Process(pid)
     return sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
+
+
+def cpu_of(pid: int) -> float:
+    """CPU seconds of a process and its children so far."""
+    process = psutil.Process(pid)
+    return sum(one.cpu_times().user + one.cpu_times().system for one in [process, *process.children(recursive=True)])
 
 
 def records(log: KafkaLog, topic: str) -> list[Record]:
@@ -95,6 +121,8 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, float]:
     bootstrap = embedded.start(home=home).bootstrap
     log, run = KafkaLog(bootstrap, client_id="overhead"), f"turns-{int(time.time()):x}"
     create(from_table(settings_of(home, bootstrap, chosen)), log=log, run_id=run, say=lambda _: None)
+    if chosen.unflushed:
+        leave_to_system(bootstrap, run)
     common = ["--run", run, "--bootstrap", bootstrap, "--slot", "0"]
     roles = ("environment", "rollout", "scorer", "trainer", "feeder")  # prompts come last, so that memory is that of idle workers before
     with ExitStack() as stack:
@@ -112,6 +140,9 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, float]:
             wait_until(lambda: "environment-0" in load(log, run).workers and load(log, run).versions != {}, processes, home)
             time.sleep(3.0)
             before = peak = memory_of(processes["environment"].pid)
+            pids = {**{role: processes[role].pid for role in ("environment", "rollout")}, "broker": embedded.status(home).pid or 0}
+            idle = {role: cpu_of(pid) for role, pid in pids.items()}
+            spent = dict(idle)
             start("feeder")
             waited = time.monotonic()
             while processes["environment"].poll() is None and time.monotonic() - waited < LIMIT_S:
@@ -121,6 +152,7 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, float]:
                     peak = max(peak, memory_of(processes["environment"].pid))
                 if view.closed is not None:
                     break
+                spent = {role: cpu_of(pid) for role, pid in pids.items()}
                 time.sleep(1.0)
             wait_until(lambda: all(process.poll() is not None for process in processes.values()), processes, home)
         finally:
@@ -143,7 +175,7 @@ def measure(home: Path, chosen: argparse.Namespace) -> dict[str, float]:
         "drawing_p50_ms": float(np.percentile([(reply.ended_ns - reply.started_ns) / 1e6 for reply in drawn], 50)),
         "memory_per_trajectory_kib": (peak - before) / chosen.trajectories / 1024,
         "memory_before_mib": before / 2**20,
-        "cpu_s_environment": values.get("cpu_s", float("nan")),
+        **{f"cpu_ms_per_turn_{role}": 1e3 * (spent[role] - idle[role]) / len(drawn) for role in pids},
     }
 
 
@@ -167,6 +199,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of a turn at most; half of them in the mean")
     parser.add_argument("--pause", type=float, default=4.0, help="seconds that the environment takes for a turn, in the mean")
     parser.add_argument("--delay", type=float, default=0.002, help="seconds of the engine's decode step")
+    parser.add_argument("--unflushed", action="store_true", help="calls and replies need not be on disk")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="turn-overhead-") as name:
         os.environ["PENSTOCK_HOME"] = name

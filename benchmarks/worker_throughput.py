@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from command import PENSTOCK
-from engine_swaps import make_model, open_bare
+from engine_swaps import SIZES, make_model, open_bare
 
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
@@ -171,7 +171,7 @@ def publish(bootstrap: str, *, every_s: float) -> None:
 
 def measure(chosen: argparse.Namespace, directory: Path) -> tuple[dict[str, list[float]], list[float], int]:
     """(tokens per second by way, milliseconds of each swap with `keep`, the model's parameters)."""
-    parameters = make_model(directory / "model", layers=chosen.layers)
+    parameters = make_model(directory / "model", size=chosen.size)
     tiny_tokenizer().save_pretrained(directory / "model")
     os.environ["PENSTOCK_HOME"] = str(directory / "home")
     bootstrap = embedded.start().bootstrap
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each window")
     parser.add_argument("--tokens", type=int, default=160, help="longest completion")
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--size", choices=list(SIZES), default="tiny")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between swaps")
     parser.add_argument("--engine-process", action="store_true", help="vLLM in processes of their own, bare vLLM too")
     parser.add_argument("--publish", metavar="BOOTSTRAP", help=argparse.SUPPRESS)

@@ -4,6 +4,7 @@
     ├── LogError             the log refused or did not answer in time
     │   ├── LogUnreachable   no broker answers at the address
     │   ├── RecordMissing    an offset holds no committed record
+    │   ├── Damaged          a batch of records cannot be read at all
     │   ├── SendFailed       nothing was written; sending again is safe
     │   ├── OutcomeUnknown   it may or may not have been written; look before sending again
     │   ├── Fenced           another process has taken over this transactional id; stop
@@ -34,6 +35,10 @@ class LogUnreachable(LogError):
 
 class RecordMissing(LogError):
     """No committed record is at an offset that was asked for: it was deleted, or nothing was ever written there."""
+
+
+class Damaged(LogError):
+    """A batch of records fails its checksum or inflates beyond all bounds."""
 
 
 class SendFailed(LogError):

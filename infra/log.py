@@ -17,6 +17,9 @@ GIVE_UP_S = 600.0
 TRANSACTION_S = 10.0
 """The broker aborts a transaction that has been open for longer: a dead writer blocks readers of committed records for this long."""
 
+SESSION_S = 6.0
+"""A member of a group that was not heard of for so long has lost its partitions: the least a broker allows by default."""
+
 Partition = tuple[str, int]
 """Topic name and partition number."""
 
@@ -72,6 +75,34 @@ class Records:
 
 
 Event = Assigned | Revoked | Records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """Who of a consumer group may own which partition: a partition belongs to the first of its pools that has members, and to no other."""
+
+    own: str
+    """The pool of the member that has this object; all others are equal for all members."""
+    by_partition: tuple[tuple[str, ...], ...]
+    """Partition number -> its pools, the preferred one first."""
+
+    def share_out(self, members: Mapping[str, str]) -> dict[str, list[int]]:
+        """Member -> numbers of its partitions, in rising order; `members` has the pool of each.
+
+        Example:
+            Pools(own="a", by_partition=(("a",), ("b", "a"), ("b",))).share_out({"x": "a"})  # -> {"x": [0, 1]}
+        """
+        shares: dict[str, list[int]] = {member: [] for member in members}
+        present, owned = set(members.values()), dict[str, list[int]]()
+        for number, pools in enumerate(self.by_partition):
+            if (owner := next((pool for pool in pools if pool in present), None)) is not None:
+                owned.setdefault(owner, []).append(number)
+        for pool, numbers in owned.items():
+            those = sorted(member for member, name in members.items() if name == pool)
+            for place, number in enumerate(numbers):
+                shares[those[place * len(those) // len(numbers)]].append(number)
+        return shares
+
 
 Commits = Mapping[Partition, tuple[int, str]]
 """Partition -> (offset of the next record to read, metadata of at most 4 KiB)."""
@@ -209,7 +240,9 @@ class Log(Protocol):
     def end_offsets(self, partitions: Iterable[Partition], *, committed: bool = True) -> dict[Partition, int]: ...
     def delete_records(self, before: Mapping[Partition, int]) -> None: ...
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]: ...
-    def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> Tail: ...
+    def tail(
+        self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, fetch_bytes: int | None = None
+    ) -> Tail: ...
     def member(
         self,
         group: str,
@@ -219,6 +252,8 @@ class Log(Protocol):
         max_bytes: int = 64 << 20,
         start_at: StartAt | None = None,
         gathers: bool = True,
+        session_s: float = SESSION_S,
+        pools: Pools | None = None,
     ) -> Member: ...
     def producer(self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0) -> Producer: ...
     def transactions(

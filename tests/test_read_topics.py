@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from penstock.infra.kafka.log import KafkaLog
-from penstock.topics import dead_letters, groups, ledger, metrics, owners, prompts, rollouts, runs, weights
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.samples import SAMPLE_FIELDS
+from penstock.topics.upkeep import owners, state
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import Teller
 
@@ -25,7 +26,7 @@ CODECS = {
     codec.name: codec.schema
     for codec in (
         prompts.CODEC, rollouts.CODEC, groups.CODEC, ledger.CODEC, weights.CODEC, weights.CHUNK_CODEC, metrics.CODEC, dead_letters.CODEC,
-        owners.CODEC, runs.CODEC,
+        owners.CODEC, runs.CODEC, state.CODEC,
     )
 }  # fmt: skip
 
@@ -109,6 +110,6 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
     assert set(done.stdout.splitlines()) == {
         f"{run_id}.prompts: 2 records", f"{run_id}.rollouts: 5 records", f"{run_id}.groups: 5 records", f"{run_id}.ledger: 1 records",
         f"{run_id}.weights: 0 records", f"{run_id}.metrics: 0 records", f"{run_id}.dead-letters: 0 records", f"{run_id}.owners: 0 records",
-        f"{run_id}.run: 0 records",
+        f"{run_id}.run: 0 records", f"{run_id}.state: 0 records",
         "group 0: rewards 1.0 0.0 0.5", "group 1: rewards 0.25 0.75",
     }  # fmt: skip

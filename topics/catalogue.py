@@ -12,6 +12,8 @@ TURNS = ("calls", "replies")
 """Turns of trajectories, in runs whose environments have workers of their own; each is in its trajectory's record too: not archived."""
 OWNERS = "owners"
 """Who writes: of use only while the run is at work, so neither archived nor audited."""
+STATE = "state"
+"""What the others add up to, for whoever looks: neither archived nor audited, as it follows from them."""
 
 MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
 """A payload of 16 MiB with headers and framing: twice the largest piece that is written on purpose."""
@@ -31,6 +33,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
     "dead-letters": {**_RECORD, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)},
     # A record per writer and two seconds, of which the newest counts; compaction begins with the second segment.
     OWNERS: {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "max.message.bytes": str(1 << 20)},
+    STATE: {"cleanup.policy": "compact", "segment.bytes": str(DELETED_SEGMENT_BYTES), "max.message.bytes": str(MAX_RECORD_BYTES)},
 }
 
 
@@ -64,7 +67,7 @@ def topic_name(run: str, topic: str) -> str:
     Example:
         topic_name("demo-1", "groups")  # -> "demo-1.groups"
     """
-    assert topic in (*TOPICS, *TURNS, OWNERS), topic
+    assert topic in (*TOPICS, *TURNS, OWNERS, STATE), topic
     return f"{run}.{topic}"
 
 
@@ -90,7 +93,7 @@ def topics_of(
         raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
     counts = {**dict.fromkeys(("prompts", "rollouts", "groups", *TURNS), partitions), "weights": weight_partitions}
     specs = {}
-    for topic in (*TOPICS, *(TURNS if turns else ()), OWNERS):
+    for topic in (*TOPICS, *(TURNS if turns else ()), OWNERS, STATE):
         name = topic_name(run, topic)
         configs = dict(_SETTINGS.get(topic, _RECORD))
         if topic == "weights":

@@ -31,6 +31,9 @@ CODEC = Codec(
         column("time_ns", pa.int64()),
     ),
 )
+SKIPPED = "skipped"
+"""Kind of the letter about a stretch that cannot be read at all, and that a person has told every reader to pass over."""
+_NEXT = "next"
 _REQUIRED = ("outcome",)
 _ABOUT_GROUPS = ("prompts", "calls", "replies", "rollouts", "groups")
 
@@ -82,6 +85,29 @@ def to_record(letter: DeadLetter) -> Record:
         headers=letter.headers,
         value=letter.value,
     )
+
+
+def of_stretch(topic: str, partition: int, offsets: range, *, reason: str, worker: str, time_ns: int) -> DeadLetter:
+    """The dead letter about offsets that cannot be read: of what lies there nothing is known."""
+    return DeadLetter(
+        topic=topic,
+        partition=partition,
+        offset=offsets.start,
+        timestamp_ms=0,
+        kind=SKIPPED,
+        reason=reason,
+        worker=worker,
+        key=None,
+        headers=((_NEXT, str(offsets.stop).encode()),),
+        value=b"",
+        time_ns=time_ns,
+    )
+
+
+def skipped(letter: DeadLetter) -> range | None:
+    """The offsets that readers pass over; None for a letter about one record."""
+    after = dict(letter.headers).get(_NEXT) or b""
+    return range(letter.offset, int(after)) if letter.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
 
 
 def claimed_group(letter: DeadLetter) -> int | None:

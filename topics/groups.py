@@ -290,5 +290,6 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
 
 
 def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:
+    require(math.isfinite(row["reward"]), f"the reward of a sample is {row['reward']}, which is not finite")
     rollout = sample_of(row, group=group)
     return ScoredSample(rollout=rollout, completion=row["completion"], reward=row["reward"], components=row["components"])

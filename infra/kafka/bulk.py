@@ -11,6 +11,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.infra.errors import LogError
+from penstock.infra.kafka.cluster.skips import ReadLetters, stretches
 from penstock.infra.kafka.settings import MAX_RECORD_BYTES, Connection, librdkafka
 from penstock.topics.wire.record import Record
 
@@ -38,8 +39,9 @@ class _Client:
 class BulkReader(_Client):
     """Reads one partition after another; for one thread."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, letters: ReadLetters | None = None) -> None:
         super().__init__()
+        self._letters = letters
         settings = {
             **librdkafka(connection),
             "group.id": f"{connection.client_id}-bulk",  # the client demands one; no group is joined and nothing is committed
@@ -73,6 +75,10 @@ class BulkReader(_Client):
                 last_answer = time.monotonic()
             for message in messages:
                 if (error := message.error()) is not None:
+                    if error.code() == KafkaError._BAD_MSG and (after := self._passed_over(message)) is not None:
+                        position = after
+                        self._consumer.seek(TopicPartition(topic, partition, after))
+                        break
                     if error.code() != KafkaError._PARTITION_EOF:
                         raise LogError(f"{topic}/{partition} cannot be read: {error.str()}")
                     position = end  # only transaction markers are left below it
@@ -90,6 +96,12 @@ class BulkReader(_Client):
         self._consumer.unassign()
         if records:
             yield records
+
+    def _passed_over(self, message: Any) -> int | None:
+        """The offset to go on from where a person has told the run's readers to pass over this damaged batch."""
+        at, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
+        letters = [] if self._letters is None else self._letters(f"{run}.dead-letters")
+        return next((offsets.stop for place, offsets in stretches(letters, run) if place == at and message.offset() in offsets), None)
 
     def close(self) -> None:
         """Close the consumer."""

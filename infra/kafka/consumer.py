@@ -5,40 +5,58 @@ The rule: wait for a broker that is away, quietly and without spinning; only a r
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import Damaged, LogError
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.kafka.cluster.assignors import assignor_of
+from penstock.infra.kafka.cluster.skips import ReadLetters, pass_over
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import Commits, Committed, Partition, check_commits
+from penstock.infra.log import Commits, Committed, Partition, Pools, check_commits
 from penstock.topics.wire.record import Record
 
 GATHER_S = 0.02
 """Wait this long after a poll that returned only a few records: a round trip costs as much as 50 small records."""
 GATHER_BELOW = 64
 """A poll that returned more records than this is followed by the next at once."""
+GATHER_BYTES = 256 << 10
+"""Likewise for one that returned more bytes: a large record is worth a round trip of its own."""
 
 _SPIN_S, _AWAY_S = 0.02, 0.2
 """Pause after a poll that waited less than this and returned nothing; the second one applies while no broker is connected."""
 
 
 def make_consumer(
-    connection: Connection, costs: Costs, *, group: str | None, committed: bool, member: bool = False, jumps: bool = False
+    connection: Connection,
+    costs: Costs,
+    *,
+    group: str | None,
+    committed: bool,
+    session_s: float | None = None,
+    pools: Pools | None = None,
+    jumps: bool = False,
+    fetch_bytes: int | None = None,
 ) -> Any:
     """A consumer; raises LogUnreachable when no broker answers in time.
 
-    With `jumps` it goes on with the first kept record where an offset is not kept: for a caller that compares offsets itself.
+    One with a session takes part in the group, in a pool where it has `pools`. With `jumps` it goes on with the first kept record where an
+    offset is not kept: for a caller that compares offsets itself.
     """
     configs = settings.consumer(connection, group=group, committed=committed)
+    if fetch_bytes is not None:
+        configs["max_partition_fetch_bytes"] = fetch_bytes
     if jumps:
         configs["auto_offset_reset"] = "earliest"
     began = time.thread_time()
-    consumer = edge.make(KafkaConsumer, connection, configs | settings.membership() if member else configs)
+    if session_s is not None:
+        configs |= settings.membership(session_s, assignor_of(pools))
+    consumer = edge.make(KafkaConsumer, connection, configs)
     costs.spend("io_s", time.thread_time() - began)
     costs.watch(private_api.io_thread(consumer), "io_s")
     return consumer
@@ -59,10 +77,10 @@ def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
     closer.join(timeout_s)
 
 
-def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
+def poll(consumer: Any, timeout_s: float, max_records: int, *, letters: ReadLetters | None = None) -> list[Record]:
     """Records, in offset order within each partition; possibly none, even before `timeout_s` or because the broker is away.
 
-    Raises LogError when the broker refuses.
+    Raises LogError when the broker refuses, and Damaged for what cannot be read, unless `letters` say that it is to be passed over.
     """
     began = time.monotonic()
     records: list[Record] = []
@@ -72,13 +90,23 @@ def poll(consumer: Any, timeout_s: float, max_records: int) -> list[Record]:
         raise edge.translate(error, "the broker refuses to be read") from error
     except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
         raise LogError(_not_there(consumer)) from error
+    except errors.InvalidSessionTimeoutError as error:
+        limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
+        raise LogError(f"the broker refuses a session of this length: kafka.session_s has to lie between {limits}") from error
     except errors.CorruptRecordError as error:
-        raise LogError(f"a record is damaged: {edge.one_line(error)}") from error
+        if letters is None or not pass_over(consumer, letters):
+            advice = "`penstock topics skip RUN TOPIC PARTITION OFFSET` has readers pass it over, where that can be"
+            raise Damaged(f"a record is damaged: {edge.one_line(error)}; {advice}") from error
     except (errors.RetriableError, errors.NoOffsetForPartitionError, *edge.AWAY):
         pass  # without an offset: a member whose assignment has just come seeks before its next poll
     if not records and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
         time.sleep(min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
     return records
+
+
+def are_few(records: Sequence[Record]) -> bool:
+    """Whether it is better to wait for more records like these before the next poll."""
+    return 0 < len(records) < GATHER_BELOW and sum(len(record.value) for record in records) < GATHER_BYTES
 
 
 def _not_there(consumer: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kafka import TopicPartition
 
-from penstock.infra.errors import LogError, RecordMissing
+from penstock.infra.errors import Damaged, LogError, RecordMissing
 from penstock.infra.kafka import consumer
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster import hanging
@@ -23,7 +23,7 @@ from penstock.infra.kafka.producer import KafkaProducerOfRecords
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.kafka.tail import KafkaTail
 from penstock.infra.kafka.transactions import KafkaTransactions
-from penstock.infra.log import FOLLOWING, GIVE_UP_S, TRANSACTION_S, Copies, Partition, Start, StartAt
+from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start, StartAt
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -99,9 +99,18 @@ class KafkaLog:
         """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
         return self._admin.offsets(partitions, end=True, committed=committed)
 
-    def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None) -> KafkaTail:
-        """A reader of exactly these partitions; `group` only keeps offsets for it."""
-        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group)
+    def tail(
+        self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, fetch_bytes: int | None = None
+    ) -> KafkaTail:
+        """A reader of exactly these partitions; `group` only keeps offsets for it.
+
+        `fetch_bytes`: how much of a partition is asked for at once, by one who wants little of what is there.
+        """
+        return self._tail(starts, committed=committed, group=group, letters=self.letters, fetch_bytes=fetch_bytes)
+
+    def _tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, **chosen: Any) -> KafkaTail:
+        """As `tail`; without `letters` it stops at whatever is damaged."""
+        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group, **chosen)
 
     def hanging(self, topics: Iterable[str], *, patience_s: float = hanging.PATIENCE_S) -> list[Hanging]:
         """Transactions in these topics that nobody will end, which takes a while to tell; group offsets are looked at, too."""
@@ -125,10 +134,13 @@ class KafkaLog:
         max_bytes: int = 64 << 20,
         start_at: StartAt | None = None,
         gathers: bool = True,
+        session_s: float = SESSION_S,
+        pools: Pools | None = None,
     ) -> KafkaMember:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member.
 
-        One that gathers waits some milliseconds for more where few records have come: cheaper, and later.
+        One that gathers waits some milliseconds for more where few records have come: cheaper, and later. `pools` says which partitions
+        it may own; all members of a group have them, or none has.
         """
         return KafkaMember(
             self._connection,
@@ -141,6 +153,9 @@ class KafkaLog:
             max_bytes=max_bytes,
             start_at=start_at,
             gathers=gathers,
+            session_s=session_s,
+            letters=self.letters,
+            pools=pools,
         )
 
     def producer(
@@ -156,6 +171,40 @@ class KafkaLog:
             give_up_s=self._patience_s(give_up_s),
             linger_ms=linger_ms,
         )
+
+    def letters(self, topic: str) -> list[Record]:
+        """The dead letters that are there, for a reader that has met something it cannot read."""
+        if self.partitions(topic) is None:
+            return []
+        tail = self._tail({(topic, 0): "earliest"})
+        try:
+            return tail.read_to_end()
+        finally:
+            tail.close()
+
+    def first_readable(self, at: Partition, offset: int) -> int:
+        """The first offset from `offset` on at which nothing damaged lies: `offset` itself where it can be read."""
+        end = self.end_offsets([at], committed=False)[at]
+        damaged, step = offset - 1, 1
+        while not self._readable(at, min(end, damaged + step)):
+            damaged, step = damaged + step, 2 * step
+        readable = min(end, damaged + step)
+        while readable - damaged > 1:  # what lies in one batch is damaged as a whole
+            middle = (damaged + readable) // 2
+            damaged, readable = (damaged, middle) if self._readable(at, middle) else (middle, readable)
+        return readable
+
+    def _readable(self, at: Partition, offset: int) -> bool:
+        tail = self._tail({at: offset})
+        end = self.end_offsets([at])[at]
+        try:
+            while tail.position(at) < end and not tail.poll(1.0, max_records=1):
+                pass
+        except Damaged:
+            return tail.position(at) > offset  # it lies behind
+        finally:
+            tail.close()
+        return True
 
     def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
         """The value of the newest record with this key, of all that was written when this is called; None if there is none."""

@@ -17,10 +17,11 @@ from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka.buffer import Buffer
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
+from penstock.infra.kafka.cluster.skips import ReadLetters
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import Assigned, Commits, Event, Membership, StartAt
+from penstock.infra.log import SESSION_S, Assigned, Commits, Event, Membership, Pools, StartAt
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,16 @@ class KafkaMember:
         max_bytes: int,
         start_at: StartAt | None,
         gathers: bool = True,
+        session_s: float = SESSION_S,
+        pools: Pools | None = None,
         join_limit_s: float = JOIN_LIMIT_S,
+        letters: ReadLetters | None = None,
     ) -> None:
+        self._letters, self._session_s = letters, session_s
         admin.require((topic, 0) for topic in topics)
         self._connection, self._costs, self._contact = connection, costs, contact
         self._group, self._topics, self._start_at = group, list(topics), start_at
-        self._join_limit_s, self._gathers = join_limit_s, gathers
+        self._join_limit_s, self._gathers, self._pools = join_limit_s, gathers, pools
         self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
         self._meter = costs.meter("poll_s")
         self._outage = Outage(contact)
@@ -105,7 +110,9 @@ class KafkaMember:
     # The methods below run on the polling thread.
 
     def _join(self) -> Any:
-        consumer = reading.make_consumer(self._connection, self._costs, group=self._group, committed=True, member=True)
+        consumer = reading.make_consumer(
+            self._connection, self._costs, group=self._group, committed=True, session_s=self._session_s, pools=self._pools
+        )
         private_api.subscribe(consumer, self._topics, _Listener(self, consumer))
         return consumer
 
@@ -129,10 +136,10 @@ class KafkaMember:
     def _turn(self) -> None:
         full = self._buffer.full
         self._hold(full)
-        records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records)
+        records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records, letters=self._letters)
         if records:
             self._buffer.put(records)
-            if self._gathers and len(records) < reading.GATHER_BELOW:
+            if self._gathers and reading.are_few(records):
                 time.sleep(reading.GATHER_S)
         if self._incoming is not None:
             self._begin()

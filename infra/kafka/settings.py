@@ -148,20 +148,18 @@ def consumer(connection: Connection, *, group: str | None, committed: bool) -> d
         "max_partition_fetch_bytes": FETCH_BYTES,
         "max_poll_records": 500,
         "fetch_max_wait_ms": 500,  # the broker answers at once when there is data; this is only the interval of an idle reader
-        # Offsets and positions of a consumer are retried this often.
-        "retry_backoff_ms": 50,
+        # Offsets and positions are retried this often, and a new reader waits for its topics' metadata in steps of this length.
+        "retry_backoff_ms": 20,
     }
 
 
-def membership() -> dict[str, Any]:
-    """Settings of a group member on top of `consumer`."""
-    from kafka.coordinator.assignors.range import RangePartitionAssignor
-
+def membership(session_s: float, assignor: Any) -> dict[str, Any]:
+    """Settings of a group member on top of `consumer`; one that was not heard of for `session_s` loses its partitions."""
     return {
-        # Range gives the same partition numbers of two topics with equal counts to one member; sticky ones do not.
-        "partition_assignment_strategy": [RangePartitionAssignor()],
-        "session_timeout_ms": 6000,  # the least a broker allows by default: a killed member's partitions move after this
+        "partition_assignment_strategy": [assignor],
+        "session_timeout_ms": int(session_s * 1000),  # a killed member's partitions move after this
         "heartbeat_interval_ms": 500,  # how soon a member learns of a rebalance, and thus how long a joiner waits
+        "retry_backoff_ms": 50,
         "max_poll_interval_ms": 60_000,  # a thread of its own polls each second, so a minute of silence means it is dead
     }
 

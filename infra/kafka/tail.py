@@ -10,6 +10,7 @@ from penstock.infra.errors import LogError
 from penstock.infra.kafka import consumer, errors
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
+from penstock.infra.kafka.cluster.skips import ReadLetters
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.settings import Connection
@@ -30,13 +31,18 @@ class KafkaTail:
         *,
         committed: bool,
         group: str | None,
+        letters: ReadLetters | None = None,
+        fetch_bytes: int | None = None,
     ) -> None:
+        self._letters = letters
         self._admin, self._costs, self._committed, self._group = admin, costs, committed, group
         self._consumer: Any = None
         offsets = self._resolve(starts)
         self._meter = costs.meter("poll_s")
         self._few_until = 0.0
-        self._consumer = contact.reach(lambda: consumer.make_consumer(connection, costs, group=group, committed=committed))
+        self._consumer = contact.reach(
+            lambda: consumer.make_consumer(connection, costs, group=group, committed=committed, fetch_bytes=fetch_bytes)
+        )
         self._outage = Outage(contact)
         self._assign(offsets)
 
@@ -77,13 +83,13 @@ class KafkaTail:
         if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
             time.sleep(min(pause, timeout_s))
         left = timeout_s
-        while not (records := consumer.poll(self._consumer, left, max_records)):
+        while not (records := consumer.poll(self._consumer, left, max_records, letters=self._letters)):
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
         if records:
             self._outage.over()
-        self._few_until = time.monotonic() + consumer.GATHER_S if 0 < len(records) < consumer.GATHER_BELOW else 0.0
+        self._few_until = time.monotonic() + consumer.GATHER_S if consumer.are_few(records) else 0.0
         self._meter.seconds += time.thread_time() - began
         return records
 

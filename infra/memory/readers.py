@@ -6,7 +6,20 @@ The rule: both only hold positions; the log decides what is readable and who own
 from collections.abc import Mapping, Sequence
 
 from penstock.infra.errors import LogError
-from penstock.infra.log import Assigned, Commits, Committed, Event, Membership, Partition, Records, Revoked, Start, StartAt, check_commits
+from penstock.infra.log import (
+    Assigned,
+    Commits,
+    Committed,
+    Event,
+    Membership,
+    Partition,
+    Pools,
+    Records,
+    Revoked,
+    Start,
+    StartAt,
+    check_commits,
+)
 from penstock.infra.memory.state import Part, State
 from penstock.topics.wire.record import Record
 
@@ -125,8 +138,10 @@ class MemoryMember:
 
     outage_s = 0.0
 
-    def __init__(self, state: State, group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None) -> None:
-        self._state, self._name, self._topics = state, group, tuple(topics)
+    def __init__(
+        self, state: State, group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None, pools: Pools | None = None
+    ) -> None:
+        self._state, self._name, self._topics, self._pools = state, group, tuple(topics), pools
         self._max_records, self._start_at = max_records, start_at
         self._reader = _Reader(state, committed=True, jumps=True)
         self._membership: Membership | None = None
@@ -136,11 +151,16 @@ class MemoryMember:
             for topic in topics:
                 state.part((topic, 0))
             self._group = state.group(group)
+            if pools is not None:
+                self._group.pools[self.member_id] = pools.own
             self._group.members[self.member_id] = self._topics
             state.rebalance(self._group)
 
     def _share(self) -> list[Partition]:
-        """This member's partitions: a contiguous range of each topic, as Kafka's range assignor gives them."""
+        """This member's partitions: a contiguous range of each topic, as Kafka's range assignor gives them, or what its pool has."""
+        if self._pools is not None:
+            numbers = self._pools.share_out({member: self._group.pools[member] for member in self._group.members})[self.member_id]
+            return [(topic, number) for topic in self._topics for number in numbers]
         share: list[Partition] = []
         for topic in self._topics:
             readers = [member for member, topics in self._group.members.items() if topic in topics]

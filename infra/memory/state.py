@@ -73,6 +73,8 @@ class Group:
 
     members: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Member id -> the topics it reads, in the order of joining."""
+    pools: dict[str, str] = field(default_factory=dict)
+    """Member id -> its pool, where the group has pools; of members that have left, too."""
     offsets: dict[Partition, Committed] = field(default_factory=dict)
     generation: int = 0
 

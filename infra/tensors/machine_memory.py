@@ -47,7 +47,11 @@ def is_supported() -> bool:
 class MachineMemory:
     """One process's end of the memory that the machine's workers share under `name`; see `Memory` for what a copy asks of it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, only_reads: bool = False) -> None:
+        """`only_reads`: for a process that will never be the one that writes."""
+        self._only_reads = only_reads
+        self.deserted = False
+        """Whether nobody was there to write when this process asked last."""
         self._address = "\0penstock-" + hashlib.sha256(f"{os.getuid()} {name}".encode()).hexdigest()[:40]
         self._server: socket.socket | None = None
         self._handing = threading.Lock()
@@ -112,21 +116,23 @@ class MachineMemory:
                     raise PermissionError("another user's process has taken the place")
                 _, files, _, _ = socket.recv_fds(connection, 1, 1)
             except (ConnectionRefusedError, ConnectionResetError):
-                return None  # the writer has just ended: the next claim takes its place
+                self.deserted = True  # the writer has just ended: the next claim takes its place
+                return None
+        self.deserted = False
         if not files:
             return None
         try:
             if os.fstat(files[0]).st_ino == self._inode:
                 return None
             # A lock belongs to an open file, and the one that came is the writer's own.
-            return os.open(f"/proc/self/fd/{files[0]}", os.O_RDWR | os.O_CLOEXEC)
+            return os.open(f"/proc/self/fd/{files[0]}", (os.O_RDONLY if self._only_reads else os.O_RDWR) | os.O_CLOEXEC)
         finally:
             os.close(files[0])
 
     def map(self, file: int) -> None:
         """Read and write in `file` from now on."""
         self._forget()
-        whole = memoryview(mmap.mmap(file, 0))
+        whole = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ | (0 if self._only_reads else mmap.PROT_WRITE)))
         self._numbers = np.frombuffer(whole[:16], dtype=np.int64)
         self._digest = whole[16 : 16 + _DIGEST_BYTES]
         self._file, self._inode, self.data = file, os.fstat(file).st_ino, whole[_HEAD_BYTES:]

@@ -4,14 +4,14 @@ The rule: what a record refers to is written before it, at an offset that is kno
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Log
+from penstock.infra.log import Log, Partition
 from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS, Kind
@@ -22,6 +22,7 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_i
 from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
+ENDS_WITHIN_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,9 +58,7 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
             ends[f"{run}.{kind.topic}", partition] = count
             imported.records[kind.topic] += count
     writer.flush()
-    for place, end in log.end_offsets(ends).items():
-        if end != ends[place]:
-            raise LogError(f"{place[0]}/{place[1]} ends at offset {end} after {ends[place]} records: somebody else wrote there")
+    _check_ends(log, ends)
     # Of what an archive says in the topic that all runs share, only this run's own status is taken over.
     (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
     imported.seconds = time.monotonic() - began
@@ -94,6 +93,20 @@ def _free(log: Log, run: str) -> str:
 
 def _partitions(archive: Archive, note: Note, kind: Kind) -> list[int]:
     return [partition for place, _, partition in archive.places(note) if place is kind]
+
+
+def _check_ends(log: KafkaLog, ends: Mapping[Partition, int]) -> None:
+    """Raise `LogError` unless each partition ends where the import has ended; an end may show a moment after its acknowledgement."""
+    until = time.monotonic() + ENDS_WITHIN_S
+    while True:
+        wrong = {place: end for place, end in log.end_offsets(ends).items() if end != ends[place]}
+        if not wrong:
+            return
+        if any(end > ends[place] for place, end in wrong.items()) or time.monotonic() > until:
+            place, end = next(iter(wrong.items()))
+            cause = "somebody else wrote there" if end > ends[place] else "the broker has lost some"
+            raise LogError(f"{place[0]}/{place[1]} ends at offset {end} after {ends[place]} records: {cause}")
+        time.sleep(0.05)
 
 
 def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Relocation) -> Iterator[Record]:

@@ -238,6 +238,10 @@ class Facts:
                 manifests[fact.manifest.version] = fact
         return manifests
 
+    def published_ns(self) -> dict[int, int]:
+        """Version -> when it was published first: chunks that were lost may have been sent again long after."""
+        return {fact.manifest.version: fact.manifest.created_ns for fact in reversed(self.manifests)}
+
     def trained(self) -> dict[int, int]:
         """Group -> the first step that trained it."""
         steps: dict[int, int] = {}

@@ -4,6 +4,7 @@ The rule: every record from the beginning to the end as of the audit's start, co
 written, no group is joined.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from penstock.pipeline.audit.source import Unreadable
+from penstock.topics import dead_letters
 from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "replies", "calls", "prompts", "weights")
@@ -80,27 +83,37 @@ class KafkaSource:
         if not left:
             return
         name = self._kafka_name(topic)
-        consumer = self._consumer()
+        consumer, nexts = self._consumer(), {partition: self._begins[topic][partition] for partition in left}
         try:
-            consumer.assign([TopicPartition(name, partition, self._begins[topic][partition]) for partition in sorted(left)])
+            consumer.assign([TopicPartition(name, partition, nexts[partition]) for partition in sorted(left)])
             last_answer = time.monotonic()
             while left:
                 messages = consumer.consume(500, timeout=0.5)
                 if not messages:
                     self._check_silence(last_answer, name)
                     continue
-                last_answer = time.monotonic()
+                last_answer, moved = time.monotonic(), set[int]()
                 for message in messages:
-                    if (error := message.error()) is not None and error.code() != KafkaError._PARTITION_EOF:
-                        raise Unreadable(f"{name}/{message.partition()} cannot be read: {error.str()}")
-                    place = message.partition(), message.offset()
-                    assert place[0] is not None and place[1] is not None
-                    if error is None and place[1] < ends[place[0]]:
-                        yield to_record(message)
-                        self._progress(topic)
+                    partition, error = message.partition(), message.error()
+                    assert partition is not None
+                    if partition in moved:
+                        continue  # it comes again
+                    ended = error is not None and error.code() == KafkaError._PARTITION_EOF
+                    offset = max(message.offset() or 0, nexts[partition])
+                    nexts[partition] = offset + 1
+                    if error is None or is_damaged_chunk(message, topic):
+                        if offset < ends[partition]:
+                            yield to_record(message, offset)
+                            self._progress(topic)
+                    elif not ended:
+                        nexts[partition] = self._passed_over(message)
+                    if error is not None and not ended:
+                        moved.add(partition)  # a batch is damaged as a whole: the reader goes on behind what it has passed of it
                     # At the end, or only transaction markers are left below it.
-                    if error is not None or place[1] >= ends[place[0]] - 1:
-                        left.discard(place[0])
+                    if ended or nexts[partition] >= ends[partition]:
+                        left.discard(partition)
+                if moved:
+                    consumer.assign([TopicPartition(name, partition, nexts[partition]) for partition in sorted(left)])
         finally:
             consumer.close()
 
@@ -119,6 +132,17 @@ class KafkaSource:
                 "error_cb": self._note,
             }
         )
+
+    def _passed_over(self, message: Any) -> int:
+        """The offset behind a damaged batch over which a person has told the run's readers to go. Raises `Unreadable` for another error."""
+        name, partition, error = message.topic(), message.partition(), message.error()
+        for record in self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ():
+            with contextlib.suppress(Unusable):
+                letter = dead_letters.read(record, run=self.run)[1]
+                offsets = dead_letters.skipped(letter) or range(0)
+                if (letter.topic, letter.partition) == (name, partition) and message.offset() in offsets:
+                    return offsets.stop
+        raise Unreadable(f"{name}/{partition} cannot be read: {error.str()}")
 
     def _note(self, error: KafkaError) -> None:
         self._problem = str(error.str())
@@ -153,14 +177,21 @@ def _offsets(admin: AdminClient, places: Sequence[TopicPartition], spec: OffsetS
     return dict(sorted(offsets.items()))
 
 
-def to_record(message: Any) -> Record:
-    """Convert a message of this client to our record."""
+def is_damaged_chunk(message: Any, topic: str) -> bool:
+    """Whether the checksum of a batch of chunks is wrong: those may be sent again, so the audit goes on behind it."""
+    error = message.error()
+    return topic == "weights" and message.partition() != 0 and error is not None and error.code() == KafkaError._BAD_MSG
+
+
+def to_record(message: Any, offset: int) -> Record:
+    """Convert a message of this client to our record; one that is damaged has no bytes that count."""
+    damaged = message.error() is not None
     return Record(
         topic=message.topic(),
         partition=message.partition(),
-        offset=message.offset(),
-        timestamp_ms=message.timestamp()[1],
-        key=message.key(),
-        headers=tuple(message.headers() or ()),
-        value=message.value() or b"",
+        offset=offset,
+        timestamp_ms=0 if damaged else message.timestamp()[1],
+        key=None if damaged else message.key(),
+        headers=() if damaged else tuple(message.headers() or ()),
+        value=b"" if damaged else message.value() or b"",
     )

@@ -4,6 +4,7 @@ The rule: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; one
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,6 +29,19 @@ from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.run import create, run, worker
 from penstock.pipeline.cli.topics import app as topics_app
+
+MEANT = {
+    "resume": "run --resume RUN",
+    "train": "run CONFIG",
+    "start": "run CONFIG",
+    "list": "runs",
+    "ls": "runs",
+    "rm": "runs rm RUN",
+    "delete": "runs rm RUN",
+    "kill": "stop RUN",
+    "compare": "ui",
+}
+"""What others call a command -> what it is here."""
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -140,7 +154,8 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "penstock"
-        return f"{_line(error.format_message())} (see `{where} --help`)" if error.format_message() else "", error.exit_code
+        said = _line(error.format_message())
+        return f"{said}{_meant(said)} (see `{where} --help`)" if said else "", error.exit_code
     from penstock.pipeline.config.load import ConfigError
 
     if isinstance(error, ConfigError):
@@ -152,6 +167,12 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed on this machine; `penstock doctor` says which extra has it", FAILED
     return f"unexpected {type(error).__name__}: {_line(error)}; --debug shows where it happened", FAILED
+
+
+def _meant(said: str) -> str:
+    """What a command is here that a person knows by another name."""
+    found = re.fullmatch(r"No such command '(.+)'\.", said)
+    return f" That is `penstock {MEANT[found[1]]}`." if found and found[1] in MEANT else ""
 
 
 def _line(error: object) -> str:

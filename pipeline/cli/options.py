@@ -99,12 +99,14 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 @contextmanager
 def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tuple["Log", str]]:
     """The log a command reads, and the run's id: the archive in a folder, or else a run of the broker."""
-    from penstock.pipeline.archive.archived_log import open_archive
     from penstock.pipeline.runtime.run_registry import resolve
 
-    if (archived := open_archive(run)) is not None:
-        yield cast("Log", archived), archived.run
-        return
+    if "/" in run or Path(run).is_dir():
+        from penstock.pipeline.archive.archived_log import open_archive
+
+        if (archived := open_archive(run)) is not None:
+            yield cast("Log", archived), archived.run
+            return
     with at(bootstrap, security) as log:
         yield log, resolve(log, run)
 

@@ -96,11 +96,12 @@ def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = N
 
 
 def worker(
-    role: Annotated[str, typer.Argument(metavar="ROLE", help="feeder, rollout, scorer, trainer, evaluator or tracker.")],
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="feeder, environment, rollout, scorer, trainer, evaluator or tracker.")],
     *,
     run: Annotated[str, typer.Option("--run", help="The run's id; a worker that is early waits for it.")],
     bootstrap: Bootstrap = "embedded",
     slot: Annotated[int | None, typer.Option(min=0, help="This worker's number among those of its role; names it.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Which of rollout.pools a rollout worker joins; that of its slot if absent.")] = None,
     model: Annotated[Path | None, typer.Option(help="The model's directory on this machine, if not where the configuration says.")] = None,
     security: Security = None,
     health: Annotated[
@@ -133,6 +134,7 @@ def worker(
         run=run,
         bootstrap=bootstrap,
         slot=slot,
+        pool=pool,
         model=None if model is None else str(model),
         security={} if embedded_broker else settings,
         debug="--debug" in sys.argv,

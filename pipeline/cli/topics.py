@@ -23,9 +23,8 @@ def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security
     """A run's topics with their partitions and records."""
     from dataclasses import asdict
 
-    from penstock.pipeline.launch.check.preflight import size
     from penstock.pipeline.observe.records.browse import list_topics as rows_of
-    from penstock.pipeline.observe.records.runs import own_sizes
+    from penstock.pipeline.observe.records.runs import own_sizes, size
 
     with reading(run, bootstrap, security) as (log, run_id):
         rows = rows_of(log, run_id, sizes=own_sizes(log))
@@ -218,6 +217,30 @@ def unblock(
     left = len(hanging) - sum(decided is not None for _, decided in ended)
     does = f"`penstock topics unblock {run_id} --yes{'' if not yes else ' --commit, or --abort,'}` ends {'it' if left == 1 else 'them'}"
     print(f"{left} held up; {does}" if left else "nothing is held up")
+
+
+@app.command()
+def skip(
+    run: Run,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="rollouts, calls, replies or metrics.")],
+    partition: Annotated[int, typer.Argument(min=0)],
+    offset: Annotated[int, typer.Argument(min=0, help="Where readers say that they cannot go on.")],
+    *,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Have every reader pass over a batch that is damaged on the broker's disk; written down as a dead letter."""
+    from penstock.pipeline.archive.skip import skip as pass_over
+    from penstock.pipeline.runtime.run_registry import resolve
+
+    with at(bootstrap, security) as log:
+        run_id = resolve(log, run)
+        stretch, follows = pass_over(log, run_id, topic, partition, offset)
+    if json:
+        emit({"run": run_id, "topic": topic, "partition": partition, "first": stretch.start, "last": stretch.stop - 1})
+    else:
+        print(f"readers pass over {topic}/{partition} from {stretch.start} to {stretch.stop - 1}; {follows}")
 
 
 @app.command("delete")

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.pipeline.config.fields import Section
-from penstock.pipeline.config.schema import RolloutSection, TrainerSection
+from penstock.pipeline.config.schema import EvalSection, RolloutSection, TrainerSection
 
-SECTIONS: Mapping[str, type[Section]] = {"rollout": RolloutSection, "trainer": TrainerSection}
+SECTIONS: Mapping[str, type[Section]] = {"rollout": RolloutSection, "trainer": TrainerSection, "eval": EvalSection}
+ON_DEVICE_OF = {"eval": "rollout"}
+"""Section -> the one whose device its engine is on, where it names none itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ DEVICE_DEFAULTS = (
     DeviceDefault(
         key="trainer.zero_stage", gpu=2, why="DeepSpeed's stage 1 does not sum bfloat16 gradients in float32", only=("backend", "deepspeed")
     ),
+    DeviceDefault(key="eval.engine", gpu="rollout", why="an evaluator would have a GPU of its own, idle between two evaluations"),
 )
 
 
@@ -57,7 +60,7 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
     for default in DEVICE_DEFAULTS:
         name, _, key = default.key.partition(".")
         section = filled.get(name, {})
-        if not isinstance(section, dict) or not on_gpu(section, gpus):
+        if not isinstance(section, dict) or not on_gpu(filled.get(ON_DEVICE_OF.get(name, name), {}), gpus):
             continue
         fields = SECTIONS[name].model_fields
         if default.only is None or section.get(default.only[0], fields[default.only[0]].default) == default.only[1]:

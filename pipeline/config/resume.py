@@ -15,6 +15,7 @@ CHANGEABLE = (
     "run.stall_s",
     "reward.on_error",
     "reward.timeout_s",
+    "eval.engine",
     "launch.environments",
     "rollout.concurrency",
     "rollout.device",
@@ -35,6 +36,7 @@ CHANGEABLE = (
     "trainer.on_mismatch",
     "trainer.threads",
     "kafka.give_up_s",
+    "kafka.session_s",
 )
 
 

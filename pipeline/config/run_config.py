@@ -146,6 +146,11 @@ class Config(Section):
         return [source] if isinstance(source, str) else source or []
 
     @property
+    def lends_engine(self) -> bool:
+        """Whether a rollout worker evaluates on its own engine, in place of an evaluator."""
+        return bool(self.eval_sources) and self.eval.engine == "rollout"
+
+    @property
     def eval_reward(self) -> RewardSection:
         """The reward functions of evaluations: their own, else those of the run."""
         if self.eval.functions is None:
@@ -200,6 +205,21 @@ class Config(Section):
     def partitions(self) -> int:
         """Partitions of prompts, rollouts and groups: fixed for the run, so 4 x the most workers expected."""
         return self.kafka.partitions or max(8, 4 * max(self.rollout.workers, self.scorer.workers, self.environment_workers))
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """The pool of each rollout worker that `penstock run` starts; empty without pools."""
+        return tuple(name for name, pool in self.rollout.pools.items() for _ in range(pool.workers))
+
+    @property
+    def pools_by_partition(self) -> tuple[tuple[str, ...], ...]:
+        """For each partition the pool whose prompts it has, and that one's fallbacks; empty without pools.
+
+        A pool has a share of the partitions as it has of the workers.
+        """
+        names, count = self.pools, self.partitions
+        homes = [names[number * len(names) // count] for number in range(count)] if names else []
+        return tuple((home, *self.rollout.pools[home].fallback) for home in homes)
 
     @property
     def weight_partitions(self) -> int:

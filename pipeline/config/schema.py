@@ -64,6 +64,7 @@ class DataSection(Section):
     skip_unsolved: float | None = Field(None, description="mean reward up to which a row is left out of the next epoch")
     prompt_field: str = "prompt"
     answer_field: str = "answer"
+    tag_field: str | None = Field(None, description="column that says which of rollout.pools draws a prompt")
     split: str = "train"
     start: NonNegative = Field(0, description="first row of the slice that is used")
     limit: Positive | None = Field(None, description="rows of the slice that is used")
@@ -91,7 +92,7 @@ class RewardSection(Section):
 class EnvironmentSection(Section):
     source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="file.py:Class, package:Class, gymnasium:ID, tiny:lake or agent:COMMAND, and samples are trajectories of several turns",
+        description="a class (file.py:Class), gymnasium:ID, textarena:ID, tiny:lake or agent:COMMAND, for samples of several turns",
     )
     carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")
@@ -189,6 +190,14 @@ class AlgorithmSection(Section):
     )
 
 
+class PoolSection(Section):
+    workers: Positive = 1
+    tags: list[str] = Field(default_factory=list, description="values of data.tag_field whose prompts it draws; without any, all others")
+    fallback: list[str] = Field(
+        default_factory=list, description="pools that draw its prompts, the first that has workers, while it has none; else they wait"
+    )
+
+
 class RolloutSection(Section):
     engine: Annotated[str, one_of(ENGINES)] = "transformers"
     workers: Positive = 2
@@ -206,6 +215,9 @@ class RolloutSection(Section):
     engine_process: bool = Field(False, description="vLLM in a process of its own instead of the worker's")
     vllm: dict[str, Any] = Field(default_factory=dict, description="any argument of vLLM's engine: tensor_parallel_size, …")
     toy_delay_s: NonNegativeFloat = Field(0.0, description="seconds the toy engine sleeps for each token of a group")
+    pools: dict[str, PoolSection] = Field(
+        default_factory=dict, description="groups of rollout workers by name, each with prompts of its own by their tag"
+    )
 
 
 class ScorerSection(Section):
@@ -264,6 +276,9 @@ class EvalSection(Section):
     source: Annotated[str | list[str] | None, SOURCE] = Field(
         None, description="held-out prompts, as data.source, or a list of such; no evaluator if absent"
     )
+    engine: Literal["own", "rollout"] = Field(
+        "own", description="whether the evaluator has an engine of its own, or a rollout worker lends its one between two groups"
+    )
     functions: Annotated[list[str] | None, SOURCE] = Field(None, description="as reward.functions, and those if absent")
     weights: list[float] | None = Field(None, description="one for each of eval.functions")
     threshold: float | None = Field(None, description="reward from which a completion is solved; the sum of positive weights if absent")
@@ -289,3 +304,6 @@ class WeightsSection(Section):
     )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
     shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
+    transport: Literal["kafka", "ipc"] = Field(
+        "kafka", description="ipc: rollout workers on the trainer's machine load from its memory; all others, and late ones, read the log"
+    )

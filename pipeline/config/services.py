@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.infra.log import GIVE_UP_S, Copies
+from penstock.infra.log import GIVE_UP_S, SESSION_S, Copies
 from penstock.pipeline.config.fields import Positive, PositiveFloat, Section
 
 
@@ -27,6 +27,13 @@ class KafkaSection(Section):
     )
     give_up_s: PositiveFloat = Field(
         GIVE_UP_S, description="a worker whose broker has not answered for so long says so and ends, for the launcher to start it again"
+    )
+    session_s: float = Field(
+        SESSION_S,
+        ge=1.0,
+        le=300.0,
+        description="partitions of a worker that was not heard of for so long go to others; more where workers stand still for longer, "
+        "as on busy or frozen machines, within the broker's group.min.session.timeout.ms and group.max.session.timeout.ms",
     )
     security: dict[str, str] = Field(
         default_factory=dict,

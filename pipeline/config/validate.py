@@ -243,6 +243,26 @@ def _partitions(config: Config) -> str | None:
     return None
 
 
+def _pools(config: Config) -> str | None:
+    pools, tags = config.rollout.pools, [tag for pool in config.rollout.pools.values() for tag in pool.tags]
+    if not pools:
+        return "data.tag_field: names the pool that draws a prompt; add rollout.pools" if config.data.tag_field is not None else None
+    if config.data.tag_field is None:
+        return "rollout.pools: which of them draws a prompt says a column of the data; name it in data.tag_field"
+    if len(config.pools) != config.rollout.workers:
+        return (
+            f"rollout.workers: {config.rollout.workers}, but rollout.pools have {len(config.pools)} together; set both to the same number"
+        )
+    if twice := next((tag for tag in tags if tags.count(tag) > 1), None):
+        return f"rollout.pools: two of them have the tag {twice!r}; each tag belongs to one pool"
+    if sum(not pool.tags for pool in pools.values()) > 1:
+        return "rollout.pools: two of them have no tags, so that both would have all other prompts; give one of them its tags"
+    for name, pool in pools.items():
+        if unknown := next((other for other in pool.fallback if other not in pools or other == name), None):
+            return f"rollout.pools.{name}.fallback: {unknown!r} is no other pool; there are {', '.join(pools)}"
+    return None
+
+
 def _backend(config: Config) -> str | None:
     return BACKENDS[config.trainer.backend].check(config.trainer.model_dump())
 
@@ -301,6 +321,7 @@ CHECKS: tuple[Check, ...] = (
     _eval_sources,
     _initial_state,
     _partitions,
+    _pools,
     _backend,
     _early_stopping,
     _environment,

@@ -5,13 +5,16 @@ The rule: pure functions, shared by the scorer of a live run and by the rescorin
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.pipeline.algorithms.advantages import zero_variance
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
-from penstock.pipeline.envs.rewards import Score
 from penstock.topics.groups import Group, Outcome, ScoredSample
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout
+
+if TYPE_CHECKING:
+    from penstock.pipeline.envs.rewards import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class Verdict:
     samples: tuple[ScoredSample, ...]
 
 
-def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: Score, *, algorithm: AlgorithmSection) -> Verdict:
+def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Score", *, algorithm: AlgorithmSection) -> Verdict:
     """The outcome of these samples, by number; applies the configured penalty for truncated ones and filters."""
     rewards: list[float] = list(score.rewards)
     if algorithm.truncated == "penalise":
@@ -49,7 +52,7 @@ def is_trained(sample: Rollout, *, truncated: str) -> bool:
     return not cut and sample.finish != "abort" and bool(sample.loss_mask.any())
 
 
-def _differ(score: Score) -> bool:
+def _differ(score: "Score") -> bool:
     """Whether any component differs among the samples it applies to."""
     columns = [[value for value in column if value is not None] for column in zip(*score.components, strict=True)]
     return any(values and not zero_variance(values) for values in columns)

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from penstock.infra.paths import state_path
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.launch.run_lock import LOCK
 
+LOCK = "launcher.lock"
+"""In the folder of a run, held by its launcher."""
 UI_ADDRESS = "ui.address"
 """In the state directory while `penstock ui` runs: where."""
 

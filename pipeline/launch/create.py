@@ -20,6 +20,7 @@ from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import check
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
 from penstock.pipeline.envs.datasets.rows import Dataset
+from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.environments.sources import AGENT, check_agent
 from penstock.pipeline.envs.tokenization import Renderer, digests
 from penstock.pipeline.learner.try_functions import try_own_functions
@@ -81,7 +82,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         renderer = Renderer.of(config)
         dataset = open_data(config)
         scoring = rewards.resolve(config.reward.functions, config.reward.weights, by_source=data.rewards)
-        dataset.check(also=renderer.render)
+        dataset.check(also=lambda row: (renderer.render(row), pool_of(row, config)))
         for number in range(len(dataset.sources)):
             scoring.check(dataset.row(number, 0).columns)
         dataset.order(config)
@@ -103,6 +104,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
             f"data.max_prompt_tokens = {data.max_prompt_tokens} and sampling.max_new_tokens = {config.sampling.max_new_tokens}: "
             f"together above the model's context of {context} tokens"
         )
+    _say_what_is_long(config, say)
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     return {
         **install,
@@ -118,6 +120,17 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         "reward_sources": rewards.digests(config.reward.functions),
         "git": git_revision(),
     }
+
+
+def _say_what_is_long(config: Config, say: Callable[[str], None]) -> None:
+    """Say so where one sample may be larger than a micro-batch, which then has it alone and takes the memory for all of it."""
+    drawn, budget = config.sampling.max_new_tokens, config.trainer.micro_batch_tokens
+    longest = config.environment.max_tokens if config.environment.source is not None else config.data.max_prompt_tokens + drawn
+    if longest > budget:
+        say(
+            f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; one that is longer than a "
+            "micro-batch is trained alone, in as much memory as it takes"
+        )
 
 
 def _described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import run_directory, state_directory
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.launch.attended import ui_address
@@ -51,6 +51,7 @@ Say = Callable[[str], None]
 
 def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str | None = None) -> int:
     """Create a run and attend it to its end; returns the exit status."""
+    state_directory()  # where nothing can be written, no disk is full
     checked = check(config, tell=lambda _name, _text: None, samples=False, say=say)
     log = connect(config.kafka, say=say)
     record = create(config, log=log, run_id=run_id, checked=checked.info, say=say)
@@ -125,21 +126,21 @@ def watch(
                 failure = watching.turn()
         finally:
             if stop.is_set():
-                tell(f"stopping: workers finish what they have in hand, a second Ctrl-C kills them; `penstock run --resume {run}` goes on")
+                tell("stopping: workers finish what they have in hand; a second Ctrl-C kills them")
             watching.stop(status="stopped" if stop.is_set() or failure is not None else None)
         if failure is not None:
             _note(log, record, say=say)
             raise PenstockError(_given_up(failure, run, say=say))
         if stop.is_set():
             _note(log, record, say=say)
-            done, planned = len(view.view.steps), steps_planned(view.view) or "?"
+            done, planned = view.view.steps_done, steps_planned(view.view) or "?"
             tell(f"stopped after {done} of {planned} steps; `penstock run --resume {run}` goes on with it")
             return 130
     status = _ended(log, record, view)
-    failed = sum(facts.outcome == "failed" for facts in view.view.groups.values())
+    failed = view.view.outcomes["failed"]
     if failed:
         say(
-            f"warning: {failed:,} of {len(view.view.groups):,} groups failed, as their reward could not be computed; "
+            f"warning: {failed:,} of {view.view.outcomes.total():,} groups failed, as their reward could not be computed; "
             f"`penstock topics tail {run} dead-letters` has the errors"
         )
     for name in watching.supervisor.missing:

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 
 from penstock.infra.errors import PenstockError
+from penstock.pipeline.launch.attended import LOCK
 from penstock.pipeline.runtime.ownership import new_token
 
 PIDS = "workers.json"
-LOCK = "launcher.lock"
 STOP_LIMIT_S = 30.0
 """A worker that has not ended this long after SIGTERM is killed."""
 

@@ -31,6 +31,10 @@ from penstock.pipeline.runtime.roles import HELPERS, ROLES
 LEFT_LIMIT_S = 10.0
 """A worker may end this long before the launcher reads that the run is closed."""
 LOOK_EVERY_S = 0.25
+LONGEST_STOP = 4
+"""Times the limit of a stop that workers of a role may take while they report something new: a step, then its checkpoint."""
+IDLE = ("waiting", "done")
+"""How reports begin that say nothing about a stop."""
 
 Say = Callable[[str], None]
 
@@ -83,14 +87,15 @@ class Supervisor:
             status = worker.status
             if status is None or worker.given_up:
                 continue
-            if over and worker.role not in HELPERS:
+            helps = worker.role in HELPERS or (over and worker.role == "rollout" and self.config.lends_engine)
+            if over and not helps:
                 worker.dead = False  # its remaining work is done
                 continue
             if status == ENDED:
                 failure = None if over else self._left(worker, now_s=now_s)
             else:
                 failure = self._died(worker, status, now_s=now_s, moved=moved, reachable=reachable)
-            if failure is not None and (worker.role not in HELPERS or status == BROKEN):
+            if failure is not None and (not helps or status == BROKEN):
                 return failure
             if failure is not None:
                 worker.given_up, worker.dead = True, False
@@ -120,10 +125,10 @@ class Supervisor:
         return states
 
     def stop(self, *, limit_s: float = STOP_LIMIT_S, look: Callable[[], Mapping[str, str]] = dict) -> None:
-        """End the running workers role by role, in the table's order; kill those that take longer than `limit_s`.
+        """End the running workers role by role, in the table's order; kill those that report nothing new for `limit_s`.
 
-        `look` returns worker name -> reported activity, which is printed for those that do not end at once. When this call is
-        interrupted, every worker is killed.
+        `look` returns worker name -> reported activity, which is printed where it is more than waiting. No role takes longer than
+        `LONGEST_STOP` times the limit. When this call is interrupted, every worker is killed.
         """
         try:
             for role in ROLES:
@@ -140,12 +145,12 @@ class Supervisor:
 
     def _await(self, running: list[Worker], *, limit_s: float, look: Callable[[], Mapping[str, str]]) -> None:
         reported: dict[str, str] = {}
-        began = time.monotonic()
+        began = news = time.monotonic()
         while left := [worker for worker in running if worker.status is None]:
-            passed_s = time.monotonic() - began
-            if passed_s >= limit_s:
+            now = time.monotonic()
+            if now - news >= limit_s or now - began >= LONGEST_STOP * limit_s:
                 for worker in left:
-                    self.say(f"{worker.name} did not end within {limit_s:g} s and was killed")
+                    self.say(f"{worker.name} had not ended after {now - began:.0f} s and was killed")
                     worker.signal(signal.SIGKILL, group=True)
                     worker.wait()
                 return
@@ -155,8 +160,10 @@ class Supervisor:
             for worker in left:
                 work = doing.get(worker.name)
                 if worker.status is None and work is not None and reported.get(worker.name) != work:
+                    news = time.monotonic() if worker.name in reported else news
                     reported[worker.name] = work
-                    self.say(f"{worker.name} finishes: {work} (killed in {limit_s - passed_s:.0f} s at the latest)")
+                    if not work.startswith(IDLE):
+                        self.say(f"{worker.name}: {work}")
 
     @property
     def _rules(self) -> Rules:

@@ -64,7 +64,7 @@ class RunWriter:
         session = self.session
         self.checkpoints = Checkpointer(session, self.write)
         count = session.log.partitions(session.topic("weights")) or 2
-        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count)
+        self._publisher = WeightPublisher(session.log, session.run, session.config.weights, count, say=session.reporter.say)
         self._gaps = ChunkGaps(session)
         self._gaps.skip(self.state.manifests.values())
 
@@ -226,7 +226,9 @@ class RunWriter:
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
         """Send a published version whole; a manifest with the same digest says where its chunks are now."""
-        publication = self._publisher.begin(content, version=published.version, step=published.step, manifests={}, whole=True)
+        publication = self._publisher.begin(
+            content, version=published.version, step=published.step, manifests=self.state.manifests, whole=True
+        )
         manifest = self._publisher.finish(publication)
         assert manifest.digest == published.digest, f"version {manifest.version} is sent again with another digest"
         self._gaps.read_to(weights.chunk_places(manifest))

@@ -5,14 +5,17 @@ The rule: one version at a time. Its chunks are sent by the thread; what commits
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.infra.errors import LogError, LogUnreachable
 from penstock.infra.log import Log, Producer
+from penstock.infra.tensors.machine_memory import is_supported
+from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.config.schema import WeightsSection
 from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.runtime.weights.direct import Outlet
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics import weights
@@ -33,6 +36,8 @@ class Publication:
     started: float = field(default_factory=time.monotonic)
     manifest: Manifest | None = None
     """What is to be committed, once all chunks are acknowledged."""
+    shown: Sequence[TensorBytes] | None = None
+    """The tensors where this machine's workers see them, if they do."""
     failure: BaseException | None = None
     thread: threading.Thread | None = None
 
@@ -53,13 +58,18 @@ class WeightPublisher:
     """Partitions of `weights`."""
     base: Base | None = None
     """The newest version; without it the next one is sent whole."""
+    say: Callable[[str], None] = lambda _: None
+    """Gets a line where weights cannot be handed to this machine's workers."""
     _producer: Producer | None = None
+    _outlet: Outlet | None = None
+    """Where this machine's workers see the newest version, under `transport = "ipc"`."""
 
     def begin(self, content: Weights, *, version: int, step: int, manifests: Mapping[int, Manifest], whole: bool = False) -> Publication:
         """Start to send a version, whose tensors are copied already."""
         base = None if whole or not self._may_be_delta(manifests) else self.base
         publication = Publication(content, version, step, base)
-        publication.thread = threading.Thread(target=self._send, args=(publication,), daemon=True, name="publish")
+        origin = manifests.get(0)
+        publication.thread = threading.Thread(target=self._send, args=(publication, origin), daemon=True, name="publish")
         publication.thread.start()
         return publication
 
@@ -74,8 +84,8 @@ class WeightPublisher:
 
     def committed(self, publication: Publication) -> None:
         """Compare the next version with this one."""
-        ordered = sorted(publication.content.tensors, key=lambda tensor: tensor.name)
-        self.base = Base(version=publication.version, tensors=ordered)
+        tensors = publication.content.tensors if publication.shown is None else publication.shown
+        self.base = Base(version=publication.version, tensors=sorted(tensors, key=lambda tensor: tensor.name))
 
     def read_back(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
         """Read a published version, to compare the next one with it; returns why that is not possible. Raises `LogUnreachable`."""
@@ -86,7 +96,8 @@ class WeightPublisher:
             raise
         except LogError as error:
             return error
-        self.base = Base(version=version, tensors=copy.tensors())
+        shown = self._show(copy.tensors(), manifests[version], manifests.get(0))
+        self.base = Base(version=version, tensors=copy.tensors() if shown is None else shown)
         return None
 
     def look_through(self, manifests: Mapping[int, Manifest], version: int) -> LogError | None:
@@ -105,9 +116,11 @@ class WeightPublisher:
         return None
 
     def close(self) -> None:
-        """Close the producer."""
+        """Close the producer, and what this machine's workers see."""
         if self._producer is not None:
             self._producer.close()
+        if self._outlet is not None:
+            self._outlet.close()
 
     def _may_be_delta(self, manifests: Mapping[int, Manifest]) -> bool:
         """Whether whoever joins after the next version has not too much to read, if that is a delta."""
@@ -116,11 +129,26 @@ class WeightPublisher:
         anchor, *deltas = weights.chain(manifests, self.base.version)
         return len(deltas) + 1 < self.chosen.anchor_every and sum(delta.nbytes for delta in deltas) < anchor.nbytes
 
-    def _send(self, publication: Publication) -> None:
+    def _show(self, tensors: Sequence[TensorBytes], manifest: Manifest, origin: Manifest | None) -> Sequence[TensorBytes] | None:
+        """Let this machine's workers see a version whose chunks are sent; returns its tensors where they lie then."""
+        if self.chosen.transport != "ipc" or origin is None:
+            return None
+        if self._outlet is None:
+            if not is_supported():
+                self.say('weights.transport = "ipc" needs Linux with /proc and memfd: all workers read the log')
+                return None
+            self._outlet = Outlet(self.run, origin, say=self.say)
+        try:
+            return self._outlet.put(tensors, version=manifest.version, digest=manifest.digest)
+        except LogError as error:
+            self.say(f"version {manifest.version} is not handed to this machine's workers, who read the log: {error}")
+            return None
+
+    def _send(self, publication: Publication, origin: Manifest | None) -> None:
         try:
             if self._producer is None:
                 self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
-            publication.manifest = send_version(
+            manifest = send_version(
                 self._producer,
                 publication.content.tensors,
                 run=self.run,
@@ -131,5 +159,7 @@ class WeightPublisher:
                 digest=lambda: publication.content.digest,
                 base=publication.base,
             )
+            publication.shown = self._show(publication.content.tensors, manifest, origin or (manifest if not manifest.version else None))
+            publication.manifest = manifest
         except BaseException as error:  # this thread's edge: its owner raises it again
             publication.failure = error

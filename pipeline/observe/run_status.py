@@ -5,6 +5,7 @@ The rule: pure functions of a `RunView`; the ledger is believed before the run's
 
 import json
 import math
+from collections import Counter
 from typing import Any
 
 from penstock.pipeline.observe.run_view import RunView
@@ -64,7 +65,7 @@ def last_reward(view: RunView) -> float | None:
 
     Where none is so new, as all of a short run may be older under a lag, it is that of the newest version with any.
     """
-    versions, steps, per_version = sorted(view.rewards), len(view.steps), steps_per_version(view)
+    versions, steps, per_version = sorted(view.rewards), view.steps_done, steps_per_version(view)
     late = [version for version in versions if (version + 1) * per_version > steps - tenth(steps)] or versions[-1:]
     return together(view.rewards[version] for version in late).mean
 
@@ -79,14 +80,21 @@ def tenth(steps: int) -> int:
 
 
 def fates(view: RunView) -> dict[int, str]:
-    """Group -> fate, for every admitted or trained group."""
-    return groups.fates(
+    """Group -> fate, for every admitted or trained group of which the view does not only know the number."""
+    found = groups.fates(
         view.admitted,
         {group: outcome.outcome for group, outcome in view.groups.items()},
         trained=(group for step in view.steps.values() for group in step.groups),
         stale=view.stale,
         ended=has_ended(view),
+        since=view.past.below,
     )
+    return {group: fate for group, fate in found.items() if group not in view.past.settled} if view.past.fates else found
+
+
+def fate_counts(view: RunView) -> Counter[str]:
+    """How many groups have which fate."""
+    return Counter(fates(view).values()) + view.past.fates
 
 
 def _about(view: RunView, part: str) -> dict[str, Any]:

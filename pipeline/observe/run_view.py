@@ -1,18 +1,20 @@
 """What a run's topics say about it, folded record by record: one state for the report, the live view, `status` and the tracker.
 
 The rule: `RunView.fold` is a pure function of the records, in any interleaving of topics; it looks at no clock and at nothing but the log.
+A view that is asked to `forget` holds what goes on and the newest of what has ended, and of the rest numbers.
 """
 
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from penstock.infra.log import Log
-from penstock.pipeline.observe.run_view_types import GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
+from penstock.infra.log import Log, Partition
+from penstock.pipeline.observe.run_view_types import Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
 from penstock.pipeline.runtime.topic_reader import Place, RunReader, place_of, scan
 from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.pipeline.scheduling.rules import DROPPED
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.dead_letters import DeadLetter
@@ -28,8 +30,8 @@ SCORED = frozenset({"scored", "filtered"})
 DECODED = frozenset({"ledger", "metrics"})
 """Topics whose payloads are looked at here; of the others the headers say enough."""
 TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("run", "weights", "dead-letters")))
-RECENT_GROUPS = 1024
-"""Groups at most whose rewards are kept for a moving mean."""
+KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
+"""How many of the newest a view keeps that forgets; as many again may come before it does."""
 WORK = ("samples", "calls", "groups", "admitted", "step")
 """Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
 
@@ -50,7 +52,7 @@ class RunView:
     rebased: list[Entry] = field(default_factory=list)
     """Where repeated steps gave other bits, or the arithmetic had changed, and the run went on."""
     stale: set[int] = field(default_factory=set)
-    admitted: set[int] = field(default_factory=set)
+    admitted: IdSet = field(default_factory=IdSet)
     repeated: int = 0
     """Prompts that were asked once more, as their first group was abandoned."""
     open: dict[int, Opened] = field(default_factory=dict)
@@ -73,19 +75,23 @@ class RunView:
     """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
     worked: WorkingTime = field(default_factory=WorkingTime)
     """When something was written."""
-    _killers: set[Place] = field(default_factory=set)
+    past: Ended = field(default_factory=Ended)
+    """What was forgotten."""
+    killers: set[Place] = field(default_factory=set)
     """Places of records whose readers have died of decoding them."""
     _made: RunRecord | None = None
     """What the run's own topic says of it, which counts where the shared register says otherwise."""
-    _last_seq: int = -1
-    _measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
+    last_seq: int = -1
+    """Of the ledger's entries."""
+    measured: dict[tuple[str, str], IdSet] = field(default_factory=dict)
+    """Worker and incarnation -> numbers of its measurements."""
 
     def fold(self, record: Record) -> Folded | None:
         """Take in a record and give what it holds; None for a duplicate and for what is not about this run.
 
         Raises `Unusable`, and is unchanged then.
         """
-        if self._killers and place_of(record) in self._killers:
+        if self.killers and place_of(record) in self.killers:
             return None
         if record.topic == RUNS_TOPIC:
             return self._fold_run(record)
@@ -118,9 +124,9 @@ class RunView:
 
     def _fold_ledger(self, record: Record) -> Entry | None:
         _, entry = ledger.read(record, run=self.run)
-        if not ledger.continues(entry, after=self._last_seq):
+        if not ledger.continues(entry, after=self.last_seq):
             return None
-        self._last_seq = entry.seq
+        self.last_seq = entry.seq
         self.worked.add(entry.time_ns / 1e9)
         if entry.kind == "run-opened":
             self.opened = self.opened or entry
@@ -140,7 +146,7 @@ class RunView:
 
     def _fold_metrics(self, record: Record) -> Measurement | None:
         _, measurement = metrics.read(record, run=self.run)
-        numbers = self._measured.setdefault((measurement.worker, measurement.incarnation), IdSet())
+        numbers = self.measured.setdefault((measurement.worker, measurement.incarnation), IdSet())
         if measurement.seq in numbers:
             return None
         numbers.add(measurement.seq)
@@ -161,7 +167,7 @@ class RunView:
             return headers
         assert headers.group is not None
         assert headers.outcome is not None
-        if headers.group in self.groups:
+        if headers.group in self.groups or headers.group in self.past.groups:
             return None
         outcome = GroupFacts(headers.outcome, headers.samples or 0, headers.tokens or 0, headers.reward_mean, headers.policy_version_min)
         self.groups[headers.group] = outcome
@@ -177,7 +183,7 @@ class RunView:
             return None
         self.admitted.add(headers.group)
         self.repeated += bool(headers.attempt)
-        if headers.group not in self.groups:
+        if headers.group not in self.groups and headers.group not in self.past.groups:
             self.open[headers.group] = Opened(record.partition, record.timestamp_ms / 1000)
         return headers
 
@@ -197,13 +203,54 @@ class RunView:
             return None
         self.dead_letters[place] = letter.kind
         if letter.kind == "killer" and letter.topic.removeprefix(f"{self.run}.") in DECODED:
-            self._killers.add(place)
+            self.killers.add(place)
         return letter
+
+    def forget(self) -> None:
+        """Let go of what has ended, but for the newest; costs next to nothing while there is little more than that."""
+        if all(len(held) < 2 * KEPT[name] for name, held in self._growing().items()):
+            return
+        past = self.past
+        for number in range(past.counted_steps, max(self.steps, default=-1) + 1):
+            for group in self.steps[number].groups if number in self.steps else ():
+                past.settle(group, "trained")
+        past.counted_steps = max(self.steps, default=-1) + 1
+        for group in self.stale:
+            past.settle(group, "stale")
+        for group, facts in self.groups.items():
+            if facts.outcome in DROPPED:
+                past.settle(group, facts.outcome)
+        for number in sorted(self.steps)[: -KEPT["steps"]]:
+            del self.steps[number]
+            past.steps += 1
+        for version in sorted(self.versions)[: -KEPT["versions"]]:
+            del self.versions[version]
+            past.versions += 1
+        for version in sorted(self.evals)[: -KEPT["evals"]]:
+            del self.evals[version]
+        ended = [group for group in self.groups if group in past.settled]
+        for group in ended[: max(0, len(self.groups) - KEPT["groups"])]:
+            past.groups.add(group)
+            past.outcomes[self.groups.pop(group).outcome] += 1
+        self.stale = {group for group in self.stale if group in self.groups or group not in past.groups}
+
+    def _growing(self) -> Mapping[str, Collection[int]]:
+        return {"steps": self.steps, "versions": self.versions, "groups": self.groups, "evals": self.evals}
 
     @property
     def progress(self) -> int:
         """Counts what moves a run on: steps, versions, outcomes of groups; a recovery repeats them and adds none."""
-        return len(self.steps) + len(self.versions) + len(self.groups)
+        return self.steps_done + len(self.versions) + self.past.versions + self.outcomes.total()
+
+    @property
+    def steps_done(self) -> int:
+        """Committed optimizer steps."""
+        return len(self.steps) + self.past.steps
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        """How many groups have which outcome."""
+        return Counter(facts.outcome for facts in self.groups.values()) + self.past.outcomes
 
     @property
     def version(self) -> int | None:
@@ -230,14 +277,24 @@ def load(log: Log, run: str, *, topics: Collection[str] = TOPICS_READ) -> RunVie
     return read_view(RunReader(log, run), topics=topics)
 
 
-def read_view(reader: RunReader, *, topics: Collection[str] = TOPICS_READ, also: Also | None = None) -> RunView:
+def read_view(
+    reader: RunReader,
+    *,
+    topics: Collection[str] = TOPICS_READ,
+    also: Also | None = None,
+    view: RunView | None = None,
+    since: Mapping[Partition, int] | None = None,
+) -> RunView:
     """Fold these topics of a run up to their ends; records nobody can use are passed over.
 
-    `also` is called with everything that was folded and its record.
+    `also` is called with everything that was folded and its record; `since` says what `view` holds already.
     """
-    view = RunView(run=reader.run)
+    view = RunView(run=reader.run) if view is None else view
     # The register first: once it says that the run has ended, the other topics are complete. Then what has killed its readers.
-    sources = [scan(reader.log, RUNS_TOPIC, f"{reader.run}.run"), *(reader.records(topic) for topic in TOPICS_READ if topic in topics)]
+    sources = [
+        scan(reader.log, RUNS_TOPIC, f"{reader.run}.run"),
+        *(reader.records(*(topic for topic in part if topic in topics), since=since) for part in (TOPICS_READ[:1], TOPICS_READ[1:])),
+    ]
     for record in itertools.chain.from_iterable(sources):
         with contextlib.suppress(Unusable):
             folded = view.fold(record)

@@ -5,11 +5,12 @@ The rule: plain values that add up; none of them knows where its records came fr
 
 import functools
 from bisect import bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.pipeline.scheduling.id_set import IdSet
 from penstock.topics.metrics import Measurement
 
 PAUSE_S = 60.0
@@ -67,6 +68,34 @@ class StepFacts(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
+class Ended:
+    """What a view has forgotten, in numbers."""
+
+    steps: int = 0
+    versions: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Of the groups that are not held any more."""
+    groups: IdSet = field(default_factory=IdSet)
+    """Those groups."""
+    fates: Counter[str] = field(default_factory=Counter)
+    """Of the settled groups, of which some are still held."""
+    settled: IdSet = field(default_factory=IdSet)
+    below: int = 0
+    """Every group with a lower number is settled."""
+    counted_steps: int = 0
+    """The groups of the steps before this one are settled."""
+
+    def settle(self, group: int, fate: str) -> None:
+        """Count how a group has ended, the first time it is said."""
+        if group in self.settled:
+            return
+        self.settled.add(group)
+        self.fates[fate] += 1
+        while self.below in self.settled:
+            self.below += 1
+
+
+@dataclass(slots=True, kw_only=True)
 class WorkerView:
     """One worker as its measurements describe it; a restarted one keeps its name and gets a new incarnation."""
 
@@ -82,7 +111,8 @@ class WorkerView:
     ended: bool = False
     incarnations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Last cumulative values of each incarnation."""
-    _recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    recent: deque[tuple[int, dict[str, float]]] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
+    """Moments and cumulative values of the last statuses."""
 
     def add(self, found: Measurement) -> None:
         """Take in a measurement; one of an earlier incarnation counts for the totals only.
@@ -96,14 +126,14 @@ class WorkerView:
                 return
             self.incarnation, self.ended = found.incarnation, False
             self.labels = {}  # the last words of the one before are not its own
-            self._recent.clear()
+            self.recent.clear()
         if _activity(found.labels) != _activity(self.labels) and "doing" in found.labels:
             self.since_ns = found.time_ns
         self.time_ns, self.values = found.time_ns, self.incarnations[found.incarnation]
         self.labels = {**self.labels, **found.labels}
         self.ended = self.ended or found.kind == "final"
         if found.kind == "status":
-            self._recent.append((found.time_ns, found.values))
+            self.recent.append((found.time_ns, found.values))
 
     def total(self, name: str) -> float:
         """A cumulative value over all incarnations."""
@@ -111,7 +141,7 @@ class WorkerView:
 
     def rate(self, name: str) -> float | None:
         """A cumulative value per second over the last few statuses, None before there are two."""
-        having = [(time_ns, values[name]) for time_ns, values in self._recent if name in values]
+        having = [(time_ns, values[name]) for time_ns, values in self.recent if name in values]
         if self.ended or len(having) < 2 or having[-1][0] <= having[0][0]:
             return None
         return (having[-1][1] - having[0][1]) / (having[-1][0] - having[0][0]) * 1e9
@@ -128,19 +158,20 @@ class WorkingTime:
     Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work.
     """
 
-    _spans: list[tuple[float, float]] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """First and last moment of each stretch, in order."""
 
     def add(self, moment_s: float) -> None:
         """Note a sign of life."""
-        place = bisect_right(self._spans, (moment_s, float("inf")))
-        if place and moment_s <= self._spans[place - 1][1]:
+        place = bisect_right(self.spans, (moment_s, float("inf")))
+        if place and moment_s <= self.spans[place - 1][1]:
             return
         low = high = moment_s
-        if place < len(self._spans) and self._spans[place][0] - moment_s <= PAUSE_S:
-            high = self._spans.pop(place)[1]
-        if place and moment_s - self._spans[place - 1][1] <= PAUSE_S:
-            low = self._spans.pop(place - 1)[0]
-        insort(self._spans, (low, high))
+        if place < len(self.spans) and self.spans[place][0] - moment_s <= PAUSE_S:
+            high = self.spans.pop(place)[1]
+        if place and moment_s - self.spans[place - 1][1] <= PAUSE_S:
+            low = self.spans.pop(place - 1)[0]
+        insort(self.spans, (low, high))
 
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
         """Seconds of work from one moment to another; None where one is not known.
@@ -150,13 +181,13 @@ class WorkingTime:
         """
         if first_s is None or last_s is None:
             return None
-        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._spans)
+        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self.spans)
 
     def until(self, now_s: float) -> float:
         """All seconds of work; up to `now_s`, if that is so soon after the last sign of life that there may still be some."""
-        last = self._spans[-1][1] if self._spans else now_s
+        last = self.spans[-1][1] if self.spans else now_s
         more = now_s - last if 0.0 < now_s - last <= PAUSE_S else 0.0
-        return sum(high - low for low, high in self._spans) + more
+        return sum(high - low for low, high in self.spans) + more
 
 
 def together(tallies: Iterable[Tally]) -> Tally:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.observe.run_status import fates, steps_planned
+from penstock.pipeline.observe.run_status import fate_counts, fates, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import WorkerView
 from penstock.pipeline.runtime.roles import HELPERS, drawing
@@ -91,16 +91,18 @@ def find(scene: Scene) -> Stuck | None:
     group = waiting_for(view)
     if group is not None:
         return _group(scene, rules, group)
-    if len(view.steps) == steps_planned(view):
+    if view.steps_done == steps_planned(view):
         return Stuck(stage="trainer", group=None, reason=f"all steps are done; {_role(scene, 'trainer')}")
-    step, unsettled = len(view.steps), sum(fate not in SETTLED for fate in fates(view).values())
+    step, unsettled = view.steps_done, sum(fate not in SETTLED for fate in fates(view).values())
     if unsettled >= _needed(view, rules):
         return Stuck(stage="trainer", group=None, reason=f"step {step} has all its groups; {_role(scene, 'trainer')}")
     for role in _drawers(view):
         if not _of(view, role):
             return Stuck(stage=role, group=None, reason=_role(scene, role))
     return Stuck(
-        stage="feeder", group=None, reason=f"step {step} waits for the prompt of group {len(fates(view))}; {_role(scene, 'feeder')}"
+        stage="feeder",
+        group=None,
+        reason=f"step {step} waits for the prompt of group {fate_counts(view).total()}; {_role(scene, 'feeder')}",
     )
 
 
@@ -108,7 +110,7 @@ def _group(scene: Scene, rules: Schedule, group: int) -> Stuck:
     """Why a group that the next step needs has no outcome."""
     view, drawn = scene.view, scene.drawn
     opened = view.open.get(group)
-    step = f"step {len(view.steps)} waits for group {group}"
+    step = f"step {view.steps_done} waits for group {group}"
     if opened is None:
         return Stuck(stage="feeder", group=group, reason=f"{step}, whose prompt is not out; {_role(scene, 'feeder')}")
     place = f"{step} (partition {opened.partition})"
@@ -165,14 +167,14 @@ def _of(view: RunView, role: str) -> list[WorkerView]:
 
 def _needed(view: RunView, rules: Schedule) -> int:
     """Groups that the next step waits for: its own, or under `starts_on = "round"` those of the round that it begins."""
-    left = max(0, (steps_planned(view) or 0) - len(view.steps)) * rules.prompts_per_step
-    begins = rules.starts_on == "round" and len(view.steps) % rules.steps_per_version == 0
+    left = max(0, (steps_planned(view) or 0) - view.steps_done) * rules.prompts_per_step
+    begins = rules.starts_on == "round" and view.steps_done % rules.steps_per_version == 0
     return min(rules.round_groups if begins else rules.prompts_per_step, left)
 
 
 def _missing_version(view: RunView, rules: Schedule) -> int | None:
     """The version that should have been published by now and is not."""
-    steps, every = len(view.steps), rules.steps_per_version
+    steps, every = view.steps_done, rules.steps_per_version
     due = versions_of(steps, steps_per_version=every) if steps == steps_planned(view) else version_after(steps, steps_per_version=every)
     newest = view.version
     return due if newest is None or newest < due else None

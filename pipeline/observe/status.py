@@ -7,11 +7,10 @@ is named only where the shares of busy time bear it out.
 import itertools
 import math
 import statistics
-from collections import Counter
 from typing import Any, NamedTuple
 
 from penstock.pipeline.observe import waste
-from penstock.pipeline.observe.run_status import closing, config_of, fates, has_ended, info_of, last_reward, status_of, steps_planned
+from penstock.pipeline.observe.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.reporting.time_uses import use_of
 from penstock.pipeline.runtime.roles import drawing
@@ -133,7 +132,7 @@ def to_go_s(view: RunView) -> float | None:
         return None
     times = sorted(later.time_s - earlier.time_s for earlier, later in itertools.pairwise(recent))
     counted = times[:-1] if len(times) > 2 else times
-    return max(0.0, statistics.fmean(counted) * (planned - len(view.steps)))
+    return max(0.0, statistics.fmean(counted) * (planned - view.steps_done))
 
 
 def silences(view: RunView, *, now_s: float) -> dict[str, float]:
@@ -150,7 +149,7 @@ def standstill_s(view: RunView, *, now_s: float) -> float | None:
 
 def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
     """The run's state and each worker's, ready for JSON."""
-    counted = Counter(fates(view).values())
+    counted = fate_counts(view)
     slowest = bottleneck(view)
     silent = silences(view, now_s=now_s)
     last = view.steps[max(view.steps)].metrics if view.steps else {}
@@ -158,7 +157,7 @@ def standing(view: RunView, *, now_s: float) -> dict[str, Any]:
         "run": view.run,
         "status": status_of(view),
         "reason": closing(view).get("reason"),
-        "steps_done": len(view.steps),
+        "steps_done": view.steps_done,
         "steps": info_of(view).get("steps"),
         "version": view.version,
         "reward": last_reward(view),

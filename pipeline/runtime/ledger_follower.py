@@ -6,10 +6,11 @@ that readers agree whatever a broker repeats or a foreign client writes.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.errors import LogError
-from penstock.infra.log import Log, Tail
+from penstock.infra.log import Log, Partition, Start, Tail
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
@@ -43,10 +44,14 @@ class LedgerState:
     def apply(self, record: Record) -> Entry | Manifest | None:
         """Apply a record of `ledger` or of partition 0 of `weights`; None when it was applied before. Raises `Unusable`."""
         if record.topic == f"{self.run}.ledger":
-            return self._apply_entry(ledger.read(record, run=self.run)[1])
+            return self.take(ledger.read(record, run=self.run)[1])
         if record.topic == f"{self.run}.weights" and record.partition == 0:
-            return self._apply_manifest(weights.read(record, run=self.run)[1])
+            return self.take(weights.read(record, run=self.run)[1])
         return None
+
+    def take(self, said: Entry | Manifest) -> Entry | Manifest | None:
+        """Apply what a record says; None when it was applied before. Raises `Unusable`."""
+        return self._apply_entry(said) if isinstance(said, Entry) else self._apply_manifest(said)
 
     def _apply_entry(self, entry: Entry) -> Entry | None:
         if not ledger.continues(entry, after=self.last_seq):
@@ -97,9 +102,10 @@ class LedgerFollower:
     Records it cannot use are left to the role that owns reading the topic.
     """
 
-    def __init__(self, log: Log, run: str, state: LedgerState | None = None) -> None:
+    def __init__(self, log: Log, run: str, state: LedgerState | None = None, starts: Mapping[Partition, Start] | None = None) -> None:
+        """`starts`: where to read on, if not from the beginning, in a state that knows what comes before."""
         self.state, self._log = state or LedgerState(run), log
-        self._tail: Tail = log.tail({(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
+        self._tail: Tail = log.tail(starts or {(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
 
     def poll(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` for new records and apply them."""

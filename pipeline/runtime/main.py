@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--run", required=True, help="run id")
     parser.add_argument("--bootstrap", required=True, help="HOST:PORT of a Kafka broker")
     parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
+    parser.add_argument("--pool", help="which of rollout.pools this rollout worker joins; that of its slot if absent")
     parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
     parser.add_argument("--health", metavar="[HOST:]PORT", help="answer /livez, /readyz and /metrics there")
     parser.add_argument("--log-json", action="store_true", help="print each line of the log as a JSON object")
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         run=chosen.run,
         bootstrap=chosen.bootstrap,
         slot=chosen.slot,
+        pool=chosen.pool,
         model=chosen.model,
         security=security,
         debug=chosen.debug,
@@ -61,6 +63,7 @@ def work(
     bootstrap: str,
     slot: int | None,
     model: str | None,
+    pool: str | None = None,
     security: Mapping[str, Any] | None = None,
     debug: bool = False,
     health: str | None = None,
@@ -80,7 +83,7 @@ def work(
         if rank:
             importlib.import_module(ROLES[role].module).follow(log, run, model=model)
             return ENDED
-        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S)
+        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S, pool=pool)
         if session is None:
             return ENDED
         session.reporter.say(f"joined run {run}")

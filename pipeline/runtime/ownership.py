@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from penstock.infra.errors import Fenced, PenstockError
 from penstock.infra.log import Log, Producer, Tail, Transactions
-from penstock.topics import owners
 from penstock.topics.catalogue import OWNERS
-from penstock.topics.owners import Owner, OwnerKind
+from penstock.topics.upkeep import owners
+from penstock.topics.upkeep.owners import Owner, OwnerKind
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 

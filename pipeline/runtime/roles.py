@@ -121,6 +121,7 @@ _TABLE = (
             "rollouts": "what exists already in partitions it takes over",
             "replies": "what is answered already in partitions it takes over",
             **_FOLLOWS,
+            "metrics": "what was evaluated before, where it lends its engine",
             **_LETTERS,
             **_JOINS,
         },
@@ -179,7 +180,7 @@ _TABLE = (
         colour="blue",
         extras=("rollout", "rewards"),
         on_sample_path=False,
-        workers=lambda config: int(bool(config.eval_sources)),
+        workers=lambda config: int(bool(config.eval_sources) and not config.lends_engine),
         gpus=lambda config: config.rollout.gpus_per_worker,
         reads={"weights": "manifests and chunks", "ledger": "the end of the run", "metrics": "what was measured before", **_JOINS},
         writes={"metrics": "accuracy by version"},
@@ -193,12 +194,12 @@ _TABLE = (
             "ledger": "steps and versions",
             "metrics": "measurements",
             "groups": "headers: rewards of all scored samples",
-            "prompts": "at the end, for the report",
+            "prompts": "headers: which groups are open",
             "rollouts": "at the end, for the report",
-            **_LETTERS,
+            "dead-letters": "how many records were set aside",
             **_JOINS,
         },
-        writes=_REPORTS,
+        writes={"state": "what the run's topics add up to", **_REPORTS},
     ),
 )
 
@@ -207,7 +208,7 @@ ROLES: Mapping[str, Role] = {role.name: role for role in _TABLE}
 
 HELPERS = tuple(role.name for role in _TABLE if not role.on_sample_path)
 
-TOPICS = (*catalogue.TOPICS, *catalogue.TURNS, catalogue.OWNERS, catalogue.RUNS_TOPIC)
+TOPICS = (*catalogue.TOPICS, *catalogue.TURNS, catalogue.OWNERS, catalogue.STATE, catalogue.RUNS_TOPIC)
 """In the order in which a sample's life passes them."""
 
 
@@ -269,7 +270,12 @@ _WRITERS = {
     "dead-letters": "who reads a topic",
     "penstock.runs": "launcher, trainer",
 }
-_READERS = {"run": "every role, once", "dead-letters": "people (penstock topics)", "penstock.runs": "every role, once"}
+_READERS = {
+    "run": "every role, once",
+    "state": "people (penstock status)",
+    "dead-letters": "people (penstock topics)",
+    "penstock.runs": "every role, once",
+}
 
 
 def _who(topic: str, names: list[str]) -> str:
@@ -284,7 +290,7 @@ def as_mermaid() -> str:
     """The DAG as a Mermaid flow chart: roles are boxes, topics are cylinders; reports of every role are left out."""
     lines = ["flowchart LR"]
     lines += [f"    {role.name}[{role.name}]" for role in ROLES.values()]
-    shown = [topic for topic in TOPICS if topic not in ("dead-letters", catalogue.OWNERS)]
+    shown = [topic for topic in TOPICS if topic not in ("dead-letters", catalogue.OWNERS, catalogue.STATE)]
     lines += [f"    {_node(topic)}[({topic})]" for topic in shown]
     for role in ROLES.values():
         # Every role reports to metrics: one arrow from each would hide the flow, the evaluator's is its result.

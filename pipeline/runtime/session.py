@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from penstock.infra.errors import PenstockError
-from penstock.infra.log import Log, Producer, Transactions
+from penstock.infra.log import Log, Member, Pools, Producer, Transactions
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
@@ -43,6 +43,8 @@ class Session:
     """Set by SIGTERM and SIGINT: finish or hand back, then end."""
     token: str = field(default_factory=new_token)
     """The process, for all others."""
+    pool: str | None = None
+    """The one of rollout.pools that this worker is in; None without pools, and in other roles."""
     watch_s: float = 0.0
     """How long a silent owner of the place that this worker takes is watched; 0 in a process that other workers share."""
     finishing: Callable[[], str] | None = None
@@ -67,9 +69,26 @@ class Session:
         """Optimizer steps of the whole run."""
         return int(self.info["steps"])
 
+    @property
+    def pools(self) -> Pools | None:
+        """Which partitions this worker and its like may own; None without pools."""
+        return None if self.pool is None else Pools(own=self.pool, by_partition=self.config.pools_by_partition)
+
     def topic(self, name: str) -> str:
         """The Kafka name of one of the run's topics."""
         return f"{self.run}.{name}"
+
+    def member(self, *topics: str, max_records: int, max_bytes: int = 64 << 20, gathers: bool = True) -> Member:
+        """Join the workers of this role, which share the partitions of these of the run's topics; `Log.member` says the rest."""
+        return self.log.member(
+            f"{self.run}.{self.role}",
+            [self.topic(name) for name in topics],
+            max_records=max_records,
+            max_bytes=max_bytes,
+            gathers=gathers,
+            session_s=self.config.kafka.session_s,
+            pools=self.pools,
+        )
 
     def transactions(self) -> Transactions:
         """Take this worker's place as the only writer under its name. Raises `Fenced` while another process is alive there."""
@@ -111,9 +130,17 @@ class Session:
 
 
 def join(
-    *, run: str, role: str, log: Log, worker: str | None, model: str | None, stop: threading.Event, watch_s: float = 0.0
+    *,
+    run: str,
+    role: str,
+    log: Log,
+    worker: str | None,
+    model: str | None,
+    stop: threading.Event,
+    watch_s: float = 0.0,
+    pool: str | None = None,
 ) -> Session | None:
-    """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited."""
+    """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited. Raises `ConfigError`."""
     said = False
     while (record := find(log, run)) is None:
         if not said:
@@ -126,6 +153,7 @@ def join(
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     token = given_token()
     name = worker or f"{role}-{socket.gethostname().split('.')[0].lower()}-{token[:6]}"  # a pid may be the same on two machines
+    pool = pool_of_worker(config, role=role, worker=name, asked=pool)
     log.wait_out(config.kafka.give_up_s, say=partial(say, run, name))  # before any client is made: it holds for those that follow
     session = Session(
         run=run,
@@ -137,11 +165,29 @@ def join(
         info=json.loads(record.info),
         stop=stop,
         token=token,
+        pool=pool,
         watch_s=watch_s,
     )
+    if pool is not None:
+        session.reporter.labels["pool"] = pool
     session.reporter.labels.update(host=socket.gethostname(), pid=str(os.getpid()), doing="starting")
     session.reporter.status(force=True)
     return session
+
+
+def pool_of_worker(config: Config, *, role: str, worker: str, asked: str | None) -> str | None:
+    """The pool that a worker is in: the one it asks for, else that of its number; None without pools. Raises `ConfigError`."""
+    names = ", ".join(config.rollout.pools)
+    if role != "rollout" or not names:
+        if asked is not None:
+            raise ConfigError(f"--pool {asked}: only rollout workers are in pools, of a run that has rollout.pools")
+        return None
+    number = worker.removeprefix(f"{role}-")
+    if asked is None and number.isdigit() and int(number) < len(config.pools):
+        return config.pools[int(number)]
+    if asked not in config.rollout.pools:
+        raise ConfigError(f"--pool: the run's rollout workers are in pools; say which one this worker joins: {names}")
+    return asked
 
 
 def stop_on_signals(stop: threading.Event) -> None:

@@ -37,6 +37,8 @@ EFFECTS_FIRST = ("metrics", "ledger", "weights", "groups", "rollouts", "prompts"
 KILLER: Final = "killer"
 """Kind of the dead letter about a record that has ended the processes which decoded it."""
 
+_ALL: Final[Mapping[Partition, int]] = {}
+
 Payload = TypeVar("Payload")
 Check = Callable[..., Headers]
 Decoder = Callable[..., tuple[Headers, Payload]]
@@ -160,12 +162,17 @@ class RunReader:
             yield Read(records=(record,), headers=headers, payload=letter, repeats=place_of(letter) in places)
             places.add(place_of(letter))
 
-    def records(self, topic: str, *, partitions: Sequence[int] | None = None) -> Iterator[Record]:
-        """The kept records of one of the run's topics as they are, in order within a partition; none of a topic that does not exist."""
-        ends = self._ends.get(topic, {})
+    def records(
+        self, *topics: str, partitions: Sequence[int] | None = None, since: Mapping[Partition, int] | None = None
+    ) -> Iterator[Record]:
+        """The kept records of the run's topics as they are, in order within a partition; none of a topic that does not exist.
+
+        `since` gives the offsets of the first ones wanted.
+        """
+        ends = {at: end for topic in topics for at, end in self._ends.get(topic, {}).items()}
         if partitions is not None:
             ends = {at: end for at, end in ends.items() if at[1] in partitions}
-        return _up_to(self.log, ends, alive=self._alive)
+        return _up_to(self.log, ends, alive=self._alive, since=since or {})
 
     @cached_property
     def poison(self) -> frozenset[Place]:
@@ -239,9 +246,9 @@ def deleted(log: Log, name: str) -> list[str]:
     return [f"{topic}/{number}: the records at offsets 0 to {begin - 1} were deleted" for (topic, number), begin in begins.items() if begin]
 
 
-def scan(log: Log, *names: str) -> Iterator[Record]:
-    """Every kept record of these Kafka topics, up to the ends they have now; none of a topic that does not exist."""
-    return _up_to(log, log.end_offsets([at for name in names for at in _partitions(log, name)]))
+def scan(log: Log, *names: str, since: Mapping[Partition, int] = _ALL) -> Iterator[Record]:
+    """Every kept record of these Kafka topics, up to the ends they have now and from `since` on; none of a topic that does not exist."""
+    return _up_to(log, log.end_offsets([at for name in names for at in _partitions(log, name)]), since=since)
 
 
 def drain(
@@ -260,8 +267,10 @@ def drain(
         behind = [at for at in behind if tail.position(at) < ends[at]]
 
 
-def _up_to(log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None) -> Iterator[Record]:
-    begins = log.begin_offsets(ends)
+def _up_to(
+    log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None, since: Mapping[Partition, int] = _ALL
+) -> Iterator[Record]:
+    begins = {at: max(begin, since.get(at, begin)) for at, begin in log.begin_offsets(ends).items()}
     starts: dict[Partition, Start] = {at: begin for at, begin in begins.items() if begin < ends[at]}
     if not starts:
         return

@@ -31,9 +31,9 @@ def fate_of(outcome: str | None, *, trained: bool, stale: bool, ended: bool) -> 
 
 
 def fates(
-    admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool
+    admitted: Container[int], outcomes: Mapping[int, str], *, trained: Iterable[int], stale: Container[int], ended: bool, since: int = 0
 ) -> dict[int, str]:
-    """Group -> fate, for every group that was admitted and every one that was trained."""
+    """Group -> fate, for every group that was admitted and every one that was trained; from `since` on."""
     members = set(trained)
-    groups = [*(numbers := admitted_groups(admitted)), *sorted(members.difference(numbers))]
+    groups = [*(numbers := admitted_groups(admitted, since=since)), *sorted(members.difference(numbers))]
     return {group: fate_of(outcomes.get(group), trained=group in members, stale=group in stale, ended=ended) for group in groups}

@@ -1,11 +1,14 @@
 """Sets of group numbers: a run has millions of groups.
 
-The rule: a bit for each number, in pages that exist where a number does, so that one far beyond all others costs a page and no more.
+The rule: a bit for each number, in pages that exist where a number does and are let go once all of it and all before are in, so that
+numbers given out in order take next to no memory, and one far beyond all others costs a page and no more.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PAGE_BITS = 1 << 12
+_FULL = bytearray(b"\xff" * (PAGE_BITS // 8))
 
 
 @dataclass(slots=True)
@@ -18,15 +21,50 @@ class IdSet:
         7 in ids  # -> True
     """
 
+    _full: int = 0
+    """So many pages from 0 on are full."""
     _pages: dict[int, bytearray] = field(default_factory=dict)
+    _count: int = 0
 
     def add(self, number: int) -> None:
         """Put a number in."""
         page, bit = divmod(number, PAGE_BITS)
-        if page not in self._pages:
-            self._pages[page] = bytearray(PAGE_BITS // 8)
-        self._pages[page][bit >> 3] |= 1 << (bit & 7)
+        if 0 <= page < self._full:
+            return
+        bits = self._pages.get(page)
+        if bits is None:
+            bits = self._pages[page] = bytearray(PAGE_BITS // 8)
+        before = bits[bit >> 3]
+        bits[bit >> 3] = after = before | 1 << (bit & 7)
+        self._count += before != after
+        if after == 0xFF and before != after and page == self._full:
+            self._let_go()
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
         page, bit = divmod(number, PAGE_BITS)
-        return page in self._pages and bool(self._pages[page][bit >> 3] >> (bit & 7) & 1)
+        return 0 <= page < self._full or (page in self._pages and bool(self._pages[page][bit >> 3] >> (bit & 7) & 1))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def as_json(self) -> dict[str, object]:
+        """The set as plain data."""
+        return {"full": self._full, "count": self._count, "pages": {str(page): bits.hex() for page, bits in self._pages.items()}}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, object]) -> "IdSet":
+        """The set that `as_json` gave. Raises `KeyError`, `TypeError`, `ValueError`."""
+        full, count, pages = plain["full"], plain["count"], plain["pages"]
+        if not isinstance(full, int) or not isinstance(count, int) or not isinstance(pages, Mapping):
+            raise TypeError("no set of numbers")
+        made = cls(full, {int(page): bytearray.fromhex(bits) for page, bits in pages.items()}, count)
+        if any(len(bits) != PAGE_BITS // 8 for bits in made._pages.values()):
+            raise ValueError("a page of another length")
+        return made
+
+    def _let_go(self) -> None:
+        while self._pages.get(self._full) == _FULL:
+            del self._pages[self._full]
+            self._full += 1

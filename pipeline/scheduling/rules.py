@@ -56,16 +56,18 @@ def admission_limit(schedule: Schedule, *, newest_version: int, dropped: int, st
     return min(window, steps * schedule.prompts_per_step) + dropped
 
 
-def admitted_groups(numbers: Container[int]) -> range:
+def admitted_groups(numbers: Container[int], *, since: int = 0) -> range:
     """The groups that were admitted, from the numbers that `prompts` names: the feeder leaves no gap, so what lies beyond one is not ours.
+
+    Those from `since` on, where the ones before are known.
 
     Example:
         admitted_groups({0, 1, 2, 900})  # -> range(0, 3)
     """
-    count = 0
+    count = since
     while count in numbers:
         count += 1
-    return range(count)
+    return range(since, count)
 
 
 def slot_of(*, admitted: int, dropped: int) -> int:

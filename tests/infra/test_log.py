@@ -7,7 +7,7 @@ import pytest
 
 from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Committed, Log, Revoked
+from penstock.infra.log import Committed, Log, Pools, Revoked
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing
@@ -455,3 +455,31 @@ def test_costs_are_seconds_of_cpu_by_kind(log: Log, run_id: str) -> None:
     assert set(costs) == {"send_s", "poll_s", "io_s"}
     assert all(0.0 <= seconds < 60.0 for seconds in costs.values())
     assert isinstance(log, MemoryLog) or min(costs.values()) > 0.0
+
+
+def test_members_own_the_partitions_of_their_pool_and_of_those_that_fall_back_on_it(log: Log, run_id: str) -> None:
+    a, b = make_topics(log, run_id, "a", "b")
+    orders = (("big", "small"), ("big", "small"), ("small",), ("small",))
+
+    def join(pool: str) -> Heard:
+        return Heard(log.member(f"{run_id}.group", [a, b], pools=Pools(own=pool, by_partition=orders)))
+
+    def both(*numbers: int) -> set[tuple[str, int]]:
+        return {(topic, number) for topic in (a, b) for number in numbers}
+
+    small = join("small")
+    listen(small, until=lambda: small.owned == both(0, 1, 2, 3))
+    big = join("big")
+    listen(big, small, until=lambda: big.owned == both(0, 1) and small.owned == both(2, 3))
+    second = join("big")
+    listen(
+        big, small, second, until=lambda: big.owned | second.owned == both(0, 1) and len(second.owned) == 2 and small.owned == both(2, 3)
+    )
+    small.member.close()
+    write(log, a, [b"nobody's"], partition=3)
+    write(log, a, [b"big's"], partition=0)
+    heard = (big, second)
+    listen(*heard, until=lambda: any(one.records for one in heard) and big.owned | second.owned == both(0, 1))
+    assert [record.value for one in heard for record in one.records] == [b"big's"]
+    for one in heard:
+        one.member.close()

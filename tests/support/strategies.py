@@ -8,6 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.turns import calls, replies
+from penstock.topics.upkeep import state
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 COUNT = st.integers(0, 2**63 - 1)
@@ -356,5 +357,6 @@ EXAMPLES = {
     "ledger": an_entry(),
     "metrics": a_measurement(),
     "dead-letters": a_dead_letter(),
+    "state": state.State(worker="tracker", positions='{"ledger/0": 3}', view="{}"),
     "runs": runs.RunRecord(run="r", status="running", config="{}", info="{}", created_ns=1, updated_ns=2),
 }

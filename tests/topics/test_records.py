@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.samples import Turn, reward_of
 from penstock.topics.turns import calls, replies
+from penstock.topics.upkeep import state
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
@@ -27,6 +28,7 @@ MODULES = {
     "metrics": metrics,
     "dead-letters": dead_letters,
     "runs": runs,
+    "state": state,
 }
 NAMES = sorted(MODULES)
 
@@ -88,6 +90,7 @@ LIES = [
     ("metrics", {"outcome": "final"}),
     ("dead-letters", {"outcome": "mismatch"}),
     ("runs", {"outcome": "failed"}),
+    ("state", {"worker": "feeder"}),
 ]
 
 
@@ -328,6 +331,16 @@ def test_a_group_whose_headers_contradict_it_is_a_mismatch():
     with pytest.raises(Unusable, match="part 1 of 1") as error:
         groups.check(record_of(replace(headers, part=1), value), run="r")
     assert error.value.kind == "bad-header"
+
+
+@pytest.mark.parametrize("rewards", [(math.inf, -math.inf), (0.0, math.inf), (math.nan, 1.0)])
+def test_a_group_with_a_reward_that_is_not_finite_is_refused_by_whoever_reads_it(rewards):
+    sound = a_group()
+    (headers, _), *_ = groups.encode_parts(sound, run="r", worker="scorer-0")
+    samples = tuple(replace(sample, reward=reward) for sample, reward in zip(sound.samples, rewards, strict=False))
+    value = groups.encode(replace(sound, samples=samples))
+    with pytest.raises(Unusable, match=r"the reward of a sample is (-?inf|nan), which is not finite"):
+        groups.read(record_of(replace(headers, sha256=groups.digest([value])), value), run="r")
 
 
 def test_a_sample_of_another_group_is_not_written():

@@ -26,9 +26,10 @@ EVAL = {"source": "tiny:successor", "size": 16, "limit": 4, "every": 1, "patienc
 
 @pytest.fixture(scope="module")
 def topics(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], set[str]]]:
-    """Role -> the topics that it read and wrote, in one run over completions and one whose turns travel through the log."""
+    """Role -> the topics that it read and wrote, in a run that lends an engine and in one whose turns travel through the log."""
     directory = tmp_path_factory.mktemp("roles")
-    plain = config_of(tiny_model, directory, run={"steps": 2, "seed": 7}, rollout={"workers": 1}, eval=EVAL)
+    lent = {**EVAL, "engine": "rollout"}
+    plain = config_of(tiny_model, directory, run={"steps": 2, "seed": 7}, rollout={"workers": 1}, eval=lent)
     turns = counting_run(tiny_model, directory, run={"steps": 1}, environment={"carrier": "log"}, eval=EVAL)
     found: dict[str, tuple[set[str], set[str]]] = {role: (set(), set()) for role in ROLES}
     for run, config in (("roles", plain), ("turns", turns)):

@@ -102,7 +102,7 @@ class EnvironmentWorker(GroupWorker):
     @classmethod
     def join(cls, session: Session) -> "EnvironmentWorker":
         """Join the run's environment workers."""
-        config, topics = session.config, [session.topic("prompts"), session.topic("replies")]
+        config = session.config
         tasks = GroupTasks(session.schedule.oversample)
 
         def placed(group: int) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class EnvironmentWorker(GroupWorker):
             replay=config.environment.resume == "replay", placed=placed,
         )  # fmt: skip
         engine: TrajectoryEngine = play_on(asking, config, say=session.reporter.say)
-        member = session.log.member(f"{session.run}.{session.role}", topics, max_records=2048, max_bytes=64 * 2**20, gathers=False)
+        member = session.member("prompts", "replies", max_records=2048, gathers=False)
         weights = VersionWatch(session.log, session.run, say=session.reporter.say)
         published = PublishedSamples(session.log, session.run)
         return cls(session, engine, weights, WakingMember(member, engine.wake), published, tasks, asking=asking)

@@ -3,243 +3,35 @@
 The rule: it reads the same weights as every worker and never delays training; to end a run early it can only ask.
 """
 
-import json
 import os
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.errors import RecordMissing
-from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.pipeline.config.load import ConfigError
-from penstock.pipeline.config.run_config import source_name
-from penstock.pipeline.envs.datasets.configured import open_eval_data
-from penstock.pipeline.envs.reward_child import payload, reward_pool
-from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import Score, episodes_of
-from penstock.pipeline.envs.tokenization import Decoder, Renderer
-from penstock.pipeline.runtime.drawing.sampling import episode_request
+from penstock.pipeline.runtime.drawing.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.factories import make_engine
-from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.weights.read import fetch
-from penstock.topics import metrics
-from penstock.topics.samples import cause_of
-from penstock.topics.wire.errors import Unusable
-from penstock.workers.evaluator.accuracy import EarlyStopping, due, summary
-
-READ_LIMIT_S = 120.0
-EXAMPLES = 3
-"""The first held-out prompts, whose greedy completions of every evaluated version stand in the log."""
-SEED_OFFSET = 1_000_003
-"""Makes the evaluator's random numbers differ from the rollout workers', which use run.seed with the same group numbers."""
 
 
 def main(session: Session) -> None:
     """Evaluate versions until the run is closed and its last version is evaluated."""
     os.nice(5)  # on a busy machine rollouts and training come first
-    held = session.config.eval
     if not session.config.eval_sources:
         raise ConfigError("this run has no eval.source, so there is nothing to evaluate")
+    if session.config.lends_engine:
+        raise ConfigError('this run has nothing for an evaluator: with eval.engine = "rollout" a rollout worker evaluates')
     session.reporter.doing("loading the model", now=True)
-    evaluator = Evaluator.open(session)
-    follower = LedgerFollower(session.log, session.run)
-    stopping = EarlyStopping(held.target, held.patience)
-    done = evaluated(session, stopping)
+    engine = make_engine(session.config)
+    evaluations = Evaluations.open(session, engine, meanwhile=session.reporter.status)
     session.finishing = lambda: "drops the evaluation under way, which is made again when the run is resumed (a few s)"
     session.reporter.ready()
     while not session.stop.is_set():
-        follower.poll(0.2)
-        state, closed = follower.state, follower.state.closed is not None
-        version = due(newest=state.newest_version, last=int(session.info["versions"]), every=held.every, done=done, closed=closed)
+        evaluations.follower.poll(0.2)
         session.reporter.status()
-        if version is None:
-            if closed:
-                break
-            session.reporter.doing("waiting for a version to evaluate")
-            continue
-        done.add(version)
-        session.reporter.doing(f"evaluating version {version}", now=True)
-        try:
-            values = evaluator.evaluate(version, state)
-        except RecordMissing as error:
-            session.reporter.say(f"version {version} is not evaluated, its weights were deleted (weights.keep): {error}")
-            continue
-        if values is None:
+        version = evaluations.due
+        if version is not None:
+            evaluations.make(version)
+        elif evaluations.closed:
             break
-        reason = stopping.note(version=version, accuracy=values.get("greedy_accuracy"))
-        labels = {"source": ", ".join(session.config.eval_sources)} | ({"ask": "stop", "reason": reason} if reason else {})
-        labels["examples"] = json.dumps(evaluator.examples)
-        values["best_version"] = float(stopping.best_version or 0)
-        session.reporter.send(kind="eval", values=values, labels=labels, version=version)
-    evaluator.close()
-    follower.close()
-
-
-def evaluated(session: Session, stopping: EarlyStopping) -> set[int]:
-    """The versions that an earlier evaluator has evaluated; each counts once for early stopping."""
-    tail = session.log.tail({(session.topic("metrics"), 0): "earliest"})
-    done = set[int]()
-    for record in tail.read_to_end(READ_LIMIT_S):
-        try:
-            measurement = metrics.read(record, run=session.run)[1]
-        except Unusable:
-            continue  # the tracker sets aside unusable records of `metrics`
-        version = measurement.version
-        if measurement.kind == "eval" and version is not None and version not in done:
-            done.add(version)
-            stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
-    tail.close()
-    return done
-
-
-@dataclass(slots=True)
-class Evaluator:
-    """An engine, the held-out prompts and the reward functions."""
-
-    session: Session
-    engine: Engine
-    pool: ChildPool[int]
-    decoder: Decoder
-    rows: list[tuple[Any, Any]]
-    """(data row, its text and token ids), one per held-out prompt."""
-    sources: list[str]
-    """The name of each row's source."""
-    renderer: Renderer
-    faults: FaultCount
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    """Prompt, greedy completion and reward of the first held-out prompts under the newest evaluated version."""
-
-    @classmethod
-    def open(cls, session: Session) -> "Evaluator":
-        """Load the model and render the held-out prompts."""
-        config = session.config
-        held = [(name, row) for name, dataset in open_eval_data(config).items() for row in map(dataset.__getitem__, range(len(dataset)))]
-        renderer = Renderer.of(config)
-        rows = [(row, renderer.render(row)) for _, row in held]
-        reward = config.eval_reward
-        longest = config.max_drawn_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
-        pool: ChildPool[int] = reward_pool(reward, max_steps=session.info["steps"], max_completion_length=longest)
-        names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
-        return cls(session, make_engine(config), pool, Decoder(config.model.path), rows, names, renderer, faults)
-
-    def evaluate(self, version: int, state: LedgerState) -> dict[str, float] | None:
-        """What `measures` gives of one version; None when the worker was stopped meanwhile."""
-        session, held, sampling = self.session, self.session.config.eval, self.session.config.sampling
-        started = time.monotonic()
-        self.engine.load_weights(version, fetch(session.log, state.manifests, version, run=session.run))
-        longest, stop_ids = held.max_new_tokens or sampling.max_new_tokens, tuple(session.info["digests"]["stop_ids"])
-        scores: dict[bool, dict[int, Score]] = {}
-        turns, shown = list[int](), dict[int, str]()
-        for greedy, rows in ((True, 1), (False, held.samples)):
-            how = Sampling(
-                temperature=held.temperature, greedy=greedy, max_new_tokens=longest, stop_ids=stop_ids, stop=tuple(sampling.stop)
-            )
-            for index, completions in self._drawn([self._request(index, rows, how) for index in range(len(self.rows))]):
-                turns += [sum(turn.source == "model" for turn in getattr(completion, "turns", ())) for completion in completions]
-                self._judge(index, completions, version)
-                if greedy and index < EXAMPLES:
-                    shown[index] = self.decoder.decode(list(map(int, completions[0].token_ids)))
-            if session.stop.is_set():
-                return None
-            scores[greedy] = self._scored()
-        values = self.measures(scores[True], scores[False])
-        self.examples = [self._example(index, shown[index], scores[True].get(index)) for index in sorted(shown)]
-        if session.config.environment.source is not None:
-            values["turns_mean"] = sum(turns) / len(turns)
-        found = [f"{how} {values[key]:.3f}" for how in ("greedy", "sampled") if (key := f"{how}_accuracy") in values]
-        found += [f"{values['n_failed']:.0f} completions without a reward"] if values["n_failed"] else []
-        session.reporter.say(f"version {version}: {', '.join(found)}")
-        return {**values, "eval_s": time.monotonic() - started}
-
-    def _request(self, index: int, rows: int, how: Sampling) -> GroupRequest:
-        """One held-out prompt to be sampled `rows` times."""
-        row, (text, token_ids) = self.rows[index]
-        request = GroupRequest(
-            group=index, prompt_ids=token_ids, samples=tuple(range(rows)), rows=rows, seed=self.session.config.run.seed + SEED_OFFSET,
-            sampling=how,
-        )  # fmt: skip
-        if self.session.config.environment.source is None:
-            return request
-        messages = self.renderer.messages(row)
-        return episode_request(request, text=text, messages=json.dumps(messages) if messages else None, columns=row.columns)
-
-    def _example(self, index: int, completion: str, score: Score | None) -> dict[str, Any]:
-        row, (text, _) = self.rows[index]
-        asked = row.prompt if row.prompt is not None else text
-        return {"prompt": asked, "completion": completion, "reward": None if score is None else score.rewards[0]}
-
-    def _judge(self, index: int, completions: Sequence[Completion], version: int) -> None:
-        """Have the completions of one prompt scored; where an environment broke, the prompt has no reward."""
-        row, (text, _) = self.rows[index]
-        if cause := next((cause for one in completions if (cause := cause_of(getattr(one, "turns", None)))), None):
-            self.session.reporter.say(f"the environment of held-out prompt {index} is broken: {cause}")
-            return
-        token_ids = [list(map(int, completion.token_ids)) for completion in completions]
-        texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.session.schedule.steps_per_version
-        messages = row.messages if self.session.config.environment.source is None else self.renderer.messages(row)
-        self.pool.submit(
-            index,
-            payload(
-                texts, prompt=text, messages=messages, columns=row.columns, completion_ids=token_ids, step=step,
-                episodes=episodes_of(completions),
-            ),
-        )  # fmt: skip
-
-    def measures(self, greedy: Mapping[int, Score], sampled: Mapping[int, Score]) -> dict[str, float]:
-        """Accuracies, pass@k and mean rewards over all held-out prompts; of several sources also of each, as `SOURCE/NAME`.
-
-        A prompt that is not in `greedy` or `sampled` has no reward there, because a function broke.
-        """
-        config = self.session.config
-        names = [source_name(name) for name in config.eval_reward.functions]
-
-        def of(rows: Sequence[int]) -> dict[str, float]:
-            return summary(
-                greedy=[greedy.get(row) for row in rows],
-                sampled=[sampled.get(row) for row in rows],
-                samples=config.eval.samples,
-                names=names,
-                threshold=config.eval_threshold,
-            )
-
-        values, different = of(range(len(self.rows))), dict.fromkeys(self.sources)
-        for source in different if len(different) > 1 else ():
-            mine = of([row for row, name in enumerate(self.sources) if name == source])
-            values |= {f"{source}/{name}": value for name, value in mine.items()}
-        return values
-
-    def close(self) -> None:
-        """End the child processes and release the model."""
-        self.pool.close()
-        self.engine.close()
-
-    def _drawn(self, requests: Sequence[GroupRequest]) -> Iterator[tuple[int, list[Completion]]]:
-        """(group, its completions) as groups finish, as many at a time as the engine samples; ends early when the worker is stopped."""
-        left, held = deque(requests), dict[int, list[Completion]]()
-        while (left or not self.engine.idle) and not self.session.stop.is_set():
-            while left and self.engine.has_room:
-                self.engine.submit(left.popleft())
-            for completion in self.engine.step():
-                held.setdefault(completion.group, []).append(completion)
-                if len(held[completion.group]) == len(requests[completion.group].samples):
-                    yield completion.group, sorted(held.pop(completion.group), key=lambda completion: completion.sample)
-            self.session.reporter.status()
-
-    def _scored(self) -> dict[int, Score]:
-        """Prompt -> the rewards of its completions; a prompt whose reward broke is left out, and said. Raises `BrokenReward`."""
-        scores: dict[int, Score] = {}
-        while self.pool.pending:
-            for result in self.pool.poll(1.0):
-                if isinstance(result, Failed):
-                    self.session.reporter.say(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
-                    self.faults.failed(result.reason)
-                    self.faults.check()
-                else:
-                    self.faults.passed()
-                    scores[result.key] = Score.of(result.result)
-            self.session.reporter.status()
-        return scores
+        else:
+            session.reporter.doing("waiting for a version to evaluate")
+    evaluations.close()
+    engine.close()

@@ -11,6 +11,8 @@ import time
 from penstock.infra.errors import LogError
 from penstock.infra.log import Start, Tail
 from penstock.pipeline.envs.datasets.configured import Data, open_data
+from penstock.pipeline.envs.datasets.rows import Row
+from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
@@ -132,21 +134,23 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         return batch
     limit = _limit(state, session)
     while state.admitted < limit:
-        partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=state.presence.owners)
-        number = state.admitted
-        if partition is None:
-            room = f"group {number} waits for a rollout worker with room"
-            reporter.doing(room if any(state.presence.owners) else "waiting for a rollout worker")
-            return batch
-        choice = state.choices.next()
+        number, choice = state.admitted, state.choices.next()
         if choice is None:
             over = state.choices.exhausted
             reporter.doing(
                 "all prompts of the run's epochs are out" if over else f"group {number} waits for the outcome of the epoch before"
             )
             return batch
+        row = data.row(choice.turn.source, choice.turn.row)
+        pool = pool_of(row, session.config)
+        owners = _owners(state, session, pool)
+        partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=owners)
+        if partition is None:
+            worker = "a rollout worker" if pool is None else f"a rollout worker for pool {pool!r}"
+            reporter.doing(f"group {number} waits for {worker} with room" if any(owners) else f"waiting for {worker}")
+            return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
-        prompt = _prompt(session, data, renderer, choice, number=number, slot=slot)
+        prompt = _prompt(session, data, renderer, choice, row, number=number, slot=slot)
         with reporter.encoding:
             value = prompts.encode(prompt)
             headers = prompts.headers(prompt, run=session.run).encode(value)
@@ -161,10 +165,17 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
     return batch
 
 
-def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, *, number: int, slot: int) -> Prompt:
+def _owners(state: Admission, session: Session, pool: str | None) -> list[str | None]:
+    """The owner of each partition, None where there is none that reports, and where the partition is another pool's."""
+    owners = state.presence.owners
+    if pool is None:
+        return owners
+    return [owner if pools[0] == pool else None for owner, pools in zip(owners, session.config.pools_by_partition, strict=True)]
+
+
+def _prompt(session: Session, data: Data, renderer: Renderer, choice: Choice, row: Row, *, number: int, slot: int) -> Prompt:
     """Group `number`'s prompt, rendered and tokenised once."""
-    source, epoch, index = choice.turn
-    row = data.row(source, index)
+    source, epoch, _ = choice.turn
     text, token_ids = renderer.render(row)
     # A trajectory goes on from its prompt, and every turn renders the conversation: its driver needs the messages themselves.
     messages = row.messages if session.config.environment.source is None else renderer.messages(row)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.log import Assigned, Member, Producer, Records, Revoked, Tail
+from penstock.infra.log import Assigned, Producer, Tail
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import CallNote
+from penstock.pipeline.runtime.drawing.drawing_loop import DrawingLoop
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
@@ -26,77 +27,45 @@ from penstock.workers.rollout.call_tasks import CallTask, CallTasks
 
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for calls, or for the weights that they need, before it checks everything again."""
-COMMIT_EVERY_S = 0.5
-MEASURE_EVERY_S = 1.0
 READ_LIMIT_S = 120.0
 
 
 @dataclass(slots=True)
-class CallWorker:
+class CallWorker(DrawingLoop):
     """The worker's state between two turns of its loop."""
 
-    session: Session
-    engine: Engine
-    weights: WeightPrefetch
-    member: Member
     producer: Producer
     tasks: CallTasks = field(default_factory=CallTasks)
     _seen: Tail | None = None
     """Reads `replies` of the owned partitions, for what others have answered."""
     _drawn: list[tuple[CallTask, Completion]] = field(default_factory=list)
     """Turns that ended and are not sent."""
-    _settled: bool = False
-    """True while this worker knows which partitions are its own."""
     _waited_s: float = 0.0
     """In which no call was to be drawn."""
-    _committed: float = 0.0
-    _measured: float = 0.0
 
     @classmethod
     def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "CallWorker":
         """Join the run's rollout workers."""
-        topics = [session.topic("calls")]
-        member = session.log.member(f"{session.run}.{session.role}", topics, max_records=2048, max_bytes=64 * 2**20, gathers=False)
+        member = session.member("calls", max_records=2048, gathers=False)
         return cls(session, engine, weights, member, session.log.producer(linger_ms=0.0))
 
-    def run(self) -> None:
-        """Answer calls until the run is closed or the worker is asked to stop."""
-        session = self.session
-        session.finishing = lambda: f"hands its partitions back, {len(self.tasks.tasks)} calls unanswered (about 1 s)"
-        session.reporter.outage = lambda: self.member.outage_s
-        session.reporter.ready()
-        try:
-            while self.weights.state.closed is None and not session.stop.is_set():
-                self.turn()
-            self._publish()
-            self.producer.flush(10.0)
-            self._acknowledge()
-            self._commit()
-            self._measure()
-            session.reporter.labels["calls"] = ""
-        finally:
-            self.close()
-            self.weights.close()
-            self.engine.close()
-
     def turn(self) -> None:
-        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
-        self.weights.check()
+        """As every drawing worker's, once it is known that no reply failed to be sent."""
         self.producer.check()
-        self._take(0.0)
-        self._publish()
-        self._refresh()
-        self._start()
-        if self.engine.idle:
-            self._wait()
-        else:
-            self._decode()
+        DrawingLoop.turn(self)
+
+    def hand_back(self) -> None:
+        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
+        self._publish_drawn()
+        self.producer.flush(10.0)
         self._acknowledge()
-        if time.monotonic() - self._committed > COMMIT_EVERY_S:
-            self._commit()
-        if time.monotonic() - self._measured > MEASURE_EVERY_S:
-            self._measure()
-        self.session.reporter.status()
+        self._commit()
+        self._measure()
+        self.session.reporter.labels["calls"] = ""
+
+    def finishing(self) -> str:
+        """What is still done after a request to stop."""
+        return f"hands its partitions back, {len(self.tasks.tasks)} calls unanswered (about 1 s)"
 
     def close(self) -> None:
         """Leave the other rollout workers."""
@@ -104,18 +73,6 @@ class CallWorker:
         self.producer.close()
         if self._seen is not None:
             self._seen.close()
-
-    def _take(self, wait_s: float) -> None:
-        for event in self.member.take(wait_s):
-            match event:
-                case Assigned():
-                    self._assigned(event)
-                case Revoked():
-                    self.tasks.revoke()
-                    self._settled = False
-                case Records():
-                    for record in event.records:
-                        self._received(record)
 
     def _assigned(self, event: Assigned) -> None:
         """Drop what others own now, and learn from `replies` which calls of the own partitions are answered already."""
@@ -153,6 +110,9 @@ class CallWorker:
             del self.tasks.drawing[task.number]
         self._drawn = [(other, completion) for other, completion in self._drawn if other is not task]
 
+    def _revoke(self) -> None:
+        self.tasks.revoke()
+
     def _received(self, record: Record) -> None:
         self.tasks.passes(record.partition, record.offset)
         try:
@@ -172,18 +132,14 @@ class CallWorker:
             self._load()
         if schedule.stale_in_hand == "abort":
             for held in self.engine.in_hand():
-                if held.oldest_version is not None and self._hopeless(held.oldest_version):
+                if held.oldest_version is not None and self._already_stale(held.oldest_version):
                     self._ended(self.engine.abort(held.group))
                     self.session.reporter.add("aborted_calls")
-
-    def _hopeless(self, version: int) -> bool:
-        newest = self.weights.state.newest_version
-        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=self.session.schedule.max_lag)
 
     def _start(self) -> None:
         """Give the engine the calls that it has room for, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version
-        if not self.engine.has_room or not self.tasks.tasks or self._hopeless(max(self.engine.version, newest)):
+        if not self.engine.has_room or not self.tasks.tasks or self._already_stale(max(self.engine.version, newest)):
             return
         waiting = self.tasks.waiting()
         if any(task.inherited for task in waiting):  # an earlier owner may have answered after the partition was assigned
@@ -218,19 +174,6 @@ class CallWorker:
             stream=call.stream,
         )  # fmt: skip
 
-    def _load(self) -> bool:
-        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
-        with self.weights.taken() as (version, tensors):
-            if version <= self.engine.version:
-                return False
-            started = time.monotonic()
-            if self.engine.idle:
-                self.session.reporter.doing(f"loading version {version}")
-            self.engine.load_weights(version, tensors)
-        self.session.reporter.add("load_s", time.monotonic() - started)
-        self.session.reporter.values["version"] = version
-        return True
-
     def _wait(self) -> None:
         """Nothing can be drawn: wait for what is missing, weights or calls."""
         if any(task.sent is None for task in self.tasks.tasks.values()):
@@ -244,19 +187,16 @@ class CallWorker:
             self._waited_s += time.monotonic() - began
 
     def _decode(self) -> None:
-        """One decode step."""
-        started = time.monotonic()
-        completions = self.engine.step()
-        self.session.reporter.add("generate_s", time.monotonic() - started)
-        self._ended(completions)
-        self._publish()
+        """One decode step; what ended in it goes out at once, as its trajectory waits for it."""
+        DrawingLoop._decode(self)
+        self._publish_drawn()
 
     def _ended(self, completions: list[Completion]) -> None:
         for completion in completions:
             if (task := self.tasks.drawing.pop(completion.group, None)) is not None:
                 self._drawn.append((task, completion))
 
-    def _publish(self) -> None:
+    def _publish_drawn(self) -> None:
         """Send the turns that ended, while this worker knows which partitions are its own."""
         if not self._settled or not self._drawn:
             return

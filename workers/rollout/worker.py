@@ -3,9 +3,12 @@
 The rule: it has no address and knows no environment: what it is asked is in the log, and so is what it drew.
 """
 
+from functools import partial
+
+from penstock.pipeline.runtime.drawing.evaluation.engine_loan import EngineLoan
 from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
-from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.factories import make_engine, play_on
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.rollout.call_worker import CallWorker
 
@@ -16,5 +19,11 @@ def main(session: Session) -> None:
     session.reporter.doing("loading the model", now=True)
     by_log = session.config.turns_by_log
     engine = make_engine(session.config, episodes=not by_log, say=session.reporter.say)
-    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=session.config.weights.shared)
-    (CallWorker if by_log else GroupWorker).open(session, engine, weights).run()
+    chosen = session.config.weights
+    weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=chosen.shared, direct=chosen.transport == "ipc")
+    worker = (CallWorker if by_log else GroupWorker).open(session, engine, weights)
+    if session.config.lends_engine:
+        worker.loan = EngineLoan(session, engine, weights.state)
+        if by_log:
+            worker.loan.playing = partial(play_on, config=session.config, say=session.reporter.say)
+    worker.run()

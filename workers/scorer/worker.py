@@ -40,7 +40,6 @@ def main(session: Session) -> None:
     """Score groups until the run is closed."""
     config = session.config
     session.check_model()
-    topics = [session.topic("prompts"), session.topic("rollouts")]
     follower = LedgerFollower(session.log, session.run)
     transactions = session.transactions()
     pool: ChildPool[Job] = reward_pool(
@@ -50,7 +49,7 @@ def main(session: Session) -> None:
         max_completion_length=config.max_drawn_tokens,
         by_source=config.data.rewards,
     )
-    member = session.log.member(f"{session.run}.scorer", topics, max_records=2048, max_bytes=128 * 2**20)
+    member = session.member("prompts", "rollouts", max_records=2048, max_bytes=128 << 20)
     scorer = Scorer(session, member, transactions, pool, Decoder(config.model.path))
     session.finishing = lambda: f"hands {sum(len(p.open) for p in scorer.owned.values())} open groups to the next owner (about 1 s)"
     polled = 0.0

@@ -16,6 +16,7 @@ from penstock.infra.log import Partition
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
 from penstock.pipeline.observe.html.build import Limits, build, write
+from penstock.pipeline.observe.live.saved_view import ViewWriter
 from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
 from penstock.pipeline.observe.metrics.points import Line, Points
 from penstock.pipeline.observe.report.summary import as_text, collect
@@ -79,10 +80,11 @@ class Tracker:
         self.sinks = sinks(session.config, session.run, directory, say=session.reporter.say)
         self._checkpoints = KeptCheckpoints(session)
         self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
-        names = [*sorted(self._owned), session.topic("groups")]
+        names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
         counts = {name: session.log.partitions(name) or 0 for name in names}
         self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
         self._tail = session.log.tail(dict.fromkeys(self._partitions, "earliest"))
+        self._views = ViewWriter(session.log, session.producer, session.worker)
         self._last_report: dict[str, float] = {}
         self._published: deque[tuple[float, int]] = deque()
         self._due: int | None = None
@@ -100,9 +102,11 @@ class Tracker:
         while not session.stop.is_set() and not self._over():
             self._take(self._tail.poll(POLL_S))
             self._announce()
+            self._save()
             session.reporter.doing(self._state())
             session.reporter.status()
         self._complete = self._read_to_end()
+        self._save(now=True)
 
     def end(self) -> None:
         """Write the report and bring MLflow up to date; an unreachable server costs a limited time and one line."""
@@ -169,6 +173,7 @@ class Tracker:
                 self._published.append((now, payload.version))
             if isinstance(payload, Entry) and payload.kind == "checkpoint":
                 self._checkpoints.note(payload, offset=record.offset)
+        self.view.forget()
         self._reward(now)
         self._flush()
 
@@ -254,6 +259,10 @@ class Tracker:
                 return False
             self.session.reporter.status()
         return True
+
+    def _save(self, *, now: bool = False) -> None:
+        """Write what this tracker has read, for whoever looks at the run."""
+        self._views.write(self.view, self._tail.position, self._partitions, now=now)
 
     def _out_of_time(self) -> bool:
         """True if this process was told to stop and `STOPPED_S` have passed since."""

@@ -19,8 +19,8 @@ from penstock.topics.wire.record import Record
 
 WHOLE_BELOW = 512
 """A ledger of fewer offsets is read whole."""
-NEWEST = 256
-"""Offsets at the end of the ledger among which the newest step's entry is looked for."""
+NEWEST = (16, 256)
+"""Offsets at the end of the ledger among which the newest step's entry is looked for: first few of them, and more if it is not there."""
 CHECKPOINTS = 2
 """Checkpoints a trainer can come back to without reading everything: the newest, and the one before should that be damaged."""
 ANCHORS = 2
@@ -111,16 +111,16 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     end = log.end_offsets([topic])[topic]
     if end - log.begin_offsets([topic])[topic] < WHOLE_BELOW:
         return Resumed(past=read_past(log, run))
-    newest = [entry for _, entry in _entries(log, run, end - NEWEST, end) if entry.kind == "step"]
-    mark = mark_of(newest[-1]) if newest else None
+    newest = _newest_step(log, run, end)
+    mark = mark_of(newest) if newest is not None else None
     known = [place for place in mark.checkpoints if place[0] in saved] if mark is not None else []
-    if mark is None or not known:
+    if newest is None or mark is None or not known:
         return Resumed(past=read_past(log, run))
     first_step, begin = known[-1]
     story, places = LedgerState(run), Places(rebased=mark.rebased)
     entries = [*_before(log, run, mark, begin, story), *_from(log, run, begin, end, first_step, story, places)]
     _read_manifests(log, run, mark, story, places)
-    later = [entry for entry in entries if entry.kind == "stale" and entry.seq > newest[-1].seq]
+    later = [entry for entry in entries if entry.kind == "stale" and entry.seq > newest.seq]
     return Resumed(
         past=Past(entries=entries, story=story, first_step=first_step),
         mark=mark,
@@ -129,9 +129,14 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     )
 
 
+def _newest_step(log: Log, run: str, end: int) -> Entry | None:
+    found = ([entry for _, entry in _entries(log, run, end - offsets, end) if entry.kind == "step"][-1:] for offsets in NEWEST)
+    return next((steps[0] for steps in found if steps), None)
+
+
 def _before(log: Log, run: str, mark: ResumeMark, begin: int, story: LedgerState) -> list[Entry]:
     """The entries before offset `begin` that say with which arithmetic the run is computed."""
-    opening = [entry for _, entry in _entries(log, run, 0, NEWEST) if entry.kind == "run-opened"][:1]
+    opening = list(itertools.islice((entry for _, entry in _entries(log, run, 0, NEWEST[-1]) if entry.kind == "run-opened"), 1))
     story.opened = opening[0] if opening else None
     rebased = () if mark.rebased is None or mark.rebased >= begin else _entries(log, run, mark.rebased, mark.rebased + 1)
     return [*opening, *(entry for _, entry in rebased)]
@@ -142,7 +147,7 @@ def _from(log: Log, run: str, begin: int, end: int, first_step: int, story: Ledg
     for record, entry in _entries(log, run, begin, end):
         if record.offset == begin:
             story.last_seq, story.steps = entry.seq - 1, first_step - 1
-        if story.apply(record) is None:
+        if story.take(entry) is None:
             continue
         if entry.kind == "step" and entry.step is not None:
             places.steps[entry.step + 1] = record.offset
@@ -162,8 +167,8 @@ def _read_manifests(log: Log, run: str, mark: ResumeMark, story: LedgerState, pl
         story.newest_version = mark.version - 1
     for record in _records(log, topic, mark.manifests, end):
         try:
-            story.apply(record)
             manifest = weights.read(record, run=run)[1]
+            story.take(manifest)
         except Unusable:
             continue
         if manifest.encoding == "full":

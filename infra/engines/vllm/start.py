@@ -41,6 +41,9 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         if dynamo := sys.modules.get("torch._dynamo.config"):
             dynamo.disable = True  # type: ignore[attr-defined]
+        if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) > 1:
+            # Its default binds each process to a memory node of its own and refuses a machine that has fewer.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=_short(tempfile.gettempdir())))
     try:
         with _process_as_before(threads, keep_environment={"OMP_NUM_THREADS": str(threads), "TMPDIR": str(scratch)} | _owner(scratch)):

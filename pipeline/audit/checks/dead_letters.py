@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, OutcomeFact, SampleFact, Unusable, Where
+from penstock.topics import weights
 from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.dead_letters import SKIPPED
 
 
 def true(facts: Facts) -> Iterator[Violation]:
     """A dead letter names a record that exists and carries its bytes."""
     for letter in facts.letters:
+        if letter.kind == SKIPPED:
+            continue  # of what lies there nothing can be read
         body = facts.bodies.get(letter.about)
         if letter.about.offset < facts.begins.get(letter.about[:2], 0):
             continue  # released by retention
@@ -54,13 +58,22 @@ def unaccounted(facts: Facts) -> list[Unusable]:
     """Records that cannot be used, repeat nothing, and have no dead letter; none while the run goes on."""
     if facts.closed is None:
         return []
-    named = {letter.about for letter in facts.letters}
+    named = {letter.about for letter in facts.letters} | replaced_chunks(facts)
     left = [record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named]
     if not left:
         return []
     outcomes = facts.first_outcomes()
     samples = facts.first_samples() if any(record.where.topic == "rollouts" for record in left) else {}
     return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(record, outcomes, samples)]
+
+
+def replaced_chunks(facts: Facts) -> set[Where]:
+    """Where chunks lay that were sent again: a later manifest of the same version says where they are now."""
+    listed, current = (
+        {Where("weights", *place) for fact in found for place in weights.chunk_places(fact.manifest)}
+        for found in (facts.manifests, facts.first_manifests().values())
+    )
+    return listed - current
 
 
 def _dropped_unread(record: Unusable, outcomes: Mapping[int, OutcomeFact], samples: Mapping[tuple[int, int, int], SampleFact]) -> bool:

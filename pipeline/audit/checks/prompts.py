@@ -50,17 +50,17 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
 
 def backpressure(facts: Facts) -> Iterator[Violation]:
     """No prompt is published before the version that makes room for it, and none beyond what the run's steps need."""
-    terms, manifests = facts.terms, facts.first_manifests()
+    terms, published = facts.terms, facts.published_ns()
     needed_slots, comparable = terms.steps * terms.prompts_per_step, one_clock(facts)
     for group, prompt in sorted(facts.first_prompts().items()):
         violation = partial(Violation, group=group, where=prompt.where)
         needed = terms.needed_version(prompt.slot)
         if prompt.slot >= needed_slots:
             yield violation(text=f"slot {prompt.slot} where the run's steps need {needed_slots} groups")
-        elif needed >= 0 and needed not in manifests:
+        elif needed >= 0 and needed not in published:
             yield violation(text=f"admitted for slot {prompt.slot}, which version {needed} makes room for; it was never published")
-        elif needed >= 0 and comparable and prompt.created_ns < manifests[needed].manifest.created_ns:
-            early = (manifests[needed].manifest.created_ns - prompt.created_ns) / 1e9
+        elif needed >= 0 and comparable and prompt.created_ns < published[needed]:
+            early = (published[needed] - prompt.created_ns) / 1e9
             text = f"admitted {early:.3f} s before version {needed} was written, which makes room for slot {prompt.slot}"
             yield violation(text=text, version=needed)
 

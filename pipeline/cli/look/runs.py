@@ -30,7 +30,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    from penstock.pipeline.launch.check.preflight import size
+    from penstock.pipeline.observe.records.runs import size
 
     cells = [
         (
@@ -66,7 +66,7 @@ def rm(
 
     from penstock.pipeline.archive.delete import delete, plan_deletion
     from penstock.pipeline.config.load import ConfigError
-    from penstock.pipeline.launch.check.preflight import size
+    from penstock.pipeline.observe.records.runs import size
     from penstock.pipeline.runtime.run_registry import resolve
 
     if bool(run) == (older_than is not None):

@@ -78,15 +78,28 @@ def _print_table(result: "pa.Table") -> None:
     table = Table(box=box.SIMPLE)
     for name, kind in zip(result.column_names, result.schema.types, strict=True):
         table.add_column(Text(name), justify="right" if str(kind).startswith(("int", "uint", "double", "float", "decimal")) else "left")
-    for row in result.to_pylist():
-        table.add_row(*(Text(_shown(value)) for value in row.values()))
+    columns = [_cells(result[name].to_pylist()) for name in result.column_names]
+    for cells in zip(*columns, strict=True):
+        table.add_row(*map(Text, cells))
     # In a pipe a table is as wide as its content: a terminal's width does not apply.
     Console(width=None if sys.stdout.isatty() else 10_000).print(table)
 
 
-def _shown(value: Any) -> str:
-    text = "" if value is None else str(plain(value)).replace("\n", "⏎")
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+def _cells(values: list[Any]) -> list[str]:
+    """The values of a column, those that are too long without what all of these begin and end with, as a chat template's."""
+    from penstock.pipeline.observe.live.completions import without_template
+
+    texts = ["" if value is None else str(plain(value)).replace("\n", "⏎") for value in values]
+    long = sorted({text for text in texts if len(text) > SHOWN})
+    shorter = {text: without_template(text, long) for text in long}
+    return [_cut(text, shorter.get(text, text)) for text in texts]
+
+
+def _cut(text: str, part: str) -> str:
+    """The part of a text that is shown, with an ellipsis where something is left out."""
+    at = text.index(part)
+    cut = ("…" if at else "") + part + ("…" if at + len(part) < len(text) else "")
+    return cut if len(cut) <= SHOWN else cut[: SHOWN - 1] + "…"
 
 
 def plain(value: Any) -> Any:

@@ -1,11 +1,18 @@
 """`penstock status` and `graph`: show the state of a run. The rule: nothing here writes to a topic."""
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.infra.kafka.log import KafkaLog
+    from penstock.pipeline.observe.run_view import RunView
+    from penstock.pipeline.observe.stall import Stuck
 
 FOLLOW_S = 0.25
 
@@ -21,10 +28,9 @@ def status(
     """Where a run stands now, and what each worker does."""
     from dataclasses import asdict
 
-    from penstock.pipeline.launch.stall_watchdog import describe, examine
-    from penstock.pipeline.observe.live.completions import Completions
+    from penstock.pipeline.observe.live.completions import RECENT, Completions
+    from penstock.pipeline.observe.live.saved_view import newest
     from penstock.pipeline.observe.run_view import read_view
-    from penstock.pipeline.observe.stall import Scene
     from penstock.pipeline.observe.status import WATCHED, silences, standing, standstill_s
     from penstock.pipeline.runtime.run_registry import resolve
     from penstock.pipeline.runtime.topic_reader import RunReader
@@ -35,11 +41,14 @@ def status(
     with at(bootstrap, security) as log:
         reader = RunReader(log, resolve(log, run))
         completions = Completions(reader.run)
-        view = read_view(reader, topics=WATCHED, also=completions.add)
+        saved, since = newest(log, reader.run)
+        # The newest groups once more, for their texts: they may all be in the saved view.
+        since = {at: max(0, offset - RECENT) if at[0].endswith(".groups") else offset for at, offset in since.items()}
+        view = read_view(reader, topics=WATCHED, also=completions.add, view=saved, since=since)
         now_s = time.time()
         silent = silences(view, now_s=now_s)
         still_s = standstill_s(view, now_s=now_s)
-        stuck = None if still_s is None else examine(log, Scene(view=view, now_s=now_s, silent=silent))
+        stuck = None if still_s is None else _examine(log, view, now_s=now_s, silent=silent)
     if json:
         emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
         return
@@ -56,7 +65,16 @@ def status(
         for role in missing(view, now_s=now_s, silent=silent):
             print(f"missing: {role} (`penstock worker {role} --run {view.run}`)")
     if stuck is not None and still_s is not None:
+        from penstock.pipeline.launch.stall_watchdog import describe
+
         print(describe(stuck, still_s=still_s))
+
+
+def _examine(log: "KafkaLog", view: "RunView", *, now_s: float, silent: "Mapping[str, float]") -> "Stuck | None":
+    from penstock.pipeline.launch.stall_watchdog import examine
+    from penstock.pipeline.observe.stall import Scene
+
+    return examine(log, Scene(view=view, now_s=now_s, silent=silent))
 
 
 def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:

@@ -17,6 +17,7 @@ th{text-align:left;color:var(--dim);font-weight:500}td,th{padding:4px 12px 4px 0
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}pre,textarea{font:13px/1.4 ui-monospace,monospace;background:var(--soft);
 color:var(--ink);border:1px solid var(--line);border-radius:6px;padding:8px;width:100%;overflow-x:auto;white-space:pre-wrap;
 overflow-wrap:anywhere}textarea{min-height:90px}button{font:inherit;padding:4px 14px}nav a{margin-right:14px}
+pre.wide{white-space:pre;overflow-wrap:normal}
 .card{border:1px solid var(--line);border-radius:6px;padding:8px 12px;margin:8px 0;background:var(--soft)}
 .card p{margin:2px 0;overflow-wrap:anywhere;white-space:pre-wrap}.bad{color:#cf222e}svg{max-width:100%;height:auto;display:block}
 td svg{max-width:none}
@@ -98,7 +99,10 @@ def _line(curve: Curve, low: float, high: float, width: int, height: int, colour
         for place, value in enumerate(curve.values)
         if value is not None
     ]
-    drawn = " ".join([*points, *points[-1:]])
+    if len(points) == 1:
+        across, down = points[0].split(",")
+        return f'<circle r="3" fill="{colour}" cx="{across}" cy="{down}"/>'
+    drawn = " ".join(points)
     return f'<polyline fill="none" stroke-width="2" stroke-linecap="round" stroke="{colour}" points="{drawn}"/>'
 
 

@@ -14,18 +14,20 @@ from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, p
 from penstock.pipeline.cli.ui.watched import Watching
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.launch.attended import log_files
-from penstock.pipeline.launch.check.preflight import SHOWN, size
+from penstock.pipeline.launch.check.preflight import SHOWN
 from penstock.pipeline.observe.explain import as_json
 from penstock.pipeline.observe.explain.text import as_page
 from penstock.pipeline.observe.html.build import build
+from penstock.pipeline.observe.live.frame import doing, ordered
 from penstock.pipeline.observe.records import browse, format
 from penstock.pipeline.observe.records.picked import newest_samples
-from penstock.pipeline.observe.records.runs import list_runs
+from penstock.pipeline.observe.records.runs import list_runs, size
 from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.summary import summarise
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.observe.report.verdict import verdict
 from penstock.pipeline.observe.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
+from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import elapsed_s
 from penstock.pipeline.runtime.run_registry import resolve
 
@@ -86,7 +88,7 @@ def run(runs: Watching, query: Query) -> bytes:
     reward = last_reward(view)
     facts = {
         "status": status_of(view),
-        "step": f"{len(view.steps):,} of {planned or '?'}",
+        "step": f"{view.steps_done:,} of {planned or '?'}",
         "reward, last tenth of the steps": "-" if reward is None else f"{reward:.3f}",
         "groups": ", ".join(f"{count:,} {fate}" for fate, count in report["groups"].items() if count),
         "time": "-" if elapsed is None else duration(elapsed),
@@ -102,11 +104,17 @@ def run(runs: Watching, query: Query) -> bytes:
         Html("<h2>Newest samples</h2>"),
         *map(_card, newest_samples(runs.log, name)),
         Html("<h2>Workers</h2>"),
-        table(("worker", "now"), [(w.worker, "ended" if w.ended else w.labels.get("doing", "starting")) for w in view.workers.values()]),
+        table(("worker", "now"), _workers(view)),
         Html("<h2>Groups</h2>"),
         Html("<p>" + " ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in _newest_fates(view)) + "</p>"),
     ]
     return page(name, body, refresh_s=None if has_ended(view) else REFRESH_S)
+
+
+def _workers(view: RunView) -> list[tuple[str, str]]:
+    """What each worker does, in the order of the pipeline; of a run that is over, who was killed."""
+    over = "killed" if status_of(view) in ("stopped", "finished", "failed") else None
+    return [(worker.worker, "ended" if worker.ended else over or doing(worker, now_s=time.time())) for worker in ordered(view)]
 
 
 def _newest_fates(view: Any) -> list[tuple[int, str]]:
@@ -137,7 +145,9 @@ def group(runs: Watching, query: Query) -> bytes:
     if not number.isdecimal():
         raise ConfigError(f"group {number!r} is no number")
     life = as_json.explain(runs.log, name, int(number), say=lambda _: None)
-    return page(f"group {number}", [navigation(name), Html(f"<h1>Group {number}</h1>"), Html(f"<pre>{text(as_page(life))}</pre>")])
+    return page(
+        f"group {number}", [navigation(name), Html(f"<h1>Group {number}</h1>"), Html(f'<pre class="wide">{text(as_page(life))}</pre>')]
+    )
 
 
 def sql(runs: Watching, query: Query) -> bytes:

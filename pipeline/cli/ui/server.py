@@ -28,8 +28,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, log: Log, *, port: int, token: str) -> None:
-        super().__init__((HOST, port), Handler)
+        # First: a port that is taken closes the server before it is made.
         self.runs, self.token, self.reading = Watching(log), token, threading.Lock()
+        super().__init__((HOST, port), Handler)
 
     @property
     def address(self) -> str:

@@ -28,7 +28,9 @@ class Data:
     def row(self, source: int, index: int) -> Row:
         """A row of a source by their numbers; of several sources it has the name of its own in the column `data_source`."""
         name = list(self.sources)[source]
-        row = self.sources[name][index]
+        return self._named(self.sources[name][index], name)
+
+    def _named(self, row: Row, name: str) -> Row:
         if len(self.sources) == 1:
             return row
         if SOURCE_COLUMN in row.columns:
@@ -44,9 +46,8 @@ class Data:
 
     def check(self, *, also: Callable[[Row], object]) -> None:
         """Read every row once (of generated data only the first few). Raises `DataError`."""
-        for number, source in enumerate(self.sources.values()):
-            check(source, also=also)
-            self.row(number, 0)
+        for name, source in self.sources.items():
+            check(source, also=lambda row, name=name: also(self._named(row, name)))  # type: ignore[misc]
 
 
 def open_data(config: Config) -> Data:

@@ -12,13 +12,15 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs.datasets.rows import DataError, Source
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 IN_MEMORY_BYTES = 256 * 2**20
 """Parquet above this size (uncompressed) is copied to a memory-mapped file: reading a row of Parquet itself costs its whole row group."""
@@ -63,7 +65,7 @@ class JsonLines:
         try:
             row = json.loads(line.decode("utf-8-sig" if self._begins[index] == 0 else "utf-8"))
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.origin(index)}: not UTF-8 at byte {error.start} of the line") from error
+            raise DataError(f"{self.origin(index)}: not UTF-8 at byte {error.start} of the line; save the file as UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self.origin(index)}: not valid JSON: {error}") from error
         if not isinstance(row, dict):
@@ -129,6 +131,8 @@ class Parquet:
         return f"{file}:{first + index - self._firsts[at] + 1}"
 
     def _read(self, file: Path) -> None:
+        import pyarrow.parquet as pq
+
         with pq.ParquetFile(file, memory_map=True) as parquet:
             size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.metadata.num_row_groups))
             batches = parquet.iter_batches() if size <= IN_MEMORY_BYTES else _mapped(parquet)
@@ -141,7 +145,7 @@ class Parquet:
                     self._firsts.append(self._firsts[-1] + batch.num_rows)
 
 
-def _mapped(parquet: pq.ParquetFile) -> list[pa.RecordBatch]:
+def _mapped(parquet: "pq.ParquetFile") -> list[pa.RecordBatch]:
     """The file's batches from a memory-mapped Arrow copy, unlinked at once so that it is deleted with the process."""
     descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".arrow")
     os.close(descriptor)

@@ -105,5 +105,5 @@ def check(dataset: Dataset, *, also: Callable[[Row], object] | None = None) -> N
             else:
                 more += 1
     if problems:
-        rest = f" | and {more} more rows" if more else ""
+        rest = f" | and {more} more row{'s' if more > 1 else ''}" if more else ""
         raise DataError(" | ".join(problems) + rest)

@@ -1,4 +1,4 @@
-"""Finds an environment by its name in the configuration: `file.py:Class`, `package:Class`, `gymnasium:ID`, `tiny:lake`.
+"""Finds an environment by its name in the configuration: `file.py:Class`, `package:Class`, `gymnasium:ID`, `textarena:ID`, `tiny:lake`.
 
 The rule: what is loaded here runs in a child process only; `check` loads it once, in a child too, when a run is created.
 """
@@ -44,6 +44,14 @@ def _gymnasium(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     )
 
 
+def _textarena(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    from penstock.pipeline.envs.environments.textarena_game import TextArenaGame
+
+    return EnvironmentKind(
+        source=f"textarena:{name}", version=_release("textarena"), make=lambda: TextArenaGame(name, dict(options)), waits=False
+    )
+
+
 def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     if name != "lake":
         raise PluginError(f"'tiny:{name}' is no environment: there is 'tiny:lake'")
@@ -52,6 +60,7 @@ def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 
 SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
     "gymnasium": _gymnasium,
+    "textarena": _textarena,
     "tiny": _tiny,
 }
 """Scheme of a source -> the function that opens it."""

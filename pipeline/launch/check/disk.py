@@ -32,13 +32,19 @@ def parameters(folder: Path) -> int | None:
 
 
 def _elements(file: Path) -> int:
+    damaged = PenstockError(f"{file} is no safetensors file, or is cut off: copy it again")
     with file.open("rb") as opened:
         try:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = json.loads(opened.read(length))
-        except (struct.error, ValueError, MemoryError, OverflowError) as error:
-            raise PenstockError(f"{file} is no safetensors file, or is cut off: copy it again") from error
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+            count = sum(math.prod(entry["shape"]) for entry in tensors)
+        except (struct.error, ValueError, MemoryError, OverflowError, AttributeError, TypeError, LookupError) as error:
+            raise damaged from error
+    if file.stat().st_size < 8 + length + end:
+        raise damaged
+    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ def estimates(config: Config, shape: Shape) -> list[Estimate]:
     """Trainer (each of its processes), rollout worker and evaluator."""
     engine = Estimate(role="rollout", parts=engine_parts(config, shape))
     found = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
-    return [*found, Estimate(role="evaluator", parts=engine.parts)] if config.eval_sources else found
+    return [*found, Estimate(role="evaluator", parts=engine.parts)] if config.eval_sources and not config.lends_engine else found
 
 
 def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:

@@ -21,6 +21,7 @@ from penstock.pipeline.launch.check.disk import Growth, delta_share, parameters
 from penstock.pipeline.launch.check.memory import estimates, shape_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
+from penstock.pipeline.observe.records.runs import size
 from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.runtime.factories import check_engine
@@ -127,18 +128,6 @@ def memory_line(config: Config) -> str:
     total, free = sum(each.total * counts.get(each.role, 1) for each in found), psutil.virtual_memory().available
     where = "most of it on the GPUs" if visible_gpus() else f"{size(free)} are free"
     return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
-
-
-def size(count: float) -> str:
-    """Bytes for a person.
-
-    Example:
-        size(2_500_000_000)  # -> "2.5 GB"
-    """
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if count >= unit:
-            return f"{count / unit:,.1f} {name}"
-    return f"{count / 1e3:,.0f} kB"
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _look(model: str, data: str, functions: Sequence[str], *, base: Path, prompt
         context=settings.get("max_position_embeddings"),
         count=parameters(folder),
         template=chat_template_of(folder, "auto") is not None,
-        held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and gpus != 2 and source.endswith(FILES) else 0,
+        held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0,
         gpus=gpus,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         bfloat16=gpus > 0 or bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", _cpu())),
@@ -221,8 +221,7 @@ def _schedule(found: Found, *, engine: str) -> list[str]:
 
 def _rollout(found: Found, *, engine: str) -> list[str]:
     dtype = "bfloat16" if found.bfloat16 and engine == "vllm" else "float32"
-    gpus = max(0, found.gpus - (1 if found.gpus < 3 else 2))
-    workers = max(1, gpus) if found.gpus else 1
+    workers = max(1, found.gpus - 1)  # all but the trainer's
     lines = [
         "[rollout]",
         _line("engine", engine, "draws all samples side by side" if engine == "vllm" else "vLLM is not here, or cannot load this model"),
@@ -262,6 +261,7 @@ def _eval(data: str, found: Found) -> list[str]:
     return [
         "[eval]",
         _line("source", data),
+        *([_line("engine", "rollout", "a rollout worker lends its engine, so that evaluations need no GPU")] if found.gpus else []),
         _line("start", found.rows - found.held_out),
         _line("limit", found.held_out, "held-out prompts"),
         _line("every", 25, "versions; the first and the last are always evaluated"),

@@ -110,15 +110,17 @@ def contents(groups: GroupPages) -> dict[str, Any]:
 
 def _about_run(view: RunView) -> dict[str, Any]:
     config, per_version = config_of(view), steps_per_version(view)
-    accuracies = ("greedy_accuracy", "sampled_accuracy")
+    # An evaluator of an earlier release measured no reward.
+    measure = "reward" if all("greedy_reward" in measured.values for measured in view.evals.values()) else "accuracy"
     return {
         "run": view.run,
         "model": config.get("model", {}).get("path"),
         "algorithm": config.get("algorithm", {}),
         "data": config.get("data", {}).get("source"),
         "rewards": [[version * per_version, version, tally.mean] for version, tally in sorted(view.rewards.items())],
+        "eval_measure": measure,
         "evals": [
-            [version * per_version, version, *(measured.values.get(name) for name in accuracies)]
+            [version * per_version, version, *(measured.values.get(f"{how}_{measure}") for how in ("greedy", "sampled"))]
             for version, measured in sorted(view.evals.items())
         ],
     }

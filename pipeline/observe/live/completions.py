@@ -51,11 +51,12 @@ class Completions:
     _stale: bool = False
 
     def add(self, folded: object, record: Record) -> None:
-        """Keep a record of which a view has taken in the headers, if it is a group with rewards in one part."""
-        if record.topic != f"{self.run}.groups" or not isinstance(folded, Headers):
+        """Keep a record that a view was given, if it is a group with rewards in one part, which may have been in the view already."""
+        if record.topic != f"{self.run}.groups":
             return
-        if folded.reward_mean is not None and folded.parts == 1:
-            self._records.append((folded.reward_mean, record))
+        headers = folded if isinstance(folded, Headers) else self._checked(record)
+        if headers is not None and headers.reward_mean is not None and headers.parts == 1:
+            self._records.append((headers.reward_mean, record))
             self._stale = True
 
     def shown(self) -> list[Completion]:
@@ -67,6 +68,12 @@ class Completions:
             top = [self._completion("best", best, max(best.samples, key=lambda sample: sample.reward))] if best else []
             self._shown = top + ([self._completion("newest", newest, newest.samples[0])] if newest else [])
         return self._shown
+
+    def _checked(self, record: Record) -> Headers | None:
+        try:
+            return groups.check(record, run=self.run)
+        except Unusable:
+            return None
 
     def _read(self, record: Record) -> groups.Group | None:
         try:

@@ -14,6 +14,7 @@ from rich.text import Text
 from penstock.pipeline.observe.live.completions import Completion
 from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.episodes import episodes
+from penstock.pipeline.observe.report.evaluations import held_out
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
 from penstock.pipeline.observe.run_status import config_of, has_ended, last_reward, resumptions, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
@@ -71,7 +72,7 @@ def frame(
 
 def line(view: RunView, *, now_s: float) -> str:
     """The state in one line, for where there is no terminal."""
-    parts = [f"step {len(view.steps)}/{steps_planned(view) or '?'}"]
+    parts = [f"step {view.steps_done}/{steps_planned(view) or '?'}"]
     if last_reward(view) is not None:
         parts.append(f"reward {last_reward(view):.3f}")
     if view.version is not None:
@@ -102,7 +103,7 @@ def waiting_for(view: RunView, *, now_s: float) -> str:
     """What the workers do while no step is done yet."""
     if not view.workers:
         return "waiting for the workers"
-    return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in _ordered(view) if worker.role != "tracker")
+    return "; ".join(f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if worker.role != "tracker")
 
 
 def doing(worker: WorkerView, *, now_s: float, silent_s: float = 0.0) -> str:
@@ -143,7 +144,7 @@ _SIZES = (("U", "prompts_per_step"), ("K", "samples_per_prompt"), ("S", "steps_p
 
 
 def _progress(view: RunView, *, now_s: float) -> Table:
-    done, planned = len(view.steps), steps_planned(view)
+    done, planned = view.steps_done, steps_planned(view)
     grid = Table.grid(expand=True, padding=(0, 2))
     for _ in range(2):
         grid.add_column(no_wrap=True)
@@ -171,7 +172,7 @@ def _learning(view: RunView) -> Text:
     if view.evals:
         version = max(view.evals)
         values = view.evals[version].values
-        known = [f"{name} {values[key]:.3f}" for name in ("greedy", "sampled") if (key := f"{name}_accuracy") in values]
+        known = [told for name in ("greedy", "sampled") if (told := held_out(values, name)) is not None]
         text.append("   eval ", style="dim").append(" ".join(known), style="bold").append(f" at version {version}", style="dim")
     return text
 
@@ -213,8 +214,8 @@ def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: 
     table = Table(box=None, expand=True, padding=(0, 1), header_style="dim", pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
-    ordered = _ordered(view)
-    lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in ordered[:rows]]
+    workers = ordered(view)
+    lines = [(worker, _row(view, worker, now_s=now_s, silent_s=silent.get(worker.worker, 0.0))) for worker in workers[:rows]]
     shown = COLUMNS if width >= WIDE else ("version", "tokens/s") if width >= NARROW else ()
     wanted = [number for number, name in enumerate(COLUMNS) if name in shown]
     kept = [number for number in wanted if any(cells[number + 2] for _, cells in lines)]  # an empty column takes room from "now"
@@ -222,8 +223,8 @@ def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: 
         table.add_column(COLUMNS[number], justify="right", no_wrap=True)
     for worker, (name, said, *numbers) in lines:
         table.add_row(name, said, *(numbers[number] for number in kept), style="dim" if worker.ended else "")
-    if len(ordered) > rows:
-        table.add_row(f"and {len(ordered) - rows} more", style="dim")
+    if len(workers) > rows:
+        table.add_row(f"and {len(workers) - rows} more", style="dim")
     return table
 
 
@@ -265,7 +266,8 @@ def _step_rates(view: RunView) -> tuple[float | None, float | None, float | None
     return groups, samples, tokens
 
 
-def _ordered(view: RunView) -> list[WorkerView]:
+def ordered(view: RunView) -> list[WorkerView]:
+    """The workers of a run in the order of the pipeline, those that have ended after the others of their role."""
     return sorted(view.workers.values(), key=lambda worker: (order(worker.role), worker.ended, len(worker.worker), worker.worker))
 
 

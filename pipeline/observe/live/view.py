@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.text import Text
 
@@ -15,6 +16,8 @@ from penstock.infra.log import Log, Tail
 from penstock.pipeline.observe.live.completions import Completions
 from penstock.pipeline.observe.live.frame import frame, line
 from penstock.pipeline.observe.live.notebook import HEIGHT, WIDTH, NotebookScreen
+from penstock.pipeline.observe.live.saved_view import newest
+from penstock.pipeline.observe.report.evaluations import held_out
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import WATCHED
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -64,6 +67,7 @@ class LiveView:
             self._completions.add(folded, record)
             if record.timestamp_ms / 1000 > self._opened:
                 self._tell(folded)
+        self.view.forget()
         self._show()
 
     @property
@@ -90,7 +94,7 @@ class LiveView:
             if isinstance(self._live, Live):  # what it drew is gone
                 self._console.print(self._frame())
             self._live = None
-        elif self._said_step != len(self.view.steps):
+        elif self._said_step != self.view.steps_done:
             self.tell(line(self.view, now_s=time.time()))
         if self._tail is not None:
             self._tail.close()
@@ -114,7 +118,11 @@ class LiveView:
             return False
         made = f"{self.view.run}.run"  # a run of an earlier release has none
         counts[made] = self._log.partitions(made)
-        self._tail = self._log.tail({(name, partition): "earliest" for name, count in counts.items() for partition in range(count or 0)})
+        self.view, since = newest(self._log, self.view.run)
+        self._heard = dict.fromkeys((worker.worker for worker in self.view.workers.values() if not worker.ended), time.monotonic())
+        register = (RUNS_TOPIC, made)
+        partitions = [(name, number) for name, count in counts.items() for number in range(count or 0)]
+        self._tail = self._log.tail({at: "earliest" if at[0] in register else since.get(at, "earliest") for at in partitions})
         return True
 
     def _show(self) -> None:
@@ -124,10 +132,10 @@ class LiveView:
                 self._drawn = now
                 self._draw()
             return
-        pause = LINE_EVERY_S if len(self.view.steps) != self._said_step else QUIET_LINE_EVERY_S
+        pause = LINE_EVERY_S if self.view.steps_done != self._said_step else QUIET_LINE_EVERY_S
         if now - self._said >= pause and self.view.record is not None:
-            stepped = len(self.view.steps) != self._said_step
-            self._said, self._said_step = now, len(self.view.steps)
+            stepped = self.view.steps_done != self._said_step
+            self._said, self._said_step = now, self.view.steps_done
             self.tell(line(self.view, now_s=time.time()))
             for one in self._completions.shown()[:1] if stepped else ():
                 self.tell(f"  {one.line(PLAIN_WIDTH)}")
@@ -137,8 +145,8 @@ class LiveView:
         if isinstance(folded, DeadLetter):
             self._tell_letter(folded)
         elif isinstance(folded, Measurement) and folded.kind == "eval":
-            known = [f"{key.replace('_', ' ')} {value:.3f}" for key, value in sorted(folded.values.items()) if key.endswith("_accuracy")]
-            self.tell(f"version {folded.version}: {', '.join(known)}", style="blue")
+            known = [told for how in ("greedy", "sampled") if (told := held_out(folded.values, how)) is not None]
+            self.tell(f"version {folded.version}: held out {', '.join(known)}", style="blue")
 
     def _frame(self) -> RenderableType:
         width, height = (WIDTH, HEIGHT) if isinstance(self._live, NotebookScreen) else self._console.size
@@ -155,7 +163,10 @@ class LiveView:
 
     def _draw(self) -> None:
         assert self._live is not None
-        self._live.update(self._frame(), refresh=True)
+        picture = self._frame()
+        if isinstance(self._live, Live):  # the ^C that a terminal echoes must not begin a line, or the picture's first one stays behind
+            picture = Constrain(picture, self._console.width - len("^C"))
+        self._live.update(picture, refresh=True)
 
     def _tell_letter(self, letter: DeadLetter) -> None:
         """The first dead letters of a kind, then only how many they are, ever more seldom."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.infra.log import Log
+from penstock.pipeline.observe.live.completions import without_template
 from penstock.pipeline.observe.records import browse
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
@@ -23,6 +24,7 @@ class Picked:
     which: str
     group: int
     prompt: str
+    """Without what all prompts begin and end with."""
     answer: str | None
     completion: str
     reward: float
@@ -45,15 +47,16 @@ def newest_samples(log: Log, run: str) -> list[Picked]:
         return []
     ordered = sorted(scored, key=lambda found: -found[0])
     places = {"best": 0, "median": len(ordered) // 2, "worst": len(ordered) - 1}
-    return [_picked(which, *ordered[place]) for which, place in places.items()]
+    prompts = sorted({group.prompt for _, group, _ in scored})
+    return [_picked(which, *ordered[place], prompts) for which, place in places.items()]
 
 
-def _picked(which: str, reward: float, group: groups.Group, completion: str) -> Picked:
+def _picked(which: str, reward: float, group: groups.Group, completion: str, prompts: list[str]) -> Picked:
     answer = json.loads(group.columns).get("answer")
     return Picked(
         which=which,
         group=group.group,
-        prompt=group.prompt,
+        prompt=without_template(group.prompt, prompts),
         answer=None if answer is None else str(answer),
         completion=completion,
         reward=reward,

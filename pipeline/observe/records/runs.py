@@ -29,7 +29,8 @@ def list_runs(log: Log) -> list[dict[str, Any]]:
     for entry in scan(log, *names):
         done[names[entry.topic]] += _is_step(entry, names[entry.topic])
     sizes, now = own_sizes(log), time.time_ns()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    models: dict[str | None, str | None] = {}
     for record in records:
         full = made.get(record.run, record)
         config, info, folder = json.loads(full.config or "{}"), json.loads(full.info or "{}"), state_path() / "runs" / record.run
@@ -42,12 +43,13 @@ def list_runs(log: Log) -> list[dict[str, Any]]:
                 "steps": json.loads(record.info).get("steps") or info.get("steps"),
                 "created_s": record.created_ns / 1e9,
                 "age": age((now - record.created_ns) / 1e9),
-                "model": Path(config.get("model", {}).get("path", "")).name or None,
+                "model": models.get(parent) or Path(config.get("model", {}).get("path", "")).name or None,
                 "reward": reported_reward(folder),
                 "parent": parent,
                 "bytes": log_bytes(sizes, record.run) + folder_bytes(folder),
             }
         )
+        models[record.run] = rows[-1]["model"]  # a fork begins with a copy in its own folder, whose name says nothing
     return rows
 
 
@@ -107,3 +109,15 @@ def age(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"
     return f"{int(seconds)} s"
+
+
+def size(count: float) -> str:
+    """Bytes for a person.
+
+    Example:
+        size(2_500_000_000)  # -> "2.5 GB"
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if count >= unit:
+            return f"{count / unit:,.1f} {name}"
+    return f"{count / 1e3:,.0f} kB"

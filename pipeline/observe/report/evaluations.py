@@ -10,6 +10,9 @@ from typing import Any
 from penstock.pipeline.observe.run_view import RunView
 from penstock.topics.metrics import Measurement
 
+SAME = 0.0005
+"""A mean reward this close to the share of solved prompts is the same number: every reward was 0 or 1."""
+
 
 def evaluations(view: RunView) -> list[dict[str, Any]]:
     """The measures of every evaluated version, in order."""
@@ -31,6 +34,18 @@ def examples(view: RunView) -> list[dict[str, Any]]:
         for prompt in before
         if prompt in after
     ]
+
+
+def held_out(values: Mapping[str, float], how: str) -> str | None:
+    """The mean reward of an evaluation's greedy or sampled completions, and how many were solved where that is another number.
+
+    Example:
+        held_out({"greedy_reward": 0.38, "greedy_accuracy": 0.03}, "greedy")  # -> "greedy 0.380 (3% solved)"
+    """
+    reward, solved = values.get(f"{how}_reward"), values.get(f"{how}_accuracy")
+    if reward is None or solved is None:  # an evaluator of an earlier release measured no reward
+        return None if solved is None else f"{how} {solved:.3f}"
+    return f"{how} {reward:.3f}" + (f" ({solved:.0%} solved)" if abs(reward - solved) >= SAME else "")
 
 
 def one_line(text: str, limit: int) -> str:

@@ -6,7 +6,6 @@ The rule: it shows what the report holds and computes nothing of its own; a figu
 import contextlib
 import io
 import itertools
-import sqlite3
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.pipeline.observe.report.episodes import episodes_line
-from penstock.pipeline.observe.report.evaluations import one_line
+from penstock.pipeline.observe.report.evaluations import held_out, one_line
 from penstock.pipeline.observe.report.rebases import rebased_line
 from penstock.pipeline.observe.report.scoring import scoring_line
 from penstock.pipeline.observe.report.time_spent import as_line
@@ -118,12 +117,9 @@ def _evals(evals: Sequence[Mapping[str, Any]]) -> Text:
     first, last = evals[0], evals[-1]
     found = []
     for name in ("greedy", "sampled"):
-        key = f"{name}_accuracy"
-        if first.get(key) is not None:
-            ends = f"{first[key]:.3f} → {last[key]:.3f}" if last is not first and last.get(key) is not None else f"{first[key]:.3f}"
-            found.append(f"{name} {ends}")
-        if first.get(f"{name}_reward") is not None and last.get(f"{name}_reward") is not None:
-            found.append(f"{name} reward {first[f'{name}_reward']:.3f} → {last[f'{name}_reward']:.3f}")
+        ends = [told for one in ([first] if last is first else [first, last]) if (told := held_out(one, name)) is not None]
+        if ends:
+            found.append(" → ".join([ends[0], *(told.removeprefix(f"{name} ") for told in ends[1:])]))
     prompts = f", {int(last['n'])} held-out prompts" if last.get("n") else ""
     if failed := sum(int(one.get("n_failed") or 0) for one in evals):
         prompts += f", {failed} completions without a reward"
@@ -178,14 +174,14 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if time["trainer_waiting_ratio"] is not None:
         split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
         lines.append(("trainer", Text(split)))
-    for place, (role, seconds) in enumerate(report["time_spent"].items()):
-        lines.append(("time of" if place == 0 else "", Text(f"{role}: {as_line(seconds)}")))
-    if (slowest := report["bottleneck"]) is not None:
-        lines.append(("bottleneck", Text(f"{slowest['who']}: {slowest['why']}; {slowest['advice']}")))
     tokens = report["trainer_tokens"]
     if tokens["computed"]:
         saved = f"{tokens['real']:,} real tokens, {tokens['padded']:,} with padding, {tokens['computed']:,} computed"
         lines.append(("", Text(saved, style="dim")))
+    for place, (role, seconds) in enumerate(report["time_spent"].items()):
+        lines.append(("time of" if place == 0 else "", Text(f"{role}: {as_line(seconds)}")))
+    if (slowest := report["bottleneck"]) is not None:
+        lines.append(("bottleneck", Text(f"{slowest['who']}: {slowest['why']}; {slowest['advice']}")))
     if spans:
         overlap = report["overlap"]
         line = f"{statistics.median(spans):.2f} s from first sample to last step (median of {len(spans)})"
@@ -276,6 +272,8 @@ def experiment_of(uri: str, run: str) -> str | None:
     path = Path(uri.removeprefix("sqlite:///"))
     if not uri.startswith("sqlite:///") or not path.is_file():
         return None
+    import sqlite3
+
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             row = database.execute("select experiment_id from runs where run_uuid = ?", (run,)).fetchone()

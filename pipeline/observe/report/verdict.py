@@ -58,5 +58,8 @@ def noise(curve: list[float]) -> float:
 
 
 def _held_out(evals: list[Mapping[str, Any]]) -> str:
-    values = [found["greedy_accuracy"] for found in evals if found.get("greedy_accuracy") is not None]
-    return f", held-out accuracy from {values[0]:.0%} to {values[-1]:.0%}" if len(values) > 1 else ""
+    solved = [found["greedy_accuracy"] for found in evals if found.get("greedy_accuracy") is not None]
+    rewards = [found["greedy_reward"] for found in evals if found.get("greedy_reward") is not None]
+    if len(solved) > 1 and any(solved):
+        return f", held-out prompts solved from {solved[0]:.0%} to {solved[-1]:.0%}"
+    return f", held-out reward from {rewards[0]:.3f} to {rewards[-1]:.3f}" if len(rewards) > 1 else ""

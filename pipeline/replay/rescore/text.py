@@ -6,6 +6,8 @@ The rule: it says nothing that `--json` does not; long lists are cut and say how
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.pipeline.observe.live.completions import without_template
+
 SHOWN = 20
 SHOWN_TEXT = 60
 
@@ -19,10 +21,11 @@ def as_page(report: Plain) -> str:
 
 def _details(report: Plain) -> list[str]:
     changed = [f"group {row['group']}: {row['before']} -> {row['after']}{_because(row['reason'])}" for row in report["changed_outcomes"]]
+    known = [row["prompt"] for row in report["prompts"]]
     lists = {
         "changed outcomes": changed,
-        "samples that flip": [_flip(row) for row in report["flips"]],
-        "prompts whose rewards changed most": [_prompt(row) for row in _by_change(report["prompts"])],
+        "samples that flip": [_flip(row, known) for row in report["flips"]],
+        "prompts whose rewards changed most": [_prompt(row, known) for row in _by_change(report["prompts"])],
         "broken rewards": [f"group {row['group']} ({row['before']}): {row['reason']}" for row in report["broken"]],
         "not judged": [f"group {row['group']} ({row['before'] or 'no outcome'}): {row['why']}" for row in report["left_out"]],
         "gone": report["gone"],
@@ -74,8 +77,8 @@ def _cut(rows: Sequence[str]) -> list[str]:
     return [*(f"  {row}" for row in rows[:SHOWN]), *more]
 
 
-def _flip(row: Plain) -> str:
-    what = f"{_short(row['prompt'])} -> {_short(row['completion'])}"
+def _flip(row: Plain, known: list[str]) -> str:
+    what = f"{_short(without_template(row['prompt'], known))} -> {_short(row['completion'])}"
     return f"group {row['group']} sample {row['sample']}: {_number(row['before'])} -> {_number(row['after'])}  {what}"
 
 
@@ -84,9 +87,9 @@ def _by_change(prompts: Sequence[Plain]) -> list[Plain]:
     return sorted(both, key=lambda row: (-abs(row["mean_after"] - row["mean_before"]), row["row"]))
 
 
-def _prompt(row: Plain) -> str:
+def _prompt(row: Plain, known: list[str]) -> str:
     means = f"{_number(row['mean_before'])} -> {_number(row['mean_after'])}"
-    return f"row {row['row']} {_short(row['prompt'])}: {row['changed']} of {row['samples']} rewards, mean {means}"
+    return f"row {row['row']} {_short(without_template(row['prompt'], known))}: {row['changed']} of {row['samples']} rewards, mean {means}"
 
 
 def _functions(reward: Plain) -> str:

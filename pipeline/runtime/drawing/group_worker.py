@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass
 
 from penstock.infra.engines.base import Completion, Engine
-from penstock.infra.log import Assigned, Commits, Member, Records, Revoked
+from penstock.infra.log import Assigned, Commits
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import RolloutNote
+from penstock.pipeline.runtime.drawing.drawing_loop import DrawingLoop
 from penstock.pipeline.runtime.drawing.group_tasks import GroupTask, GroupTasks
 from penstock.pipeline.runtime.drawing.published_samples import PublishedSamples
 from penstock.pipeline.runtime.drawing.sampling import request_of, rollout_of, source_of
@@ -29,69 +30,23 @@ IDLE_WAIT_S = 0.2
 GATHER_S = 0.25
 """Samples wait this long for the rest of their group, which is of no use before; one request for all costs a fraction of many."""
 
-COMMIT_EVERY_S = 0.5
-
-MEASURE_EVERY_S = 1.0
-
 
 @dataclass(slots=True)
-class GroupWorker:
+class GroupWorker(DrawingLoop):
     """The worker's state between two turns of its loop."""
 
-    session: Session
-    engine: Engine
-    weights: WeightPrefetch
-    member: Member
     published: PublishedSamples
     tasks: GroupTasks
-    _settled: bool = False
-    """True while this worker knows which partitions are its own: not while the consumer group rebalances."""
     _gathered: float = 0.0
     """When the first of the samples that wait to be published ended."""
-    _committed: float = 0.0
-    _measured: float = 0.0
     _judged: int = -1
     """The newest version when the groups in hand were last judged by their age."""
 
     @classmethod
     def open(cls, session: Session, engine: Engine, weights: WeightPrefetch) -> "GroupWorker":
         """Join the run's workers of this role."""
-        member = session.log.member(f"{session.run}.{session.role}", [session.topic("prompts")], max_records=64, max_bytes=64 * 2**20)
         published = PublishedSamples(session.log, session.run)
-        return cls(session, engine, weights, member, published, GroupTasks(session.schedule.oversample))
-
-    def run(self) -> None:
-        """Draw samples until the run is closed or the worker is asked to stop; hands back what is unfinished."""
-        session = self.session
-        session.finishing = self.finishing
-        session.reporter.outage = lambda: self.member.outage_s
-        session.reporter.ready()
-        try:
-            while self.weights.state.closed is None and not session.stop.is_set():
-                self.turn()
-            self.hand_back()
-        finally:
-            self.close()
-            self.weights.close()
-            self.engine.close()
-
-    def turn(self) -> None:
-        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
-        self.weights.check()
-        self._take(0.0)
-        self._publish_drawn()
-        self._refresh()
-        self._start()
-        if self.engine.idle:
-            self._wait()
-        else:
-            self._decode()
-        self._acknowledge()
-        if time.monotonic() - self._committed > COMMIT_EVERY_S:
-            self._commit()
-        if time.monotonic() - self._measured > MEASURE_EVERY_S:
-            self._measure()
-        self.session.reporter.status()
+        return cls(session, engine, weights, session.member("prompts", max_records=64), published, GroupTasks(session.schedule.oversample))
 
     def hand_back(self) -> None:
         """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
@@ -112,18 +67,6 @@ class GroupWorker:
         """Leave the other workers of this role."""
         self.member.close(5.0)
         self.published.close()
-
-    def _take(self, wait_s: float) -> None:
-        for event in self.member.take(wait_s):
-            match event:
-                case Assigned():
-                    self._assigned(event)
-                case Revoked():
-                    self.tasks.revoke()
-                    self._settled = False
-                case Records():
-                    for record in event.records:
-                        self._received(record)
 
     def _assigned(self, event: Assigned) -> None:
         """Drop what others own now, and learn from `rollouts` which samples of the own partitions are there already."""
@@ -149,6 +92,9 @@ class GroupWorker:
         reporter.labels["partitions"] = ",".join(str(partition) for partition in sorted(owned))
         reporter.values["slots"] = self.session.config.slots
         reporter.status(force=True)
+
+    def _revoke(self) -> None:
+        self.tasks.revoke()
 
     def _received(self, record: Record) -> None:
         try:
@@ -185,11 +131,6 @@ class GroupWorker:
                     self._ended(self.engine.abort(group.group))
                     self.session.reporter.add("aborted_groups")
 
-    def _already_stale(self, version: int) -> bool:
-        """Whether samples drawn under `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
-        newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
-        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
-
     def _start(self) -> None:
         """Give the engine the prompts it has room for, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version
@@ -221,19 +162,6 @@ class GroupWorker:
             stop_ids = self.session.info["digests"]["stop_ids"]
             self.engine.submit(request_of(task.prompt, samples, config=self.session.config, stop_ids=stop_ids))
 
-    def _load(self) -> bool:
-        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
-        with self.weights.taken() as (version, tensors):
-            if version <= self.engine.version:
-                return False
-            started = time.monotonic()
-            if self.engine.idle:
-                self.session.reporter.doing(f"loading version {version}")
-            self.engine.load_weights(version, tensors)
-        self.session.reporter.add("load_s", time.monotonic() - started)
-        self.session.reporter.values["version"] = version
-        return True
-
     def _wait(self) -> None:
         """Nothing can be drawn: wait for what is missing, weights or prompts."""
         if self.tasks.waiting():
@@ -242,13 +170,6 @@ class GroupWorker:
             self._load()  # the prompts for it are about to come
         else:
             self._take(0.01 if any(task.sent for task in self.tasks.in_hand()) else IDLE_WAIT_S)
-
-    def _decode(self) -> None:
-        """One decode step."""
-        started = time.monotonic()
-        completions = self.engine.step()
-        self.session.reporter.add("generate_s", time.monotonic() - started)
-        self._ended(completions)
 
     def _ended(self, completions: list[Completion]) -> None:
         """Keep samples that the engine returned, as far as their groups need them."""

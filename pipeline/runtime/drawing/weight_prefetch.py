@@ -2,7 +2,7 @@
 
 The rule: a version counts once it is here whole and checked; versions that a newer one overtakes are left out. One that cannot be read
 is tried again: the worker goes on with the weights that its engine has. Where workers of a machine share one copy, one of them reads for
-all; which one that is is settled anew when it ends.
+all; which one that is is settled anew when it ends. Where the trainer shows its own copy (`direct`), nobody reads.
 """
 
 import threading
@@ -16,7 +16,9 @@ from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
-from penstock.pipeline.runtime.weights.read import bring
+from penstock.pipeline.runtime.weights.direct import Inlet
+from penstock.pipeline.runtime.weights.ends import read_ends
+from penstock.pipeline.runtime.weights.read import ChunkReader, bring
 from penstock.topics.weights import Manifest
 
 RETRY_S = 10.0
@@ -32,16 +34,25 @@ _CLOSE_S = 2.0
 class WeightPrefetch:
     """Follows ledger and manifests for a worker that must not wait for them."""
 
-    def __init__(self, log: Log, run: str, *, say: Callable[[str], None] = lambda _: None, shared: bool = False) -> None:
-        """`say` gets a line when a version cannot be read, and when it can be after all; `shared`: one copy for the machine's workers."""
+    def __init__(
+        self, log: Log, run: str, *, say: Callable[[str], None] = lambda _: None, shared: bool = False, direct: bool = False
+    ) -> None:
+        """`say` gets a line when a version cannot be read, and when it can be after all.
+
+        `shared`: one copy for the machine's workers. `direct`: where the trainer is on this machine, what it has in its memory.
+        """
         self.state = LedgerState(run, newest_only=True)
         """Kept up to date by the thread; other threads only read it."""
         self._copy = WeightCopy()
         self._shared = shared and is_supported()
+        self._direct = direct and is_supported()
+        self._inlet: Inlet | None = None
+        """The trainer's memory, once this worker knows the run's version 0."""
         self._memory: MachineMemory | None = None
         """What this worker shares with others, once it knows the run's version 0."""
         self._ask_at = 0.0
         self._log, self._run, self._say = log, run, say
+        self._reader = ChunkReader(log, run)
         self._refused: Manifest | None = None
         """The manifest of the version that could not be read last."""
         self._retry_at = 0.0
@@ -81,7 +92,7 @@ class WeightPrefetch:
 
     def _follow(self) -> None:
         try:
-            follower = LedgerFollower(self._log, self._run, self.state)
+            follower = LedgerFollower(self._log, self._run, self.state, read_ends(self._log, self._run, self.state))
             try:
                 follower.catch_up()  # a joiner needs the newest version, none of those before it
                 while not self._closed.is_set() and self.state.closed is None:
@@ -93,7 +104,10 @@ class WeightPrefetch:
                         self._changed.set()
             finally:
                 follower.close()
+                self._reader.close()
                 self._leave()
+                if self._inlet is not None:
+                    self._inlet.close()
         except BaseException as error:  # this thread's edge: its owner raises it again
             self._failure = error
         self._changed.set()
@@ -104,7 +118,9 @@ class WeightPrefetch:
         return version <= self.state.newest_version and (manifest is None or manifest.digest == self._copy.digest)
 
     def _reads_itself(self) -> bool:
-        """Whether this worker reads from the log, for itself or for all of its machine; if not, see what the one that does has."""
+        """Whether this worker reads from the log, for itself or for all of its machine; if not, see what others have there."""
+        if self._sees_trainers():
+            return False
         if not self._shared:
             return True
         if self._memory is None:
@@ -122,6 +138,21 @@ class WeightPrefetch:
             self._leave()
             self._shared, self._copy = False, WeightCopy()
         return not self._shared
+
+    def _sees_trainers(self) -> bool:
+        """Whether the newest version is in the trainer's memory; this worker's copy is there then, and elsewhere if not."""
+        if not self._direct:
+            return False
+        if self._inlet is None:
+            self._inlet = Inlet(self._run, self.state.manifests[0])
+        if not self._inlet.serves(self.state.manifests[self.state.newest_version]):
+            if self._copy is self._inlet.copy:
+                self._copy = WeightCopy()
+            return False
+        if self._copy is not self._inlet.copy:
+            self._leave()
+            self._copy = self._inlet.copy
+        return True
 
     def _attach(self, memory: MachineMemory) -> None:
         """See what the reading process has. Raises `OSError`."""
@@ -142,7 +173,7 @@ class WeightPrefetch:
         if manifest is self._refused and time.monotonic() < self._retry_at:
             return
         try:
-            bring(self._copy, self._log, self.state.manifests, version, run=self._run)
+            self._bring(version)
         except LogUnreachable:
             raise
         except LogError as error:
@@ -153,6 +184,20 @@ class WeightPrefetch:
         if self._refused is not None:
             self._say(f"version {version} is here")
             self._refused = None
+
+    def _bring(self, version: int) -> None:
+        """Read a version where reading ended last, or anew if that fails: what comes there may have been deleted since."""
+        for was_open in (self._reader.is_open, False):
+            try:
+                bring(self._copy, self._log, self.state.manifests, version, run=self._run, reader=self._reader)
+            except LogUnreachable:
+                raise
+            except LogError:
+                self._reader.close()
+                if not was_open:
+                    raise
+            else:
+                return
 
 
 class VersionWatch(WeightPrefetch):

@@ -23,6 +23,9 @@ from penstock.topics.wire.record import Outgoing
 ENCODERS = 2
 """Threads that compare two versions: numpy lets go of the interpreter, and one thread alone reads less than the memory gives."""
 
+EARLY_CHUNK_BYTES, EARLY_CHUNKS = 2 << 20, 32
+"""The first chunks are smaller: a delta of some MB is on its way while it is still compared, and is read from all partitions at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
@@ -124,11 +127,16 @@ class ChunkWriter:
         """Append a buffer to the stream."""
         view, start = memoryview(data).cast("B"), 0
         while start < len(view):
-            taken = view[start : start + self.max_bytes - len(self._chunk)]
+            size = self._size()
+            taken = view[start : start + size - len(self._chunk)]
             self._chunk += taken
             start += len(taken)
-            if len(self._chunk) == self.max_bytes:
+            if len(self._chunk) == size:
                 self._send()
+
+    def _size(self) -> int:
+        """Of the chunk that is being filled."""
+        return min(self.max_bytes, EARLY_CHUNK_BYTES) if len(self.sizes) < EARLY_CHUNKS else self.max_bytes
 
     def finish(self) -> None:
         """Send the last chunk, which may be shorter; none is empty."""

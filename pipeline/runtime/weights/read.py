@@ -3,9 +3,10 @@
 The rule: a reader gets a version when it is whole and its digest fits, or not at all. Silence is limited, not how long a reading takes.
 """
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -39,9 +40,12 @@ def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str
     return copy.tensors()
 
 
-def bring(copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str) -> int:
+def bring(
+    copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str, reader: "ChunkReader | None" = None
+) -> int:
     """Bring a copy to a version, checked against its digest; returns the bytes of chunks that were read.
 
+    A `reader` stays open, so that the next call need not connect; close it after an error. Without one, one is made for this call.
     Raises `LogError`; the copy then holds the version it held before, or a later one whose digest was checked, or none.
     """
     try:
@@ -49,20 +53,28 @@ def bring(copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version
     except ValueError as error:
         raise LogError(str(error)) from error
     held = next((index for index, link in enumerate(chain) if (link.version, link.digest) == (copy.version, copy.digest)), -1)
-    missing, reached = chain[held + 1 :], None
-    reader = ChunkReader(log, run, expected={place for link in missing for place in weights.chunk_places(link)})
+    with contextlib.ExitStack() as ending:
+        if reader is None:
+            reader = ending.enter_context(contextlib.closing(ChunkReader(log, run)))
+        return _follow(copy, chain[held + 1 :], reader)
+
+
+def _follow(copy: WeightCopy, links: Sequence[Manifest], reader: "ChunkReader") -> int:
+    """Bring a copy from version to version, and check the digest of the last one that was reached."""
+    reached, before = None, reader.nbytes
+    reader.expect({place for link in links for place in weights.chunk_places(link)})
     try:
-        for link in missing:
+        for link in links:
             if link.encoding == "delta":
                 _apply(copy, link, reader)
             else:
                 _replace(copy, link, reader)
             reached = link
     finally:
-        reader.close()
+        reader.expect(())
         if reached is not None:
             _hold(copy, reached)
-    return reader.nbytes
+    return reader.nbytes - before
 
 
 def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
@@ -106,15 +118,23 @@ class ChunkReader:
 
     log: Log
     run: str
-    expected: Collection[tuple[int, int]] = ()
-    """(partition, offset) of chunks that will be asked for: one that comes early is kept, so that it is read once."""
     silence_s: float = SILENCE_S
     nbytes: int = 0
     """Bytes of chunks that were read."""
+    _expected: Collection[tuple[int, int]] = ()
     _tail: Tail | None = field(default=None, repr=False)
     _followed: set[int] = field(default_factory=set)
     _early: dict[tuple[int, int], Record] = field(default_factory=dict)
     _early_bytes: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is connected, and goes on where it has read last."""
+        return self._tail is not None
+
+    def expect(self, places: Collection[tuple[int, int]]) -> None:
+        """(partition, offset) of chunks that will be asked for: one that comes early is kept, so that it is read once."""
+        self._expected, self._early, self._early_bytes = places, {}, 0
 
     def read(self, manifest: Manifest) -> Iterator[Chunk]:
         """The chunks of a version as they come, in any order, each checked. Raises `LogError`."""
@@ -133,7 +153,7 @@ class ChunkReader:
             for record in records:
                 if (place := (record.partition, record.offset)) in left:
                     yield self.checked(record, manifest, left.pop(place))
-                elif place in self.expected and self._early_bytes + len(record.value) <= EARLY_BYTES:
+                elif place in self._expected and self._early_bytes + len(record.value) <= EARLY_BYTES:
                     self._early[place] = record
                     self._early_bytes += len(record.value)
             now = time.monotonic()
@@ -167,6 +187,7 @@ class ChunkReader:
         """Close the reader."""
         if self._tail is not None:
             self._tail.close()
+            self._tail, self._followed = None, set()
 
     def checked(self, record: Record, manifest: Manifest, index: int) -> Chunk:
         """The chunk in a record, if it is the one that a manifest lists at `index`. Raises `LogError`."""

@@ -31,6 +31,21 @@ from tests.support.vllm_helpers import (
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 
+TEXTS = [f"{chr(97 + token // 10)}{chr(97 + token % 10)}" for token in range(90)]
+"""Of the tokens: two letters each, so that a text of two is one token, or the end of one and the beginning of the next."""
+
+
+def save_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(WordLevel({text: token for token, text in enumerate(TEXTS)}, unk_token=TEXTS[0]))
+    made.decoder = Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(directory)
+
+
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tied"), tied=True)
@@ -41,7 +56,8 @@ def engine(tied: Path) -> Iterator[Any]:
     import torch
 
     before = random.getstate(), torch.get_rng_state().tolist(), os.environ.get("TMPDIR"), 1
-    made = open_engine(tied, top_k=8)
+    save_tokenizer(tied)
+    made = open_engine(tied, top_k=8, stops_at_text=True)
     assert before == (random.getstate(), torch.get_rng_state().tolist(), os.environ.get("TMPDIR"), 1)
     yield made
     made.close()
@@ -69,6 +85,22 @@ def test_tokens_of_a_limited_distribution_have_their_support_and_logprobs_over_i
         assert one.support is not None
         assert ((one.support >= 0).sum(1) >= 1).all() and (one.support[:, 0] == one.token_ids).all()
     assert {one.support.shape[1] <= 8 for one in found if one.support is not None} == {True}  # no logits tie in float32
+
+
+def test_a_completion_ends_with_the_token_that_makes_a_stop_text_whole_also_under_new_weights(engine: Any, tied: Path) -> None:
+    values, stop = version_values(tied), "cd"
+    asked = [request(group, stop=("no such text", stop)) for group in range(30, 36)]
+    found, swaps = draw_with_swaps(engine, asked, values, every=17)
+    assert swaps >= 2
+    assert largest_error(tied, {one.group: one for one in asked}, found, values) < LIMIT
+    texts = ["".join(TEXTS[token] for token in one.token_ids) for one in found]
+    for text, one in zip(texts, found, strict=True):
+        assert stop not in text[: -len(TEXTS[0])]
+        assert one.finish == ("stop" if stop in text or one.token_ids[-1] == 2 else "length")
+    across = [text for text in texts if stop in text and text[-2:] != stop]
+    assert across and len([text for text in texts if text[-2:] == stop]) > 0  # in the midst of two tokens, and in one
+    free = draw_with_swaps(engine, [request(group) for group in range(30, 36)], values, every=17)[0]
+    assert sum(len(one.token_ids) for one in found) < sum(len(one.token_ids) for one in free)
 
 
 def test_ties_beyond_what_is_reported_leave_a_token_without_support() -> None:

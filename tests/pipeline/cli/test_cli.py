@@ -231,6 +231,13 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_a_command_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["resume", "latest"]) == USAGE
+    assert "That is `penstock run --resume RUN`." in last_line(capsys)
+    for meant in app.MEANT.values():
+        assert cli.main([*meant.split()[:1], "--help"]) == OK
+
+
 def test_a_message_of_many_lines_becomes_one() -> None:
     assert app.explain(ValueError("first\n  second")) == ("first second", FAILED)
 

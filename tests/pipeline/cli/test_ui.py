@@ -47,6 +47,11 @@ def test_it_listens_on_loopback_and_answers_only_who_has_the_token_and_asks_this
     assert asked(server, "/secret/", method="POST")[0] == 501
 
 
+def test_a_port_that_is_taken_is_an_error_of_the_system_and_not_ours(server: Server) -> None:
+    with pytest.raises(OSError, match="in use"):
+        Server(log_with([]), port=server.server_address[1], token="other")
+
+
 def test_a_page_allows_no_script_and_nothing_from_elsewhere(server: Server) -> None:
     _, page, headers = asked(server, f"/secret/run?id={RUN}")
     policy = headers["Content-Security-Policy"]

@@ -1,6 +1,7 @@
 """What is tried before a run starts: each fault is one line and a status, and what was found before it has been told."""
 
 import json
+import math
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
 from penstock.pipeline.launch.check import disk, preflight, trial
 from penstock.pipeline.launch.check.propose import propose
+from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.learner.weight_publisher import WeightPublisher
 from penstock.pipeline.runtime.weights.publish import Base
 from penstock.pipeline.runtime.weights.retention import deletable
@@ -25,6 +27,7 @@ ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": 
 
 def project(folder: Path, *, reward: str = "return [float(a == b) for a, b in zip(completions, answer)]") -> Path:
     """A folder with a model without weights, fifty rows and a reward function."""
+    folder.mkdir(exist_ok=True)
     light_model(folder / "model", context=512)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     (folder / "rew.py").write_text(f"def right(completions, answer, **columns):\n    {reward}\n", encoding="utf-8")
@@ -57,6 +60,17 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tm
     assert problem is None
     assert told["data"].startswith("50 rows")
     assert told["reward"] == "of the first 2 rows' own answers: 1, 1"
+
+
+def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    for tokens in (79, 80):
+        config = configured(project(tmp_path / str(tokens)), sampling={"max_new_tokens": 16}, trainer={"micro_batch_tokens": tokens})
+        check_inputs(config, say=said.append)
+    assert [line for line in said if "micro" in line] == [
+        "trainer.micro_batch_tokens = 79: a sample may have 80 tokens with its prompt; one that is longer than a micro-batch is trained "
+        "alone, in as much memory as it takes"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +114,13 @@ def test_what_would_fail_later_fails_here(
     assert said in problem
 
 
-def with_weights(folder: Path, shape: tuple[int, ...]) -> None:
-    """The header of a weights file; nothing reads what would follow."""
-    header = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}}).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+def with_weights(folder: Path, shape: tuple[int, ...], *, there: int | None = None) -> None:
+    """A weights file of which so many bytes are there after its header; all of them, as a hole, by default."""
+    size = 4 * math.prod(shape)
+    header = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, size]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + (size if there is None else there))
 
 
 def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +189,10 @@ def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     folder = project(tmp_path)
     (folder / "model" / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     assert "cut off" in (found(configured(folder))[1] or "")
+    with_weights(folder / "model", (10, 10), there=399)  # as an interrupted copy leaves it
+    assert "cut off: copy it again" in (found(configured(folder))[1] or "")
+    with_weights(folder / "model", (10, 10), there=400)
+    assert found(configured(folder))[1] is None
 
 
 def test_what_init_writes_passes_the_check_and_names_the_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,15 +207,18 @@ def test_what_init_writes_passes_the_check_and_names_the_columns(tmp_path: Path,
     assert found(config)[1] is None
 
 
-@pytest.mark.parametrize(("gpus", "engine_fits"), [("", "transformers"), ("0", "transformers"), ("0,1", "transformers")])
+@pytest.mark.parametrize(
+    ("gpus", "engine_fits"), [("", "transformers"), ("0", "transformers"), ("0,1", "transformers"), ("0,1,2", "transformers")]
+)
 def test_init_plans_for_the_gpus_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, engine_fits: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr("penstock.infra.engines.vllm.arguments.find_spec", lambda _name: None)
     folder = project(tmp_path)
     (folder / "my.toml").write_text(propose("model", "rows.jsonl", ["rew.py:right"], base=folder), encoding="utf-8")
-    config = load(folder / "my.toml")
+    config, count = load(folder / "my.toml"), len(gpus.split(",")) if gpus else 0
     assert config.rollout.engine == engine_fits
-    assert config.trainer.gpus == (1 if gpus == "0,1" else 0)
+    assert config.trainer.gpus == (1 if count > 1 else 0) and config.rollout.workers == max(1, count - 1)
+    assert config.eval_sources and config.lends_engine == (count > 0)
     preflight.check_devices(config)
 
 

@@ -1,13 +1,15 @@
 """GPUs: each belongs to one worker, what does not fit is one line, and what nobody placed is left as it is."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.config.load import Config, ConfigError, from_table
+from penstock.pipeline.config.load import Config, ConfigError, from_table, load
 from penstock.pipeline.launch.placement import VISIBLE, place, visible_gpus
+from penstock.pipeline.runtime.roles import ROLES
 
 
 def config_of(*, trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, evaluated: bool = False) -> Config:
@@ -21,6 +23,15 @@ def test_the_map_names_every_worker_that_has_gpus() -> None:
     assert str(placement) == "trainer: GPU 3; rollout-0: GPU 5; rollout-1: GPU 6; evaluator: GPU 7; the others: none"
     assert placement.environment("rollout-1") == {VISIBLE: "6"}
     assert placement.environment("scorer-0") == {VISIBLE: ""}
+
+
+def test_an_evaluator_without_an_engine_of_its_own_has_no_gpu_and_two_do_for_the_example() -> None:
+    example = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
+    assert str(place(load(example, gpus=2), ["0", "1"])) == "trainer: GPU 0; rollout-0: GPU 1; the others: none"
+    with pytest.raises(ConfigError, match=r"2 GPUs are wanted \(trainer 1 \+ rollout-0 1\), 1 are visible here; lower"):
+        place(load(example, gpus=1), ["0"])
+    shared = load(example, ["trainer.gpus=0", "rollout.gpus_per_worker=0"], gpus=1)
+    assert place(shared, ["0"]).environment("rollout-0") == {} and ROLES["evaluator"].workers(shared) == 0
 
 
 def test_what_nobody_placed_is_left_as_it_is() -> None:

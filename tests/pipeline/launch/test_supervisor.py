@@ -1,5 +1,6 @@
 """A launcher's processes, with cheap ones in the workers' places: replaced when they die, ended with their launcher, never two sets."""
 
+import itertools
 import json
 import os
 import signal
@@ -18,8 +19,9 @@ import pytest
 from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.settings import Connection
 from penstock.pipeline.config.load import from_table
+from penstock.pipeline.config.schema import EvalSection
 from penstock.pipeline.launch import run_lock
-from penstock.pipeline.launch.supervisor import Failure, Supervisor
+from penstock.pipeline.launch.supervisor import LONGEST_STOP, Failure, Supervisor
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts, WorkerView
@@ -159,6 +161,15 @@ def test_a_tracker_that_dies_after_the_end_is_still_started_again(tmp_path: Path
         assert worker_named(crew, "tracker").starts == 2
 
 
+def test_a_rollout_worker_that_dies_over_the_last_evaluation_is_started_again(tmp_path: Path):
+    with working(crew_of(tmp_path, said=[])) as crew:
+        crew.config = crew.config.model_copy(update={"eval": EvalSection(source="tiny:successor", engine="rollout")})
+        os.kill(pids(tmp_path)["rollout-0"], signal.SIGKILL)
+        until(lambda: worker_named(crew, "rollout-0").status is not None)
+        assert tend(crew, seen(over=True)) is None
+        assert worker_named(crew, "rollout-0").starts == 2
+
+
 def test_a_run_goes_on_without_a_helper_that_is_given_up(tmp_path: Path):
     said: list[str] = []
     with working(crew_of(tmp_path, said=said, programs={"tracker": MISTAKEN})) as crew:
@@ -181,10 +192,18 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
     crew = crew_of(tmp_path, said=said, programs={"trainer": DEAF})
     crew.start()
     until(lambda: at_work(crew))
-    crew.stop(limit_s=1.0, look=lambda: {"trainer": "commits step 3"})
-    told = [line for line in said if line.startswith("trainer ")]
-    assert told[0].startswith("trainer finishes: commits step 3 (killed in ")
-    assert told[1:] == ["trainer did not end within 1 s and was killed"]
+    crew.stop(limit_s=1.0, look=lambda: {"trainer": "commits step 3", "feeder": "waiting for new weights"})
+    assert said == ["trainer: commits step 3", "trainer had not ended after 1 s and was killed"]
+
+
+def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_stands_still(tmp_path: Path):
+    said: list[str] = []
+    crew = crew_of(tmp_path, said=said, programs={"trainer": DEAF})
+    crew.start()
+    until(lambda: at_work(crew))
+    steps = itertools.count()
+    crew.stop(limit_s=0.3, look=lambda: {"trainer": f"training step 3, micro-batch {next(steps)}"})
+    assert said[-1] == f"trainer had not ended after {LONGEST_STOP * 0.3:.0f} s and was killed"
 
 
 def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
@@ -229,7 +248,7 @@ def test_who_does_not_end_when_asked_is_killed(tmp_path: Path):
     until(lambda: at_work(crew))
     before = pids(tmp_path)
     crew.stop(limit_s=0.3)
-    assert said == ["rollout-0 did not end within 0.3 s and was killed"]
+    assert [line.split()[0] for line in said if line.endswith(" s and was killed")] == ["rollout-0"]
     assert not any(psutil.pid_exists(pid) for pid in before.values())
 
 

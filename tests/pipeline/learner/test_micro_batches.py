@@ -88,6 +88,15 @@ def test_a_sequence_longer_than_the_budget_goes_alone():
     assert boundaries(batches) == (1, 2, 3)
 
 
+def test_completions_of_very_unequal_length_keep_the_budget_and_at_least_two_fifths_of_it_is_real() -> None:
+    random = np.random.default_rng(0)
+    lengths = [(prompt, min(4096, int(random.lognormal(5.5, 1.0)))) for prompt in random.integers(50, 300, 32) for _ in range(8)]
+    batches = micro_batches(made(lengths), token_budget=16_384)
+    padded = sum(len(batch) * max(one.length for one in batch) for batch in batches)
+    assert max(len(batch) * max(one.length for one in batch) for batch in batches) <= 16_384
+    assert 0.4 < sum(one.length for batch in batches for one in batch) / padded < 0.6
+
+
 def test_packed_arrays_are_aligned_to_next_token_positions():
     batch = pack([sequence(2, 3, mask=[1, 0, 1], advantage=0.5, temperature=0.7), sequence(1, 1, group=4, sample=1, advantage=-1)])
     np.testing.assert_array_equal(batch.input_ids, [[1, 2, 3, 4, 5], [141, 142, 0, 0, 0]])

@@ -285,7 +285,7 @@ def test_a_run_that_is_not_there_is_one_line(log: MemoryLog) -> None:
 def test_whoever_waits_is_asked_while_records_are_read(log: MemoryLog) -> None:
     calls: list[None] = []
     build(log, RUN, alive=lambda: calls.append(None))
-    assert len(calls) >= 5
+    assert len(calls) >= 3
 
 
 def test_a_page_gets_its_name_only_when_it_is_whole(page: Page, tmp_path: Path) -> None:

@@ -273,12 +273,12 @@ def test_plain_lines_follow_the_run_and_name_evaluations_and_dead_letters(monkey
     write(log, told)
     live.poll(0.1)
     assert "step 2/10" in out.getvalue()
-    write(log, [teller.measured_by("evaluator", "eval", version=2, greedy_accuracy=0.25), teller.letter()])
+    write(log, [teller.measured_by("evaluator", "eval", version=2, greedy_accuracy=0.25, greedy_reward=0.4), teller.letter()])
     live.poll(0.1)
     write(log, teller.round(2))
     live.close()
     text = out.getvalue()
-    assert "version 2: greedy accuracy 0.250" in text
+    assert "version 2: held out greedy 0.400 (25% solved)" in text
     assert "dead letter: groups/0/0 undecodable: not Arrow" in text
     assert "\x1b" not in text
 

@@ -1,8 +1,10 @@
 """Looking into topics: what is listed, tailed and shown, on the in-memory log and once through the command line on the real broker."""
 
 import json
+import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline import cli
 from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.observe.live.view import LiveView
 from penstock.pipeline.observe.records import browse, format, runs
 from penstock.pipeline.observe.records.runs import list_runs
 from penstock.topics import rollouts, weights
@@ -213,6 +216,30 @@ def test_a_run_is_removed_only_when_that_is_said(broker: str, run_id: str, capsy
     assert not log.topics(f"{run_id}.")
     assert [path.name for path in folder.iterdir()] == ["model"]
     assert run_id not in {row["run"] for row in list_runs(log)}
+    log.close()
+
+
+def test_a_followed_status_ends_with_its_run(
+    broker: str, run_id: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = KafkaLog(broker, client_id="test")
+    records = list(Teller(run_id, steps=3, created_s=time.time()).whole())
+    told(log, records[:-6], run=run_id)  # without its end
+    shown, poll = threading.Event(), LiveView.poll
+
+    def seen(view: LiveView, timeout_s: float) -> None:
+        poll(view, timeout_s)
+        if len(view.view.steps) == 3:
+            shown.set()
+
+    monkeypatch.setattr(LiveView, "poll", seen)
+    with ThreadPoolExecutor(1) as pool:
+        ends = pool.submit(lambda: shown.wait(30) and told(log, records[-6:], run=run_id))
+        assert cli.main(["status", run_id, "-f", "--bootstrap", broker]) == 0
+        ends.result(30)
+    assert "step 3/3" in capsys.readouterr().out
+    assert cli.main(["status", run_id, "-f", "--json", "--bootstrap", broker]) == 2
+    assert "give either --follow or --json" in capsys.readouterr().err
     log.close()
 
 

@@ -34,7 +34,9 @@ def test_the_first_sentence_says_whether_it_learned(curve: list[float], said: st
 
 def test_held_out_accuracy_failures_waste_and_waiting_are_said() -> None:
     evals = [{"greedy_accuracy": 0.03}, {"greedy_accuracy": 1.0}]
-    assert verdict(report(RISING, eval=evals))[0].endswith("held-out accuracy from 3% to 100%.")
+    assert verdict(report(RISING, eval=evals))[0].endswith("held-out prompts solved from 3% to 100%.")
+    evals = [{"greedy_accuracy": 0.0, "greedy_reward": 0.05}, {"greedy_accuracy": 0.0, "greedy_reward": 0.4}]
+    assert verdict(report(RISING, eval=evals))[0].endswith("held-out reward from 0.050 to 0.400.")
     waste = [{"fate": "filtered", "share": 0.9, "why": "90% of the groups are filtered", "advice": "take easier prompts"}]
     assert verdict(report(RISING, waste=waste))[1:] == ["90% of the groups are filtered: take easier prompts."]
     assert "3 groups failed" in verdict(report(RISING, groups={"failed": 3}))[1]

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
+from penstock.pipeline.runtime.weights import read
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
-from penstock.pipeline.runtime.weights.read import bring
+from penstock.pipeline.runtime.weights.read import SILENCE_S, bring
 from penstock.topics import weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.weights import Chunk, Manifest
@@ -188,3 +191,34 @@ def test_a_version_that_does_not_fit_its_digest_leaves_the_one_before_it_where_t
     with pytest.raises(RecordMissing):
         bring(copy, published.log, published.manifests | {DELTA: gone}, DELTA, run=RUN)
     assert copy.version == ANCHOR
+
+
+class SlowTail:
+    """A tail on a slow link, by a clock of its own: each poll takes so long and gives one record at most, some polls none."""
+
+    outage_s = 0.0
+
+    def __init__(self, tail: Any, clock: list[float], *, poll_s: float, silent: bool) -> None:
+        self.tail, self.clock, self.poll_s, self.silent = tail, clock, poll_s, silent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tail, name)
+
+    def poll(self, timeout_s: float, *, max_records: int) -> list[Record]:
+        self.clock[0] += self.poll_s
+        return [] if self.silent else self.tail.poll(timeout_s, max_records=1)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_version_may_take_any_time_as_long_as_chunks_come(published: Published, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    clock, follow = [0.0], published.log.tail
+    poll_s = 0.6 * SILENCE_S
+    monkeypatch.setattr(read, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(published.log, "tail", lambda starts: SlowTail(follow(starts), clock, poll_s=poll_s, silent=silent))
+    if silent:
+        with pytest.raises(LogError, match="weights of version 1: no chunk came for 60 s, 4 are missing"):
+            bring(WeightCopy(), published.log, published.manifests, ANCHOR, run=RUN)
+        return
+    copy = WeightCopy()
+    bring(copy, published.log, published.manifests, ANCHOR, run=RUN)
+    assert copy.version == ANCHOR and clock[0] > 2 * SILENCE_S

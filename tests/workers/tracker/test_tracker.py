@@ -16,9 +16,12 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
 from penstock.infra.mlflow.tracking import MlflowRun, Target
 from penstock.pipeline.config.load import from_json
-from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.observe.live.saved_view import newest
+from penstock.pipeline.observe.run_view import load, read_view
+from penstock.pipeline.observe.status import WATCHED, standing
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.wire.record import Outgoing
 from penstock.workers.tracker import metrics_file, worker
@@ -123,6 +126,17 @@ def test_without_mlflow_the_report_is_written_all_the_same(log: MemoryLog, tmp_p
     report = json.loads((run_directory(tmp_path) / "report.json").read_text())
     assert (report["status"], report["steps"], report["mlflow_run_id"]) == ("finished", STEPS, None)
     assert "reward" in (run_directory(tmp_path) / "report.txt").read_text()
+
+
+def test_who_looks_at_the_run_goes_on_from_what_the_tracker_has_left(log: MemoryLog) -> None:
+    write(log, told(**WITHOUT_MLFLOW)[1])
+    follow(log)
+    left, since = newest(log, RUN)
+    assert (left.steps_done, left.closed is not None) == (STEPS, True)
+    ledger = (f"{RUN}.ledger", 0)
+    assert since[ledger] == log.end_offsets([ledger])[ledger]
+    seen = read_view(RunReader(log, RUN), topics=WATCHED, view=left, since=since)
+    assert standing(seen, now_s=1e10) == standing(load(log, RUN, topics=WATCHED), now_s=1e10)
 
 
 def test_the_run_is_left_as_a_page_beside_its_report(log: MemoryLog, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The trainer dies between any two chunks of a version, and the broker while one is sent: nobody sees half of one, the end is the same."""
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def test_a_trainer_that_dies_after_any_chunk_is_followed_by_one_that_publishes_t
 def whole(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The report of an undisturbed run with all its workers, and its configuration."""
     config = config_of(tiny_model, tmp_path_factory.mktemp("crew"), run={"steps": 4, "seed": 7}, rollout={"workers": 1})
-    return complete(broker, "published-in-peace", config), config
+    return complete(broker, f"published-in-peace-{uuid.uuid4().hex[:6]}", config), config  # several processes may test on one broker
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ function buildCurves() {
     ["Reward", "mean", [{ label: "all scored samples, by version", short: "all", points: data.rewards.map(([step, , mean]) => [step, mean]) }, byStep("reward_trained", "trained")]],
     ["Fates of the groups", "share, by version", fates],
     ["Reward by function", "mean of the trained, unweighted", components],
-    ["Evaluation", "accuracy, held-out", [{ label: "greedy", points: data.evals.map(([step, , greedy]) => [step, greedy]) }, { label: "sampled", points: data.evals.map(([step, , , sampled]) => [step, sampled]) }], { dots: true }],
+    ["Evaluation", `${data.eval_measure}, held-out`, [{ label: "greedy", points: data.evals.map(([step, , greedy]) => [step, greedy]) }, { label: "sampled", points: data.evals.map(([step, , , sampled]) => [step, sampled]) }], { dots: true }],
     ["Spread of rewards", "standard deviation", [byStep("reward_std", "all samples", "all"), byStep("reward_group_std", "within a group", "group")]],
     ["Entropy", "nat a token", [byStep("entropy", "entropy")]],
     ["Completion length", "tokens, mean", [byStep("completion_tokens_mean", "mean")]],

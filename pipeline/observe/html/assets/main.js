@@ -27,7 +27,7 @@ function figures(found, planned) {
   const shown = [
     ["reward", change(found.reward), "all scored samples, first → last tenth of the steps"],
     ["reward trained", change(found.reward_trained), "samples that were trained"],
-    last ? ["evaluation", fixed(last.greedy_accuracy), `greedy, at version ${last.version}; sampled ${fixed(last.sampled_accuracy)}`] : null,
+    last ? ["evaluation", fixed(last.greedy_reward ?? last.greedy_accuracy), `greedy, at version ${last.version}, ${share(last.greedy_accuracy)} solved; sampled ${fixed(last.sampled_reward ?? last.sampled_accuracy)}`] : null,
     ["steps", `${count(found.steps)}${planned}`, `${count(found.versions)} versions, ${count(found.groups.trained)} of ${count(found.groups.admitted)} groups trained`],
     ["drawn", `${count(found.samples)} samples`, `${count(found.tokens)} tokens, ${number(found.length.admitted)} a sample`],
     ["throughput", found.throughput.tokens_per_s ? `${count(found.throughput.tokens_per_s)} tokens/s` : "–", found.throughput.samples_per_s ? `${number(found.throughput.samples_per_s)} samples/s` : ""],

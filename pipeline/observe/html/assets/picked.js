@@ -19,6 +19,7 @@ async function buildPicked() {
   const cards = await Promise.all(places.map((place, at) => pickedCard(places.length === PICKS.length ? PICKS[at] : "", samples[place])));
   $("picked").append(el("h2", {}, newest >= 0 ? `Samples of step ${newest}` : "Newest samples"), el("div", { className: "cards" }, ...cards));
   $("picked").hidden = false;
+  for (const prompt of $("picked").querySelectorAll(".prompt")) prompt.scrollTop = prompt.scrollHeight; // a question stands at its prompt's end
 }
 
 async function pickedCard(which, { g, s, k }) {

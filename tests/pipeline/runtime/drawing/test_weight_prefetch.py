@@ -3,52 +3,25 @@
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
-from penstock.infra.memory.log import MemoryLog
 from penstock.infra.tensors.machine_memory import MachineMemory
-from penstock.infra.tensors.stream import TensorBytes
-from penstock.pipeline.learner.policy_trainer import Weights
-from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.drawing import weight_prefetch
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
-from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.weights.read import ChunkReader
 from penstock.topics import weights
-from tests.support.number_run import RUN, config_of, log_with, session_of
+from tests.support.number_run import RUN, log_with
+from tests.support.published_weights import Publishing, content
 
 pytest.importorskip("torch")
 LIMIT_S = 10.0
 
 
-def content(version: int) -> bytes:
-    return bytes([version]) + bytes(255)
-
-
-def tensors_of(version: int) -> list[TensorBytes]:
-    return [TensorBytes(name="number", dtype="int8", shape=(256,), data=content(version))]
-
-
-class Published:
-    """A log to which a trainer publishes versions."""
-
-    def __init__(self) -> None:
-        self.log: MemoryLog = log_with()
-        session = session_of(self.log, config_of(weights={"anchor_every": 3}))
-        self.writer = RunWriter(session, self.log.transactions(f"{RUN}.trainer"), LedgerState(RUN))
-        self.writer.write("run-opened", details="{}")
-
-    def version(self, number: int) -> None:
-        self.writer.publish(Weights(partial(tensors_of, number)), version=number, step=number)
-        self.writer.finish_publishing()
-
-
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[Published]:
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[Publishing]:
     monkeypatch.setattr(weight_prefetch, "_POLL_S", 0.01)
-    return Published()
+    return Publishing(log_with())
 
 
 def wait_for(prefetch: WeightPrefetch, version: int) -> None:
@@ -63,14 +36,14 @@ def bytes_of(prefetch: WeightPrefetch) -> tuple[int, bytes]:
         return version, b"".join(bytes(tensor.data) for tensor in tensors)
 
 
-def lose_chunks(published: Published, version: int) -> None:
+def lose_chunks(published: Publishing, version: int) -> None:
     """Cut off the partitions of a version's chunks before them."""
     for partition, offset in weights.chunk_places(published.writer.state.manifests[version]):
         published.log.truncate((f"{RUN}.weights", partition), offset)
 
 
 def test_a_joiner_reads_the_newest_anchor_and_the_deltas_after_it_and_nothing_older(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks: list[int] = []
     read = ChunkReader.read
@@ -93,7 +66,7 @@ def test_a_joiner_reads_the_newest_anchor_and_the_deltas_after_it_and_nothing_ol
 
 
 def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_is_published_again(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, gate, bring = list[str](), threading.Event(), weight_prefetch.bring
     monkeypatch.setattr(weight_prefetch, "bring", lambda *given, **named: gate.wait(LIMIT_S) and bring(*given, **named))
@@ -117,7 +90,32 @@ def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_i
     prefetch.close()
 
 
-def test_the_end_of_the_run_ends_the_thread(published: Published) -> None:
+def test_a_worker_whose_place_in_a_partition_was_deleted_meanwhile_connects_anew(
+    published: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, gate, bring = list[str](), threading.Event(), weight_prefetch.bring
+    monkeypatch.setattr(weight_prefetch, "bring", lambda *given, **named: gate.wait(LIMIT_S) and bring(*given, **named))
+    gate.set()
+    for version in (0, 1):
+        published.version(version)
+    prefetch = WeightPrefetch(published.log, RUN, say=said.append)
+    wait_for(prefetch, 1)
+    gate.clear()
+    for version in range(2, 10):  # 3, 6 and 9 are whole
+        published.version(version)
+    kept = dict[int, int]()
+    for partition, offset in weights.chunk_places(published.writer.state.manifests[9]):
+        kept[partition] = min(offset, kept.get(partition, offset))
+    places = [(f"{RUN}.weights", p) for p in range(2, published.log.partitions(f"{RUN}.weights") or 0)]
+    published.log.delete_records({at: kept.get(at[1], end) for at, end in published.log.end_offsets(places).items()})
+    gate.set()
+    wait_for(prefetch, 9)
+    assert bytes_of(prefetch) == (9, content(9))
+    assert not [line for line in said if line.startswith("version 9 cannot")]
+    prefetch.close()
+
+
+def test_the_end_of_the_run_ends_the_thread(published: Publishing) -> None:
     published.version(0)
     prefetch = WeightPrefetch(published.log, RUN)
     wait_for(prefetch, 0)
@@ -128,7 +126,7 @@ def test_the_end_of_the_run_ends_the_thread(published: Published) -> None:
 
 
 def test_workers_of_one_machine_read_each_version_once_and_another_goes_on_when_the_one_that_read_ends(
-    published: Published, monkeypatch: pytest.MonkeyPatch
+    published: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks: list[int] = []
     read = ChunkReader.read
@@ -155,7 +153,7 @@ def test_workers_of_one_machine_read_each_version_once_and_another_goes_on_when_
 
 
 @pytest.mark.parametrize("forbidden", [False, True], ids=["the reading one is frozen", "sockets are forbidden"])
-def test_a_worker_that_cannot_share_reads_for_itself(published: Published, monkeypatch: pytest.MonkeyPatch, forbidden: bool) -> None:
+def test_a_worker_that_cannot_share_reads_for_itself(published: Publishing, monkeypatch: pytest.MonkeyPatch, forbidden: bool) -> None:
     said = list[str]()
 
     def silent(_: object) -> None:

@@ -1,0 +1,6 @@
+"""What is said before a game, a row for each: what `textarena.toml` trains on."""
+
+
+def games(*, seed: int = 0, size: int = 1024) -> list[dict[str, str | int]]:
+    """`size` games; `seed` is the number that each game's own random numbers follow from."""
+    return [{"prompt": "Play this game. Give your move in square brackets.", "seed": seed * size + number} for number in range(size)]

@@ -1,0 +1,188 @@
+"""The view of a run as a record of `state`: the tracker writes it now and then, and whoever looks at a run goes on from the newest one.
+
+The rule: a view that is read back and given the records after it equals one that has read everything and forgets. Without a usable one
+everything is read.
+"""
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from penstock.infra.log import Log, Partition, Producer
+from penstock.pipeline.observe.run_status import steps_per_version
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view_types import RATE_WINDOW, Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.topics.catalogue import STATE
+from penstock.topics.ledger import Entry
+from penstock.topics.metrics import Measurement
+from penstock.topics.upkeep import state
+from penstock.topics.upkeep.state import State
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing
+
+FORMAT = 1
+EVERY_S = 15.0
+"""What is written in this time is read by everybody who looks."""
+MOST_BYTES = 8 << 20
+"""A larger view is not written: so many records were set aside, or so many workers have come and gone."""
+REWARDS = 256
+"""Versions of which a saved view knows the rewards one by one; of more it knows them by as many stretches."""
+
+Saved = tuple[RunView, dict[Partition, int]]
+
+
+@dataclass(slots=True)
+class ViewWriter:
+    """Writes one view, of which its owner says how far it goes."""
+
+    log: Log
+    producer: Producer
+    worker: str
+    _written_s: float = float("-inf")
+
+    def write(self, view: RunView, position: Callable[[Partition], int], partitions: list[Partition], *, now: bool = False) -> None:
+        """Write the view if that is due. `partitions` are those whose records it holds."""
+        if not now and time.monotonic() - self._written_s < EVERY_S:
+            return
+        self._written_s = time.monotonic()
+        topic = f"{view.run}.{STATE}"
+        text = to_json(view)
+        if len(text) > MOST_BYTES or self.log.partitions(topic) is None:  # the run is older than this topic
+            return
+        positions = {f"{name.removeprefix(f'{view.run}.')}/{number}": position((name, number)) for name, number in partitions}
+        record = State(worker=self.worker, positions=json.dumps(positions), view=text)
+        value = state.encode(record)
+        headers = state.headers(record, run=view.run).encode(value)
+        self.producer.send(Outgoing(topic=topic, partition=0, key=state.KEY, headers=headers, value=value))
+
+
+def newest(log: Log, run: str) -> Saved:
+    """The newest saved view and the offsets to go on from; an empty one and none where there is no usable one. Raises `LogError`."""
+    at = (f"{run}.{STATE}", 0)
+    if log.partitions(at[0]) is None:
+        return RunView(run=run), {}
+    end = log.end_offsets([at])[at]
+    for record in reversed(list(scan(log, at[0], since={at: max(0, end - 2)}))):
+        try:
+            found = state.read(record, run=run)[1]
+            positions = {_partition(run, name): int(offset) for name, offset in json.loads(found.positions).items()}
+            ends = log.end_offsets(positions)
+            if all(ends[place] >= offset for place, offset in positions.items()):  # else records were lost that it has seen
+                begins = log.begin_offsets(positions)
+                return from_json(run, found.view), {place: max(begins[place], offset) for place, offset in positions.items()}
+        except (Unusable, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return RunView(run=run), {}
+
+
+def to_json(view: RunView) -> str:
+    """A view without its register records, which are few and read each time."""
+    made = {
+        "format": FORMAT,
+        "opened": _entry(view.opened),
+        "closed": _entry(view.closed),
+        "steps": [list(step) for step in view.steps.values()],
+        "versions": [_entry(entry) for entry in view.versions.values()],
+        "rebased": [_entry(entry) for entry in view.rebased],
+        "stale": sorted(view.stale),
+        "admitted": view.admitted.as_json(),
+        "repeated": view.repeated,
+        "open": [[group, *opened] for group, opened in view.open.items()],
+        "groups": [[group, *facts] for group, facts in view.groups.items()],
+        "workers": [_worker(worker) for worker in view.workers.values()],
+        "evals": [asdict(found) for found in view.evals.values()],
+        "dead_letters": [[*place, kind] for place, kind in view.dead_letters.items()],
+        "mlflow": view.mlflow,
+        "rewards": [[version, *tally] for version, tally in _stretches(view).items()],
+        "moved_ms": view.moved_ms,
+        "worked": view.worked.spans,
+        "killers": sorted(view.killers),
+        "last_seq": view.last_seq,
+        "measured": [[*source, numbers.as_json()] for source, numbers in view.measured.items()],
+        "past": {field.name: _plain(getattr(view.past, field.name)) for field in fields(Ended)},
+    }
+    return json.dumps(made, separators=(",", ":"))
+
+
+def from_json(run: str, text: str) -> RunView:
+    """The view. Raises `ValueError`, `KeyError`, `TypeError` for what `to_json` of this release did not make."""
+    made = json.loads(text)
+    if made["format"] != FORMAT:
+        raise ValueError(f"a view of format {made['format']}, this release reads {FORMAT}")
+    steps = [StepFacts(number, version, time_s, tuple(groups), found) for number, version, time_s, groups, found in made["steps"]]
+    versions = [_as_entry(entry) for entry in made["versions"]]
+    past = made["past"]
+    return RunView(
+        run=run,
+        opened=None if made["opened"] is None else _as_entry(made["opened"]),
+        closed=None if made["closed"] is None else _as_entry(made["closed"]),
+        steps={step.step: step for step in steps},
+        versions={entry.version: entry for entry in versions if entry.version is not None},
+        rebased=[_as_entry(entry) for entry in made["rebased"]],
+        stale=set(made["stale"]),
+        admitted=IdSet.from_json(made["admitted"]),
+        repeated=made["repeated"],
+        open={group: Opened(*opened) for group, *opened in made["open"]},
+        groups={group: GroupFacts(*facts) for group, *facts in made["groups"]},
+        workers={plain["worker"]: _as_worker(plain) for plain in made["workers"]},
+        evals={found["version"]: Measurement(**found) for found in made["evals"]},
+        dead_letters={(topic, partition, offset): kind for topic, partition, offset, kind in made["dead_letters"]},
+        mlflow=made["mlflow"],
+        rewards={version: Tally(*tally) for version, *tally in made["rewards"]},
+        moved_ms=made["moved_ms"],
+        worked=WorkingTime([(low, high) for low, high in made["worked"]]),
+        killers={(topic, partition, offset) for topic, partition, offset in made["killers"]},
+        last_seq=made["last_seq"],
+        measured={(worker, incarnation): IdSet.from_json(numbers) for worker, incarnation, numbers in made["measured"]},
+        past=Ended(**{name: _as_sets(past[name]) for name in past} | {name: Counter(past[name]) for name in ("outcomes", "fates")}),
+    )
+
+
+def _stretches(view: RunView) -> dict[int, Tally]:
+    """Rewards by version, or by the first of so many versions that there are not more than `REWARDS` stretches; the newest one by one."""
+    width, newest = 1, max(view.rewards, default=0)
+    while newest // width > REWARDS:
+        width *= 2
+    single = newest - max(REWARDS, 2 * steps_per_version(view))
+    found: dict[int, Tally] = {}
+    for version in sorted(view.rewards):
+        first = version if version > single else version // width * width
+        found[first] = found.get(first, Tally()).plus(view.rewards[version])
+    return found
+
+
+def _entry(entry: Entry | None) -> dict[str, Any] | None:
+    return None if entry is None else asdict(replace(entry, plan=(), boundaries=()))
+
+
+def _as_entry(plain: Mapping[str, Any]) -> Entry:
+    return Entry(**{**plain, "plan": (), "boundaries": (), "groups": tuple(plain["groups"])})
+
+
+def _worker(worker: WorkerView) -> dict[str, Any]:
+    plain = {field.name: getattr(worker, field.name) for field in fields(WorkerView)}
+    return {**plain, "values": None, "recent": list(worker.recent)}
+
+
+def _as_worker(plain: dict[str, Any]) -> WorkerView:
+    values = plain["incarnations"].get(plain["incarnation"], {})
+    recent = deque(((time_ns, found) for time_ns, found in plain["recent"]), maxlen=RATE_WINDOW)
+    return WorkerView(**{**plain, "values": values, "recent": recent})
+
+
+def _plain(held: Any) -> Any:
+    return held.as_json() if isinstance(held, IdSet) else held
+
+
+def _as_sets(plain: Any) -> Any:
+    return IdSet.from_json(plain) if isinstance(plain, dict) and "pages" in plain else plain
+
+
+def _partition(run: str, name: str) -> Partition:
+    topic, _, number = name.rpartition("/")
+    return (topic if "." in topic else f"{run}.{topic}"), int(number)

@@ -1,0 +1,190 @@
+"""The loop of a worker that draws with an engine, whatever it is asked for: prompts of groups, or single turns of trajectories.
+
+The rule: records arrive, weights load and replies go out only between two decode steps; while the consumer group rebalances the worker
+draws on and publishes nothing.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from penstock.infra.engines.base import Completion, Engine
+from penstock.infra.log import Assigned, Member, Records, Revoked
+from penstock.pipeline.runtime.drawing.evaluation.engine_loan import EngineLoan
+from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.scheduling import rules
+from penstock.topics.wire.record import Record
+
+COMMIT_EVERY_S = 0.5
+
+MEASURE_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class DrawingLoop(ABC):
+    """What such workers have in common; a subclass says what it is asked for and what becomes of what was drawn."""
+
+    session: Session
+    engine: Engine
+    weights: WeightPrefetch
+    member: Member
+    _settled: bool = field(default=False, init=False)
+    """True while this worker knows which partitions are its own: not while the consumer group rebalances."""
+    _committed: float = field(default=0.0, init=False)
+    _measured: float = field(default=0.0, init=False)
+    _lends: bool = field(default=False, init=False)
+    """Whether evaluations take this worker's engine, if any worker's."""
+    loan: EngineLoan | None = field(default=None, init=False)
+    """Evaluations on this engine; None where they have one of their own."""
+
+    def run(self) -> None:
+        """Draw until the run is closed or the worker is asked to stop; hands back what is unfinished."""
+        session = self.session
+        session.finishing = self.finishing
+        session.reporter.outage = lambda: self.member.outage_s
+        session.reporter.ready()
+        try:
+            while self.weights.state.closed is None and not session.stop.is_set():
+                self.turn()
+            self.hand_back()
+            self._evaluate_last()
+        finally:
+            self.close()
+            self.weights.close()
+            (self.loan or self.engine).close()
+
+    def turn(self) -> None:
+        """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
+        self.weights.check()
+        self._take(0.0)
+        self._publish_drawn()
+        self._refresh()
+        if not self._evaluates(idle=self.engine.idle):
+            self._start()
+        if self.engine.idle:
+            self._wait()
+        else:
+            self._decode()
+        self._acknowledge()
+        if time.monotonic() - self._committed > COMMIT_EVERY_S:
+            self._commit()
+        if time.monotonic() - self._measured > MEASURE_EVERY_S:
+            self._measure()
+        self.session.reporter.status()
+
+    def _evaluates(self, *, idle: bool) -> bool:
+        """Whether an evaluation has, or waits for, this worker's engine."""
+        return self.loan is not None and self.loan.takes(lends=self._lends, idle=idle, meanwhile=self._keep_up)
+
+    def _keep_up(self) -> None:
+        """What goes on while the engine is lent: partitions, what was drawn before, commits."""
+        self.weights.check()
+        self._take(0.0)
+        self._publish_drawn()
+        self._acknowledge()
+        if time.monotonic() - self._committed > COMMIT_EVERY_S:
+            self._commit()
+        self.session.reporter.status()
+
+    def _evaluate_last(self) -> None:
+        """Once the run is closed: make what is still due; a worker that was started after that learns first whether it lends its engine."""
+        stop = self.session.stop
+        while self.loan is not None and not self._settled and not stop.is_set():
+            self._take(1.0)
+            self.session.reporter.status()
+        while not stop.is_set() and self._evaluates(idle=True):
+            pass
+
+    @abstractmethod
+    def hand_back(self) -> None:
+        """Publish what ended and commit what is acknowledged, so that the next owner draws only what is missing."""
+
+    @abstractmethod
+    def finishing(self) -> str:
+        """What is still done after a request to stop."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the other workers of this role."""
+
+    @abstractmethod
+    def _assigned(self, event: Assigned) -> None:
+        """Drop what others own now, and learn what of the own partitions is drawn already."""
+
+    @abstractmethod
+    def _revoke(self) -> None:
+        """Hold what is in hand until it is known who owns it."""
+
+    @abstractmethod
+    def _received(self, record: Record) -> None: ...
+
+    @abstractmethod
+    def _publish_drawn(self) -> None:
+        """Send what ended, while this worker knows which partitions are its own."""
+
+    @abstractmethod
+    def _refresh(self) -> None:
+        """Between two decode steps: load the newest weights if the schedule says so, and end what can no longer be fresh."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Give the engine what it has room for."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Nothing can be drawn: wait for what is missing."""
+
+    @abstractmethod
+    def _ended(self, completions: list[Completion]) -> None:
+        """Keep what the engine returned."""
+
+    @abstractmethod
+    def _acknowledge(self) -> None:
+        """Note which records the log has acknowledged."""
+
+    @abstractmethod
+    def _commit(self) -> None:
+        """Commit up to where everything is acknowledged."""
+
+    @abstractmethod
+    def _measure(self) -> None:
+        """What only this worker can say of its engine."""
+
+    def _take(self, wait_s: float) -> None:
+        for event in self.member.take(wait_s):
+            match event:
+                case Assigned():
+                    self._lends = any(partition == 0 for _, partition in event.partitions)
+                    self._assigned(event)
+                case Revoked():
+                    self._revoke()
+                    self._settled = False
+                case Records():
+                    for record in event.records:
+                        self._received(record)
+
+    def _already_stale(self, version: int) -> bool:
+        """Whether samples drawn under `version` can no longer be fresh; the newest *announced* version counts, fetched or not."""
+        newest, max_lag = self.weights.state.newest_version, self.session.schedule.max_lag
+        return rules.is_hopeless(newest_version=newest, policy_version_min=version, max_lag=max_lag)
+
+    def _load(self) -> bool:
+        """Load the newest weights that are here into the engine; False if a newer whole version is coming in their place just now."""
+        with self.weights.taken() as (version, tensors):
+            if version <= self.engine.version:
+                return False
+            started = time.monotonic()
+            if self.engine.idle:
+                self.session.reporter.doing(f"loading version {version}")
+            self.engine.load_weights(version, tensors)
+        self.session.reporter.add("load_s", time.monotonic() - started)
+        self.session.reporter.values["version"] = version
+        return True
+
+    def _decode(self) -> None:
+        """One decode step."""
+        started = time.monotonic()
+        completions = self.engine.step()
+        self.session.reporter.add("generate_s", time.monotonic() - started)
+        self._ended(completions)

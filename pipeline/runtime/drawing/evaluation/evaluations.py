@@ -1,0 +1,89 @@
+"""Which versions of a run are evaluated: those that are due, in order, each once, whoever has the engine.
+
+The rule: what was evaluated stands in `metrics`, where another worker goes on after it; to end a run early an evaluation can only ask.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.infra.engines.base import Engine
+from penstock.infra.errors import RecordMissing
+from penstock.pipeline.runtime.drawing.evaluation.accuracy import EarlyStopping, due
+from penstock.pipeline.runtime.drawing.evaluation.evaluator import Evaluator
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.weights.read import fetch
+from penstock.topics import metrics
+from penstock.topics.wire.errors import Unusable
+
+READ_LIMIT_S = 120.0
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """The evaluations that a run has behind it, and the next one."""
+
+    session: Session
+    follower: LedgerFollower
+    evaluator: Evaluator
+    stopping: EarlyStopping
+    done: set[int]
+
+    @classmethod
+    def open(cls, session: Session, engine: Engine, *, meanwhile: Callable[[], None]) -> "Evaluations":
+        """Go on after what was evaluated before; `meanwhile` is called between two decode steps."""
+        held = session.config.eval
+        follower, stopping = LedgerFollower(session.log, session.run), EarlyStopping(held.target, held.patience)
+        found = cls(session, follower, Evaluator.open(session, engine, meanwhile=meanwhile), stopping, set())
+        found.read_done()
+        return found
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run is closed, as far as was read."""
+        return self.follower.state.closed is not None
+
+    @property
+    def due(self) -> int | None:
+        """The next version to evaluate, of those that were read; None when there is none."""
+        newest, last = self.follower.state.newest_version, int(self.session.info["versions"])
+        return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
+
+    def read_done(self) -> None:
+        """Learn which versions were evaluated, by whomever; each counts once for early stopping."""
+        tail = self.session.log.tail({(self.session.topic("metrics"), 0): "earliest"})
+        for record in tail.read_to_end(READ_LIMIT_S):
+            try:
+                measurement = metrics.read(record, run=self.session.run)[1]
+            except Unusable:
+                continue  # the tracker sets aside unusable records of `metrics`
+            version = measurement.version
+            if measurement.kind == "eval" and version is not None and version not in self.done:
+                self.done.add(version)
+                self.stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
+        tail.close()
+
+    def make(self, version: int) -> None:
+        """Evaluate a version and publish its measures; none where its weights were deleted, or the worker is stopped meanwhile."""
+        session = self.session
+        self.done.add(version)
+        session.reporter.doing(f"evaluating version {version}", now=True)
+        try:
+            tensors = fetch(session.log, self.follower.state.manifests, version, run=session.run)
+        except RecordMissing as error:
+            session.reporter.say(f"version {version} is not evaluated, its weights were deleted (weights.keep): {error}")
+            return
+        values = self.evaluator.evaluate(version, tensors)
+        if values is None:
+            return
+        reason = self.stopping.note(version=version, accuracy=values.get("greedy_accuracy"))
+        labels = {"source": ", ".join(session.config.eval_sources)} | ({"ask": "stop", "reason": reason} if reason else {})
+        labels["examples"] = json.dumps(self.evaluator.examples)
+        values["best_version"] = float(self.stopping.best_version or 0)
+        session.reporter.send(kind="eval", values=values, labels=labels, version=version)
+
+    def close(self) -> None:
+        """End what was started for evaluations; the engine stays its owner's."""
+        self.evaluator.close()
+        self.follower.close()

@@ -1,0 +1,95 @@
+"""Weights from the trainer's memory to the workers on its machine (`weights.transport = "ipc"`): the log says which version counts.
+
+The rule: what lies there is a version once the log has its manifest with the same digest. All chunks go to the log nevertheless, so that a
+worker on another machine, and every worker while no trainer is there, reads them from it.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from penstock.infra.errors import LogError
+from penstock.infra.tensors.machine_memory import MachineMemory
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.weight_copy import WeightCopy
+from penstock.topics.weights import Manifest
+
+ASK_S = 1.0
+"""How often a worker that does not see the newest version asks the trainer for the memory it is in."""
+WAIT_S = 10.0
+"""A worker reads the log when the memory has had no published version for this long, as while the trainer writes the next one there."""
+
+
+def _memory(run: str, origin: Manifest, *, only_reads: bool = False) -> MachineMemory:
+    """The trainer's memory in a run that began with version `origin`."""
+    return MachineMemory(f"{run} {origin.created_ns} {origin.digest} trainer", only_reads=only_reads)
+
+
+class Outlet:
+    """The trainer's end: the newest version, where workers load it and where the next one is compared with it."""
+
+    def __init__(self, run: str, origin: Manifest, *, say: Callable[[str], None] = lambda _: None) -> None:
+        self._memory, self._say = _memory(run, origin), say
+        self._copy = WeightCopy(self._memory)
+
+    def put(self, tensors: Sequence[TensorBytes], *, version: int, digest: str) -> Sequence[TensorBytes]:
+        """Let workers see these tensors, once those that load the version before are done; returns them as they lie there.
+
+        Raises `LogError` where a worker does not come to an end; the next call takes other memory.
+        """
+        if (self._copy.version, self._copy.digest) != (version, digest):
+            ordered = sorted(tensors, key=lambda tensor: tensor.name)
+            names, dtypes, shapes = zip(*((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), strict=True)
+            self._copy.begin(names=names, dtypes=dtypes, shapes=shapes)
+            for source, target in zip(ordered, self._copy.tensors(), strict=True):
+                memoryview(target.data)[:] = memoryview(source.data).cast("B")
+            self._copy.hold(version, digest)
+        try:
+            self._memory.claim()
+        except OSError as error:
+            self._say(f"weights.transport: this machine's workers cannot ask for the trainer's memory ({error}): they read the log")
+        return self._copy.tensors()
+
+    def close(self) -> None:
+        """Let go of the memory; workers that have it open keep it."""
+        with self._copy.lock:
+            self._memory.close()
+
+
+class Inlet:
+    """A worker's end."""
+
+    def __init__(self, run: str, origin: Manifest) -> None:
+        self._memory, self._origin = _memory(run, origin, only_reads=True), origin
+        self.copy = WeightCopy(self._memory)
+        self._ask_at, self._absent_since = 0.0, 0.0
+        self._asked_for: Manifest | None = None
+        self._serves = False
+
+    def serves(self, newest: Manifest) -> bool:
+        """Whether the newest version is in the trainer's memory, or is about to be replaced there by the next one."""
+        if (self.copy.version, self.copy.digest) == (newest.version, newest.digest):
+            self._serves, self._absent_since = True, 0.0
+            return True
+        now = time.monotonic()
+        if newest is self._asked_for and now < self._ask_at:
+            return self._serves
+        self._asked_for, self._ask_at, self._absent_since = newest, now + ASK_S, self._absent_since or now
+        try:
+            self._attach()
+        except (OSError, LogError):
+            self._serves = False
+        else:
+            ahead = not 0 <= self.copy.version <= newest.version or (self.copy.version, self.copy.digest) == (newest.version, newest.digest)
+            self._serves = not self._memory.deserted and ahead and now - self._absent_since < WAIT_S
+        return self._serves
+
+    def _attach(self) -> None:
+        if (file := self._memory.ask()) is not None:
+            self.copy.lay_out(names=self._origin.names, dtypes=self._origin.dtypes, shapes=self._origin.shapes)
+            with self.copy.lock:
+                self._memory.map(file)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        with self.copy.lock:
+            self._memory.close()

@@ -1,0 +1,102 @@
+"""Where a worker that joins late begins to read: near the ends of ledger and manifests, so that it costs no more late in a run than early.
+
+The rule: of all sequences that records there could be part of, the longest one is the run's, so that a single foreign record moves nothing.
+Where the end does not hold all that the newest version is put together from, more is read, and in the end everything.
+"""
+
+from collections.abc import Callable, Iterator
+
+from penstock.infra.log import Log, Partition
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.topic_reader import drain
+from penstock.topics import ledger, weights
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Record
+
+NEAR = 256
+"""Offsets at the end of a partition that are read first."""
+FETCH_BYTES = 256 << 10
+"""Of these partitions at once: much lies behind the first manifest that is not wanted."""
+FIRST = 16
+"""Offsets at its beginning among which the manifest of version 0 is."""
+
+
+def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
+    """Put into a new `state` what the end of the run's log says; returns where ledger and manifests are to be read on.
+
+    Of a ledger that is long the state has only the end: which steps were too old before is not in it.
+    """
+    book, manifests = (f"{run}.ledger", 0), (f"{run}.weights", weights.MANIFESTS)
+    return {manifests: _read_manifests(log, manifests, state), book: _read_ledger(log, book, state)}
+
+
+def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
+    begin, end = log.begin_offsets([at])[at], log.end_offsets([at])[at]
+    if end - begin > 2 * NEAR:
+        records = list(_records(log, at, end - NEAR, end))
+        if (first := _first_of_longest(records, lambda record: ledger.read(record, run=state.run)[1].seq)) is not None:
+            state.last_seq = first[1] - 1
+            _apply(state, records[first[0] :])
+            return end
+    return begin
+
+
+def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
+    begin, end = log.begin_offsets([at])[at], log.end_offsets([at])[at]
+    span, story = NEAR, LedgerState(state.run)
+    _apply(story, list(_records(log, at, begin, min(end, begin + FIRST))))
+    origin = story.manifests.get(0)
+    while origin is not None and end - begin > 2 * span:
+        records = list(_records(log, at, end - span, end))
+        first = _first_of_longest(records, lambda record: weights.read(record, run=state.run)[1].version)
+        story = LedgerState(state.run)
+        story.add(origin)
+        if first is not None:
+            story.newest_version = first[1] - 1
+            _apply(story, records[first[0] :])
+            if _is_whole(story):
+                for _, manifest in sorted(story.manifests.items()):
+                    state.add(manifest)
+                return end
+        span *= 4
+    return begin
+
+
+def _is_whole(story: LedgerState) -> bool:
+    """Whether all is there that the newest version is put together from; version 0 may have been sent again later."""
+    try:
+        return weights.chain(story.manifests, story.newest_version)[0].version > 0
+    except ValueError:
+        return False
+
+
+def _first_of_longest(records: list[Record], number_of: Callable[[Record], int]) -> tuple[int, int] | None:
+    """Index and number of the record that begins the longest sequence of numbers without a gap; None where no record has one."""
+    numbers = list[tuple[int, int]]()
+    for index, record in enumerate(records):
+        try:
+            numbers.append((index, number_of(record)))
+        except Unusable:
+            continue
+    lengths = dict[int, int]()
+    for _, number in reversed(numbers):
+        lengths[number] = max(lengths.get(number, 0), 1 + lengths.get(number + 1, 0))
+    return max(numbers, key=lambda found: (lengths[found[1]], -found[0]), default=None)
+
+
+def _apply(state: LedgerState, records: list[Record]) -> None:
+    for record in records:
+        try:
+            state.apply(record)
+        except Unusable:
+            continue
+
+
+def _records(log: Log, at: Partition, begin: int, end: int) -> Iterator[Record]:
+    if begin >= end:
+        return
+    tail = log.tail({at: begin}, fetch_bytes=FETCH_BYTES)
+    try:
+        yield from (record for record in drain(tail, {at: end}) if record.offset < end)
+    finally:
+        tail.close()

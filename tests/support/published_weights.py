@@ -1,0 +1,35 @@
+"""Versions of one tensor of 256 bytes, published to the in-memory log as a trainer does."""
+
+from functools import partial
+from typing import Any
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.pipeline.learner.policy_trainer import Weights
+from penstock.pipeline.learner.run_writer import RunWriter
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from tests.support.number_run import RUN, config_of, session_of
+
+
+def content(version: int) -> bytes:
+    return bytes([version]) + bytes(255)
+
+
+def tensors_of(version: int) -> list[TensorBytes]:
+    return [TensorBytes(name="number", dtype="int8", shape=(256,), data=content(version))]
+
+
+class Publishing:
+    """A trainer that publishes a whole version and two deltas in turn; with a `state` it goes on where another one has ended."""
+
+    def __init__(self, log: MemoryLog, state: LedgerState | None = None, **weights: Any) -> None:
+        self.log, session = log, session_of(log, config_of(weights={"anchor_every": 3, **weights}))
+        self.writer = RunWriter(session, log.transactions(f"{RUN}.trainer"), state or LedgerState(RUN))
+        if state is None:
+            self.writer.write("run-opened", details="{}")
+        else:
+            self.writer._read_newest()
+
+    def version(self, number: int) -> None:
+        self.writer.publish(Weights(partial(tensors_of, number)), version=number, step=number)
+        self.writer.finish_publishing()

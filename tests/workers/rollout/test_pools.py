@@ -1,0 +1,121 @@
+"""Pools of rollout workers in whole runs: a tagged prompt is drawn in its pool, and elsewhere only where its fallback says so."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.log import Log
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit.report import as_text
+from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.launch.create import create
+from penstock.pipeline.observe.run_view import load
+from penstock.topics import prompts, rollouts
+from penstock.topics.turns import replies
+from tests.support.counting_run import counting_run
+from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
+from tests.support.processes import Processes
+
+RUN = "pools"
+HARD, EASY = "rollout-0", "rollout-1"
+"""The worker of each pool."""
+BY_LOG = ("trainer", "environment", "rollout", "scorer", "feeder")
+
+
+def tagged(model: Path, directory: Path, *, fallback: tuple[str, ...] = (), carrier: str = "", steps: int = 4) -> Config:
+    """A run with two pools of one worker each; every third row is hard."""
+    rows = directory / "tagged.jsonl"
+    rows.write_text(
+        "".join(
+            json.dumps({"prompt": f"{i}+{i + 1}=", "answer": str(2 * i + 1), "level": "hard" if i % 3 == 0 else f"easy-{i % 2}"}) + "\n"
+            for i in range(40)
+        )
+    )
+    pools = {"hard": {"tags": ["hard"], "fallback": list(fallback)}, "easy": {"workers": 1}}
+    sections: dict[str, Mapping[str, Any]] = {
+        "run": {"steps": steps, "seed": 7},
+        "data": {"source": str(rows), "max_prompt_tokens": 32, "tag_field": "level"},
+        "rollout": {"workers": 2, "pools": pools},
+    }
+    if not carrier:
+        return config_of(model, directory, **sections)
+    return counting_run(model, directory, **sections, environment={"carrier": carrier})
+
+
+def drawn_by(log: Log, run: str = RUN) -> dict[int, set[str]]:
+    """Group -> workers that drew its samples, or the turns of its trajectories."""
+    workers: dict[int, set[str]] = {}
+    found = [(reply.group, reply.worker) for record in records_of(log, f"{run}.replies") for reply in [replies.read(record, run=run)[1]]]
+    if not found:
+        samples = [sample for record in records_of(log, f"{run}.rollouts") for sample in rollouts.read_all(record, run=run)[1]]
+        found = [(sample.group, sample.worker) for sample in samples]
+    for group, worker in found:
+        workers.setdefault(group, set()).add(worker)
+    return workers
+
+
+def hard_groups(log: Log, run: str = RUN) -> set[int]:
+    """Groups whose prompt is hard."""
+    asked = [prompts.read(record, run=run)[1] for record in records_of(log, f"{run}.prompts")]
+    return {prompt.group for prompt in asked if json.loads(prompt.columns)["level"] == "hard"}
+
+
+@pytest.mark.parametrize("carrier", ["", "log"], ids=["groups", "calls"])
+def test_each_pool_draws_the_prompts_of_its_tags_and_the_weights_are_those_of_a_run_without_pools(
+    carrier: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    log, roles, config = MemoryLog(), BY_LOG if carrier else PIPELINE, tagged(tiny_model, tmp_path, carrier=carrier, steps=3)
+    report = complete(log, RUN, config, roles=roles)
+    drawn, hard = drawn_by(log), hard_groups(log)
+    assert hard and set(drawn) > hard
+    assert {group: workers for group, workers in drawn.items() if workers != ({HARD} if group in hard else {EASY})} == {}
+    audit = audited(log, RUN)
+    assert audit.clean, as_text(audit)
+    without = {"rollout": config.rollout.model_copy(update={"pools": {}}), "data": config.data.model_copy(update={"tag_field": None})}
+    plain = config.model_copy(update=without)
+    assert complete(MemoryLog(), "plain", plain, roles=roles)["weights"]["digest"] == report["weights"]["digest"]
+
+
+def test_prompts_of_a_pool_without_workers_wait_for_one_and_no_other_pool_draws_them(tiny_model: Path, tmp_path: Path) -> None:
+    config = tagged(tiny_model, tmp_path)
+    with Crew(MemoryLog(), RUN) as crew:
+        create(config, log=crew.log, run_id=RUN, say=lambda _: None)
+        crew.start_all(config, ("trainer", "scorer", "feeder"))
+        crew.start("rollout", 1)
+        crew.wait(lambda: feeder_says(crew) == "waiting for a rollout worker for pool 'hard'")
+        crew.start("rollout", 0)
+        crew.wait()
+        drawn, hard = drawn_by(crew.log), hard_groups(crew.log)
+    assert {group: workers for group, workers in drawn.items() if workers != ({HARD} if group in hard else {EASY})} == {}
+
+
+@pytest.mark.slow
+def test_the_work_of_a_pool_that_is_killed_moves_to_its_fallback_and_the_weights_are_the_same(
+    broker: str, run_id: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = tagged(tiny_model, tmp_path, fallback=("easy",))
+    plain = complete(MemoryLog(), run_id, config)
+    with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        for slot in (0, 1):
+            workers.start("rollout", slot)
+        crew.start_all(config, ("trainer", "scorer", "feeder"))
+        crew.wait(lambda: HARD in set().union(*drawn_by(crew.log, run_id).values()))
+        workers.kill(HARD)
+        crew.wait(lambda: crew.report()["status"] == "finished")
+        drawn, hard, report = drawn_by(crew.log, run_id), hard_groups(crew.log, run_id), crew.report()
+    moved = {group for group in hard if EASY in drawn[group]}
+    assert moved and all(drawn[group] <= {HARD, EASY} for group in hard)
+    assert all(drawn[group] == {EASY} for group in drawn if group not in hard)
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
+    audit = audited(broker, run_id)
+    assert audit.clean, as_text(audit)
+
+
+def feeder_says(crew: Crew) -> str | None:
+    """What the feeder does by its own report."""
+    feeder = load(crew.log, crew.run).workers.get("feeder")
+    return None if feeder is None else feeder.labels.get("doing")

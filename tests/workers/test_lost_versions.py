@@ -1,0 +1,117 @@
+"""A version is damaged on disk, cut off, or deleted while a run is at work: the run goes on, and the audit at its end is clean."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.broker import embedded
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Log
+from penstock.pipeline.launch.create import create
+from penstock.pipeline.learner import weight_publisher
+from penstock.pipeline.runtime.drawing import weight_prefetch
+from penstock.topics import weights
+from penstock.topics.weights import Manifest
+from penstock.workers.trainer import worker as trainer
+from tests.support import small_chunks
+from tests.support.crew import PIPELINE, Crew, audited, complete, config_of
+from tests.support.own_broker import OwnBroker
+
+pytestmark = pytest.mark.slow
+DAMAGED = 2
+"""The version that is lost once all of its chunks are sent, before its manifest is."""
+Damage = Callable[[OwnBroker, KafkaLog, str, Manifest], None]
+
+
+def segment_of(broker: OwnBroker, topic: str, partition: int) -> Path:
+    """The newest segment of a partition."""
+    return max((broker.home / "broker").rglob(f"{topic}-{partition}/*.log"))
+
+
+def chunk_at(log: KafkaLog, topic: str, place: tuple[int, int]) -> bytes:
+    """The bytes of a chunk record."""
+    (record,) = log.read(topic, place[0], [place[1]])
+    return bytes(record.value)
+
+
+def flip_a_byte(broker: OwnBroker, log: KafkaLog, topic: str, manifest: Manifest) -> None:
+    """Damage a chunk on the disk beneath the broker."""
+    place = weights.chunk_places(manifest)[1]
+    value, path = chunk_at(log, topic, place), segment_of(broker, topic, place[0])
+    with path.open("r+b") as file:
+        at = file.read().index(value) + len(value) // 2
+        file.seek(at)
+        file.write(bytes([value[len(value) // 2] ^ 1]))
+
+
+def cut_off_the_tail(broker: OwnBroker, log: KafkaLog, topic: str, manifest: Manifest) -> None:
+    """The broker dies, and comes back with a partition that ends in the middle of the version's last chunk there."""
+    place = weights.chunk_places(manifest)[-1]
+    value, path = chunk_at(log, topic, place), segment_of(broker, topic, place[0])
+    at = path.read_bytes().index(value)
+    broker.kill()
+    with path.open("r+b") as file:
+        file.truncate(at + len(value) // 2)
+    broker.start()
+
+
+def delete_all_chunks(_: OwnBroker, log: KafkaLog, topic: str, manifest: Manifest) -> None:
+    """A manifest without chunks."""
+    partitions = {(topic, partition) for partition in manifest.chunk_partitions}
+    log.delete_records(log.end_offsets(sorted(partitions)))
+
+
+def manifests_of(log: Log, run: str) -> list[Manifest]:
+    """All manifests of a run, in their order."""
+    with closing(log.tail({(f"{run}.weights", weights.MANIFESTS): "earliest"})) as tail:
+        return [weights.read(record, run=run)[1] for record in tail.read_to_end(60.0)]
+
+
+@pytest.fixture
+def own_broker(new_home: Callable[[], Path]) -> Iterator[OwnBroker]:
+    broker = OwnBroker(new_home())
+    yield broker
+    embedded.stop(broker.home)
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_off_the_tail, delete_all_chunks])
+@pytest.mark.parametrize("mode", ["pipelined", "one_step_off"])
+def test_a_run_whose_newest_version_is_lost_goes_on_to_its_end(
+    own_broker: OwnBroker, tiny_model: Path, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage, mode: str
+) -> None:
+    config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7}, schedule={"mode": mode}, rollout={"workers": 1})
+    bootstrap = own_broker.start()
+    plain = complete(bootstrap, f"{run_id}-plain", config)
+    damaged, send = threading.Event(), small_chunks.sent_small
+
+    def sent_and_lost(*arguments: Any, **named: Any) -> Manifest:
+        manifest = send(*arguments, **named)
+        if manifest.version == DAMAGED and not damaged.is_set():
+            with closing(KafkaLog(bootstrap)) as log:
+                damage(own_broker, log, f"{run_id}.weights", manifest)
+            damaged.set()
+        return manifest
+
+    monkeypatch.setattr(weight_publisher, "send_version", sent_and_lost)
+    monkeypatch.setattr(trainer, "LOOK_S", 2.0)
+    monkeypatch.setattr(weight_prefetch, "RETRY_S", 1.0)
+    with Crew(bootstrap, run_id) as crew:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        crew.start_all(config, PIPELINE)
+        crew.wait()
+        report = crew.report()
+        found = manifests_of(crew.log, run_id)
+    assert damaged.is_set()
+    sent = [manifest for manifest in found if manifest.version == DAMAGED]
+    assert len({manifest.digest for manifest in sent}) == 1
+    result = audited(bootstrap, run_id)
+    assert result.clean, [violation for one in result.results for violation in one.violations]
+    assert report["status"] == "finished"
+    if mode == "pipelined":
+        assert len(sent) == 2, "the newest version was sent again"
+        assert report["weights"]["digest"] == plain["weights"]["digest"]
+        assert report["groups"] == plain["groups"]

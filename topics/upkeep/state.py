@@ -1,0 +1,64 @@
+"""`state`: what the run's other topics add up to, so that whoever looks at a long run reads the newest record of it and what came after.
+
+It says nothing that the other topics do not: a reader that finds no usable one reads those from their beginning."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from penstock.topics.wire.codec import Codec
+from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.fields import column
+from penstock.topics.wire.headers import Headers, match, read_headers
+from penstock.topics.wire.record import Record
+
+SCHEMA = "state/1"
+KEY = b"view"
+"""The key of every record: compaction keeps the newest."""
+
+CODEC = Codec(
+    SCHEMA,
+    fields=(column("worker", pa.string()), column("positions", pa.string()), column("view", pa.string())),
+)
+_REQUIRED = ("worker",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The run as its writer had read it."""
+
+    worker: str
+    """Who wrote it."""
+    positions: str
+    """JSON: "TOPIC/PARTITION" -> offset of the first record that is not in `view`."""
+    view: str
+    """JSON: the view of a run, in the format of the release that wrote it."""
+
+
+def encode(state: State) -> bytes:
+    """The payload."""
+    return CODEC.encode(as_row(state))
+
+
+def decode(value: Payload) -> State:
+    """The state in a payload; raises `Unusable`."""
+    (row,) = CODEC.decode(value)
+    return State(**row)
+
+
+def headers(state: State, *, run: str) -> Headers:
+    """The headers; `worker` is who wrote it."""
+    return Headers(run=run, schema=SCHEMA, worker=state.worker)
+
+
+def check(record: Record, *, run: str) -> Headers:
+    """The headers of a record of `run`, its payload untouched; raises `Unusable`."""
+    return read_headers(record.headers, record.value, run=run, schema=SCHEMA, required=_REQUIRED)
+
+
+def read(record: Record, *, run: str) -> tuple[Headers, State]:
+    """Headers and payload of a record of `run`, which must agree; raises `Unusable`."""
+    checked = check(record, run=run)
+    state = decode(record.value)
+    match(checked, worker=state.worker)
+    return checked, state
