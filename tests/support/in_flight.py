@@ -1,8 +1,11 @@
 """Whole runs on the toy engine whose weights change between decode steps."""
 
+import time
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.engines.base import Completion
+from penstock.infra.engines.toy import ToyEngine
 from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.run_config import Config
 from penstock.topics import groups, rollouts
@@ -10,7 +13,25 @@ from penstock.topics.groups import Group
 from penstock.topics.samples import Rollout
 from tests.support.crew import Place, audited, complete, config_of, connect, records_of
 
-TOY = {"engine": "toy", "workers": 2, "toy_delay_s": 0.03}
+TOY: dict[str, Any] = {"engine": "toy", "workers": 2, "toy_delay_s": 0.01}
+
+SLOW_GROUPS = {3, 8}
+"""Early enough in a run that newer weights still come."""
+
+
+class SlowGroups(ToyEngine):
+    """Two groups wait after their first token, and once more later, until the engine has loaded newer weights.
+
+    However fast or slow the machine is, these groups are too old for a lag bound of one version.
+    """
+
+    def step(self) -> list[Completion]:
+        for group in self.in_hand():
+            began = group.oldest_version
+            if group.group in SLOW_GROUPS and began is not None and self.version < began + min(group.tokens // 2, 2):
+                time.sleep(TOY["toy_delay_s"])
+                return []
+        return super().step()
 
 
 def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.infra.engines import toy
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.envs.datasets import order
 from penstock.pipeline.observe.report.text import as_text
 from penstock.topics import prompts
 from penstock.topics.samples import Rollout
 from tests.support.crew import records_of
-from tests.support.in_flight import config_in_flight, run_of
+from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 
 ROWS = 40
 
@@ -24,6 +25,12 @@ def spans(samples: Iterable[Rollout]) -> list[int]:
     return [len(sample.span_versions) for sample in samples]
 
 
+@pytest.fixture
+def slow_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy, "ToyEngine", SlowGroups)
+
+
+@pytest.mark.usefixtures("slow_groups")
 def test_samples_in_flight_go_on_under_new_weights_and_say_so(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     report, samples, _ = run_of(MemoryLog(), run_id, config_in_flight(tiny_model, tmp_path))
     assert max(spans(samples)) >= 3
@@ -32,6 +39,7 @@ def test_samples_in_flight_go_on_under_new_weights_and_say_so(run_id: str, tiny_
     assert {sample.finish for sample in samples} <= {"stop", "length"}
 
 
+@pytest.mark.usefixtures("slow_groups")
 def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     bounded = config_in_flight(tiny_model, tmp_path, schedule={"mode": "bounded"})
     log, config = MemoryLog(), bounded
@@ -53,6 +61,7 @@ def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str
     assert report["lag"]["max"] <= 1
 
 
+@pytest.mark.usefixtures("slow_groups")
 def test_old_tokens_of_a_group_that_goes_on_are_not_trained(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     chosen = config_in_flight(tiny_model, tmp_path, schedule={"mode": "bounded", "stale_in_hand": "continue"})
     report, samples, _ = run_of(MemoryLog(), run_id, chosen)
