@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.infra.engines import toy
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline import cli
@@ -20,7 +21,7 @@ from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.explain.group_history import read_group
 from penstock.pipeline.observe.recorded_run import read_run
 from penstock.pipeline.observe.tables import samples_groups_steps
-from tests.support.in_flight import config_in_flight, run_of
+from tests.support.in_flight import SlowGroups, config_in_flight, run_of
 from tests.support.recorded_run import RecordedRun
 
 Ask = Callable[[int], dict[str, Any]]
@@ -245,7 +246,10 @@ def test_a_group_that_was_never_admitted_is_one_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "fate"), [({"mode": "bounded"}, "abandoned"), ({"mode": "in_flight", "max_lag": 1}, "stale")])
-def test_groups_that_came_too_late_say_how_late(run_id: str, tiny_model: Path, tmp_path: Path, schedule: dict[str, Any], fate: str) -> None:
+def test_groups_that_came_too_late_say_how_late(
+    run_id: str, tiny_model: Path, tmp_path: Path, schedule: dict[str, Any], fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy, "ToyEngine", SlowGroups)
     log = MemoryLog()
     report, samples, ended = run_of(log, run_id, config_in_flight(tiny_model, tmp_path, schedule=schedule))
     assert report["groups"][fate]
