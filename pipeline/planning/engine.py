@@ -125,7 +125,7 @@ class SimulatedWorker:
         passed = self._world.now - began
         self.busy_s += passed
         self.row_s += passed * count
-        drawn = min(passed / step_s, left)
+        drawn = min(passed / step_s, left) if step_s else left
         self._steps += drawn
         self._versions += drawn * self.version
         while self._rows and self._rows[0].end <= self._steps + 1e-6:

@@ -161,7 +161,10 @@ def _by_group(draws: Sequence[Draw], *, rows: int) -> tuple[DecodeTimes, float, 
     What passes between two groups of one version counts as the beginning of the second.
     """
     spans = _group_spans(draws)
-    step_s, begin_s = _line([span.tokens for span in spans], [span.ended_s - span.started_s for span in spans])
+    lengths, times = [span.tokens for span in spans], [span.ended_s - span.started_s for span in spans]
+    step_s, begin_s = _line(lengths, times)
+    if not step_s:  # groups that are all as long do not tell one from the other
+        step_s, begin_s = sum(times) / max(1, sum(lengths)), 0.0
     gaps = [
         later.started_s - earlier.ended_s
         for earlier, later in pairwise(spans)

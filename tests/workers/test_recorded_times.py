@@ -39,6 +39,12 @@ def test_a_run_simulated_with_its_own_times_takes_as_long_as_it_took(mode: str, 
     assert all(work.lengths.of_group(group, samples=4, seed=0).sum() == _tokens(record, group) for group in drawn)
 
 
+def test_a_run_whose_groups_are_all_as_long_is_simulated_too(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    _, record = run_and_read(run_id, tiny_model, tmp_path, sampling={"max_new_tokens": 1})
+    assert simulate(recorded.workload(record)).wall_s > 0
+    assert what_if.compare(record, run=run_id).variants
+
+
 def _tokens(record: recorded.Record, group: int) -> int:
     return sum(draw.tokens for draw in record.draws if draw.group == group)
 

@@ -27,7 +27,7 @@ from penstock.topics.wire.record import Outgoing, Record
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for prompts, or for the weights its prompts need, before it checks everything again."""
 
-GATHER_S = 0.25
+GATHER_S = 1.0
 """Samples wait this long for the rest of their group, which is of no use before; one request for all costs a fraction of many."""
 
 
