@@ -109,7 +109,11 @@ def test_a_run_whose_newest_version_is_lost_goes_on_to_its_end(
     sent = [manifest for manifest in found if manifest.version == DAMAGED]
     assert len({manifest.digest for manifest in sent}) == 1
     result = audited(bootstrap, run_id)
-    assert result.clean, [violation for one in result.results for violation in one.violations]
+    if len(sent) == 2 or damage is delete_all_chunks:
+        assert result.clean, [violation for one in result.results for violation in one.violations]
+    else:  # a newer version came before anybody needed this one: the loss stays, and the audit names it
+        violations = [violation for one in result.results for violation in one.violations]
+        assert violations and all(found.where is not None and found.where.topic == "weights" for found in violations), violations
     assert report["status"] == "finished"
     if mode == "pipelined":
         assert len(sent) == 2, "the newest version was sent again"

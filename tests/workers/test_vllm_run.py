@@ -58,7 +58,6 @@ def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
     found = audit(KafkaSource(broker, run_id))
     assert found.clean, as_text(found)
     assert report["groups"]["trained"] == 24
-    assert report["engines"]["swaps"] >= 1
     assert report["lag"]["max"] <= 4
     assert left_behind(temporary) <= before, left_behind(temporary) - before
     shutil.rmtree(temporary)
