@@ -5,7 +5,7 @@ The rule: memory holds only librdkafka's queues and one block of records, howeve
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
@@ -58,10 +58,15 @@ class BulkReader(_Client):
         }
         with _translated(f"{connection.bootstrap} cannot be read"):
             self._consumer = Consumer(settings)
+        self._asked: set[str] = set()
 
     def read(self, topic: str, partition: int, *, first: int, end: int) -> Iterator[list[Record]]:
         """The committed records from offset `first` on and below `end`, in blocks. Raises `LogError`."""
         self._consumer.assign([TopicPartition(topic, partition, first)])
+        if topic not in self._asked:  # librdkafka itself asks for a new topic's leaders only every second
+            self._asked.add(topic)
+            with suppress(KafkaException):  # without an answer it asks again by itself
+                self._consumer.list_topics(topic, 1.0)
         records: list[Record] = []
         size, largest, last_answer = 0, 0, time.monotonic()
         position = first
