@@ -3,9 +3,12 @@
 The rule: arguments are parsed before a role's heavy half is imported.
 """
 
+import gc
 import sys
 
 from penstock.pipeline.runtime.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    gc.freeze()  # otherwise the interpreter's end goes through a million objects of torch, which takes seconds
+    sys.exit(status)

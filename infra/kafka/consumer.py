@@ -57,6 +57,7 @@ def make_consumer(
     if session_s is not None:
         configs |= settings.membership(session_s, assignor_of(pools))
     consumer = edge.make(KafkaConsumer, connection, configs)
+    private_api.ask_for_metadata_every(consumer, configs["retry_backoff_ms"])
     costs.spend("io_s", time.thread_time() - began)
     costs.watch(private_api.io_thread(consumer), "io_s")
     return consumer

@@ -3,6 +3,7 @@
 The rule: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; one line that says what to do, a traceback only with --debug.
 """
 
+import gc
 import os
 import re
 import sys
@@ -107,6 +108,13 @@ def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; anywhere on the line.")] = False,
 ) -> None:
     """Options that go with every command."""
+
+
+def console() -> int:
+    """The console script: run the command of this process's arguments and return the exit status."""
+    status = main()
+    gc.freeze()  # otherwise the interpreter's end goes through every object of the libraries
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

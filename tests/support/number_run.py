@@ -31,9 +31,10 @@ class NumberBackend:
     divides_late = True
     saves_beside = True
 
-    def __init__(self, *, drift: float = 0.0, told: float | None = None) -> None:
+    def __init__(self, *, drift: float = 0.0, told: float | None = None, device: str = "cpu") -> None:
         """`drift` is what another machine's arithmetic would add to each step; its fingerprint says `told` if that is given."""
         self.value, self.steps, self.drift, self.told = 1.0, 0, drift, drift if told is None else told
+        self.device = device
         self.snapshots: list[float] = []
         self.copies = 0
         self.closed = False
@@ -70,7 +71,7 @@ class NumberBackend:
         self.value, self.steps = json.loads(Path(directory, "number.json").read_text(encoding="utf-8"))
 
     def fingerprint(self) -> dict[str, str | int]:
-        return {"drift": str(self.told)}
+        return {"drift": str(self.told), "device": self.device}
 
     def close(self) -> None:
         self.closed = True

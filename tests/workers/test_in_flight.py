@@ -49,6 +49,7 @@ def test_a_group_that_can_no_longer_be_fresh_is_aborted_and_replaced(run_id: str
     assert aborted == {group.group for group in ended if group.outcome == "abandoned"}
     assert all("could no longer be fresh" in (group.reason or "") for group in ended if group.group in aborted)
     assert report["groups"]["abandoned"] == len(aborted)
+    assert report["length"]["abandoned"] == pytest.approx(np.mean([len(one.token_ids) for one in samples if one.group in aborted]))
     prompts_of = [prompts.read(record, run=run_id)[1] for record in records_of(log, f"{run_id}.prompts")]
     rows = {prompt.group: (prompt.epoch, prompt.row) for prompt in prompts_of}
     again = {prompt.group: prompt.again for prompt in prompts_of if prompt.again is not None}

@@ -26,6 +26,11 @@ def connected(consumer: Any) -> bool:
     return any(connection.connected for connection in list(consumer._manager._conns.values()))
 
 
+def ask_for_metadata_every(consumer: Any, backoff_ms: int) -> None:
+    """How soon a reader may ask for its topics' leaders again; the client passes `retry_backoff_ms` to all its parts but this one."""
+    consumer._cluster.config["retry_backoff_ms"] = backoff_ms
+
+
 def last_heard(consumer: Any) -> float:
     """Monotonic time at which a broker last sent anything over a connection that is up; 0.0 when none is."""
     transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]

@@ -213,6 +213,26 @@ def test_a_record_without_an_edition_of_the_defaults_means_what_it_meant(given_,
     assert (renewed.proximal, renewed.correction) == now
 
 
+def test_a_new_run_weighs_its_kl_to_the_reference_and_a_record_without_an_edition_does_not():
+    batch = batch_of([[1, 1, 1]], behaviour=-1.0)
+    logprobs, reference = torch.tensor([[-0.5, -1.0, -2.0]]), np.full((1, 3), -1.5, np.float32)
+
+    def kl_of(config):
+        """What the KL adds to the loss."""
+        plain, _ = Objective.of(override(config, ["algorithm.kl_coef=0.0"])).batch_loss(logprobs, batch)
+        return float(Objective.of(config).batch_loss(logprobs, batch, reference=reference)[0] - plain)
+
+    distance = np.float64([-1.0, -0.5, 0.5])  # of the reference from the learner, in log space
+    k3, drawn = np.exp(distance) - distance - 1, np.exp([0.5, 0.0, -1.0])
+    new = config_of(kl_coef=1.0, aggregate="token_mean")
+    before = recorded_before_editions(new)
+    weighed, unweighed = pytest.approx((drawn * k3).sum(), rel=1e-5), pytest.approx(k3.sum(), rel=1e-5)
+    assert kl_of(new) == kl_of(from_json(to_json(new))) == kl_of(config_of(kl_coef=1.0, aggregate="token_mean", defaults=2)) == weighed
+    assert kl_of(before) == kl_of(config_of(kl_coef=1.0, aggregate="token_mean", defaults=1)) == unweighed
+    assert kl_of(override(new, ["algorithm.kl_weighted=false"])) == unweighed  # what a person says stands in either edition
+    assert kl_of(override(before, ["algorithm.kl_weighted=true"])) == weighed
+
+
 @pytest.mark.parametrize(("loss", "expected"), [
     ("grpo", (0.2, 0.2, "sequence_mean", "grpo")),
     ("dapo", (0.2, 0.28, "token_mean", "grpo")),

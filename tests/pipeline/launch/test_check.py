@@ -15,11 +15,11 @@ from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
 from penstock.pipeline.launch.check import disk, preflight, trial
 from penstock.pipeline.launch.check.propose import propose
-from penstock.pipeline.launch.create import check_inputs
+from penstock.pipeline.launch.create import check_inputs, create
 from penstock.pipeline.learner.weight_publisher import WeightPublisher
 from penstock.pipeline.runtime.weights.publish import Base
 from penstock.pipeline.runtime.weights.retention import deletable
-from penstock.topics.weights import Manifest
+from penstock.topics.weights import FIRST, Manifest
 from tests.support.light_model import light_model
 
 ROWS = [{"question": f"What is {n} plus {n}?", "solution": str(2 * n), "level": n} for n in range(50)]
@@ -60,6 +60,14 @@ def test_a_sound_configuration_is_counted_and_its_reward_tried_on_two_answers(tm
     assert problem is None
     assert told["data"].startswith("50 rows")
     assert told["reward"] == "of the first 2 rows' own answers: 1, 1"
+
+
+def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_for(tmp_path: Path) -> None:
+    project(tmp_path)
+    log = MemoryLog()
+    create(configured(tmp_path), log=log, run_id="eight", say=lambda _: None)
+    create(configured(tmp_path, weights={"partitions": 3}), log=log, run_id="three", say=lambda _: None)
+    assert (log.partitions("eight.weights"), log.partitions("three.weights")) == (FIRST + 8, FIRST + 3)
 
 
 def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Path) -> None:

@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import Config, ConfigError, from_json, from_table, to_json
+from penstock.pipeline.launch.check import preflight
+from penstock.pipeline.launch.create import create
 from penstock.pipeline.learner.training_samples import advantage_function, combined_advantages
 from penstock.pipeline.learner.try_functions import try_own_functions
 from penstock.topics.groups import Group
+from tests.support.light_model import light_model
 from tests.support.trainer_alone import group_of
 
 pytest.importorskip("torch")
@@ -87,6 +91,36 @@ def test_what_would_stop_the_first_step_is_one_line_before_the_run_is_created(mi
     with pytest.raises(ConfigError, match=said) as refused:
         try_own_functions(config_of(aggregate="token_mean", **named))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ({"loss": "not_finite", "aggregate": "token_mean"}, "algorithm.loss: .*:not_finite gave the loss .* missing or not finite"),
+        ({"loss": "strict", "aggregate": "token_mean"}, "algorithm.loss: .*:strict fails on made samples: TypeError: "),
+        ({"advantage": "mean"}, "algorithm.advantage: .*:mean returned 0.5 for 8 rewards, expected 8 finite numbers"),
+    ],
+)
+def test_a_run_with_a_broken_function_is_neither_created_nor_passes_the_check(
+    mine: Path, tmp_path: Path, algorithm: dict[str, str], said: str
+) -> None:
+    def config(named: dict[str, str]) -> Config:
+        own = {key: f"{mine}:{name}" if key in ("loss", "advantage") else name for key, name in named.items()}
+        data = {"source": str(tmp_path / "rows.jsonl"), "max_prompt_tokens": 64}
+        sections = {"run": {"steps": 1}, "model": {"path": str(tmp_path / "model")}, "sampling": {"max_new_tokens": 16}}
+        return from_table({**sections, "data": data, "algorithm": own})
+
+    light_model(tmp_path / "model", context=512)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    log, broken = MemoryLog(), config(algorithm)
+    with pytest.raises(ConfigError, match=said) as refused:
+        create(broken, log=log, run_id="broken", say=lambda _: None)
+    assert "\n" not in str(refused.value)
+    assert log.topics("") == []
+    with pytest.raises(ConfigError, match=said):
+        preflight.check(broken, tell=lambda *_: None, samples=False)
+    sound = {"loss": "plain", "aggregate": "token_mean", "advantage": "ranks"}
+    assert create(config(sound), log=log, run_id="sound", say=lambda _: None).status == "created"
 
 
 def test_an_advantage_that_does_not_fit_the_size_of_a_group_is_told_before_the_run_is_created() -> None:

@@ -20,9 +20,9 @@ pytest.importorskip("torch")
 
 
 @pytest.fixture(autouse=True)
-def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def arithmetic(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the machine's arithmetic adds to each step."""
-    chosen = {"drift": 0.0}
+    chosen: dict[str, Any] = {"drift": 0.0}
     monkeypatch.setattr(policy_trainer, "make_backend", lambda *_, **__: NumberBackend(**chosen))
     return chosen
 
@@ -59,7 +59,7 @@ def test_a_trainer_comes_back_to_the_same_bits_from_its_checkpoint_or_from_the_l
     assert past.story.closed is not None
 
 
-def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[str, float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     log = log_with(scored(2 * STEPS))
     first = trainer_of(log, None)
     assert first.train_step()
@@ -77,7 +77,7 @@ def test_another_arithmetic_stops_the_trainer_with_the_numbers(arithmetic: dict[
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_another_arithmetic_is_recorded_and_the_run_goes_on_from_its_weights(
-    tmp_path: Path, arithmetic: dict[str, float], *, kept: bool
+    tmp_path: Path, arithmetic: dict[str, Any], *, kept: bool
 ) -> None:
     log = log_with(scored(2 * STEPS))
     first = trainer_of(log, tmp_path if kept else None)
@@ -99,6 +99,25 @@ def test_another_arithmetic_is_recorded_and_the_run_goes_on_from_its_weights(
     past = read_past(log, RUN)
     assert [entry.step for entry in past.steps] == [0, 1, 2, 3]
     assert past.story.manifests[4].digest == newest == past.story.closed.digest
+
+
+def test_where_the_fingerprint_is_the_same_a_gpu_may_give_other_bits_and_a_cpu_may_not(arithmetic: dict[str, Any]) -> None:
+    def again(device: str, **chosen: Any) -> tuple[MemoryLog, Trainer]:
+        """A trainer that comes back where a step gives other bits than it gave the first."""
+        log = log_with(scored(2 * STEPS))
+        arithmetic.update(device=device, told=0.0, drift=0.0)
+        assert trainer_of(log, None, **chosen).train_step()
+        arithmetic["drift"] = 1e-9
+        return log, trainer_of(log, None, **chosen)
+
+    log, second = again("NVIDIA H100 80GB HBM3")
+    (entry,) = [entry for entry in read_past(log, RUN).entries if entry.kind == "rebased"]
+    details = json.loads(entry.details or "")
+    assert (details["changed"], entry.step, entry.digest) == ({}, 1, digest_of(second))
+    assert [(one["step"], one["name"]) for one in details["differences"]] == [(0, "weights digest")]
+    for device, chosen in (("cpu", {}), ("NVIDIA H100 80GB HBM3", {"on_mismatch": "stop"})):
+        with pytest.raises(Unrecoverable, match="step 0 repeated from the log gave weights"):
+            again(device, **chosen)
 
 
 def test_a_request_to_stop_ends_the_repetition() -> None:

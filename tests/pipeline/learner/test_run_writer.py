@@ -2,6 +2,7 @@
 
 import struct
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 
 from penstock.infra.errors import Fenced, RecordMissing, Unrecoverable
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.learner import policy_trainer, weight_publisher
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.learner.policy_trainer import PolicyTrainer
+from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Weights
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.weights.read import fetch
-from penstock.topics import dead_letters
+from penstock.topics import dead_letters, weights
+from penstock.topics.catalogue import topics_of
 from penstock.topics.wire.record import Outgoing
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, session_of
 
@@ -139,6 +142,35 @@ def test_old_versions_are_deleted_except_the_first_and_the_newest_two_whole_ones
     assert fetch(log, manifests, 0, run=RUN)
     with pytest.raises(RecordMissing, match=r"weights of version \d+: no chunk at numbers.weights/2 offset 0"):
         fetch(log, manifests, 1, run=RUN)
+
+
+@pytest.mark.parametrize("partitions", [1, 3, 8])
+def test_the_chunks_of_a_version_are_spread_evenly_over_the_partitions_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, partitions: int
+) -> None:
+    chunks, send = 2 * partitions + 1, weight_publisher.send_version
+    monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: send(*given, **{**named, "max_bytes": 8}))
+    config, log = config_of(weights={"partitions": partitions, "anchor_every": 1}), MemoryLog()
+    log.create_topics(topics_of(RUN, partitions=1, weight_partitions=config.weight_partitions))
+    writer = RunWriter(session_of(log, config), log.transactions(f"{RUN}.trainer"), read_past(log, RUN).story)
+    tensor = TensorBytes(name="number", dtype="int8", shape=(8 * chunks,), data=bytes(8 * chunks))
+    writer.write("run-opened", details="{}")
+    for version in range(partitions + 1):
+        writer.publish(Weights(lambda: [tensor]), version=version, step=version)
+        writer.finish_publishing()
+    lying: dict[int, Counter[int]] = {version: Counter() for version in range(partitions + 1)}
+    first: dict[int, int] = {}
+    tail = log.tail({(f"{RUN}.weights", partition): "earliest" for partition in range(1, config.weight_partitions)})
+    for record in tail.read_to_end():
+        _, chunk = weights.read_chunk(record, run=RUN)
+        lying[chunk.version][record.partition] += 1
+        if chunk.index == 0:
+            first[chunk.version] = record.partition
+    assert lying.pop(0) == {weights.ORIGIN: chunks}  # it stays for ever, the others are deleted
+    for places in lying.values():
+        assert set(places) == set(range(weights.FIRST, weights.FIRST + partitions))
+        assert sorted(places.values()) == [2] * (partitions - 1) + [3]
+    assert len({first[version] for version in lying}) == partitions  # no partition gets the larger share of every version
 
 
 def test_a_restarted_trainer_sends_a_newest_version_that_is_lost_again_with_the_same_digest(log: MemoryLog) -> None:

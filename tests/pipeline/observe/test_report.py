@@ -127,6 +127,31 @@ def test_lengths_are_told_by_what_became_of_the_samples(report: dict[str, Any]) 
     assert report["tokens"] == 84 * 3 + 4 * 9
 
 
+def test_the_mean_the_95_percent_quantile_and_the_longest_are_told_of_groups_with_every_fate() -> None:
+    teller = Teller(steps=1)
+    told = [teller.record(), teller.opened(), teller.version(0)]
+    for tokens in range(20, 0, -1):
+        told += teller.group([0.5], version=0, tokens=tokens)
+    for outcome, lengths in {"filtered": (4, 4), "failed": (7,), "abandoned": (40, 10, 10, 10), "scored": (30, 60, 5)}.items():
+        for tokens in lengths:
+            told += teller.group([0.5], version=0, outcome=outcome, tokens=tokens)
+    unused = teller.next_group - 1
+    told += [teller.step(0, list(range(20)), begun_s=teller.now_s), teller.entry("stale", step=0, groups=(unused - 2, unused - 1))]
+    report = report_of([*told, teller.closed()])
+    assert {fate: tuple(report[name][fate] for name in ("length", "length_p95", "length_max")) for fate in report["length"]} == {
+        "admitted": (pytest.approx((210 + 8 + 7 + 70 + 95) / 30), 40, 60),
+        "trained": (10.5, 19, 20),
+        "filtered": (4.0, 4, 4),
+        "stale": (45.0, 60, 60),
+        "failed": (7.0, 7, 7),
+        "abandoned": (17.5, 40, 40),
+        "unused": (5.0, 5, 5),
+    }
+    fresh = Teller()
+    nothing = report_of([fresh.record(), fresh.opened()])
+    assert {value for name in ("length", "length_p95", "length_max") for value in nothing[name].values()} == {None}
+
+
 def test_filtered_groups_are_told_apart_by_whether_all_samples_or_none_solved_them() -> None:
     teller = Teller()
     told = [teller.record(), teller.opened(), teller.version(0)]

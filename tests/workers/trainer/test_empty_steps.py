@@ -1,5 +1,6 @@
 """A step whose groups hold no trained token is committed without an update, and every reader agrees on it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.train.steps import Asked
 from penstock.pipeline.replay.train.verify import Replayed, replay
+from penstock.topics.groups import Group
 from tests.support.crew import audited
 from tests.support.trainer_alone import config_for, group_of, trained, written
 
@@ -53,3 +55,30 @@ def test_report_explain_and_replay_say_that_a_step_was_empty(masked_run: MaskedR
     replay(recording, Asked(), result=result, say=lambda _: None)
     recording.close()
     assert (result.matching, result.first, result.whole) == (6, None, True)
+
+
+def half_masked(number: int) -> Group:
+    """A group whose first sample is whole and whose second ran out of tokens."""
+    group = group_of(number, version=0)
+    whole, cut = group.samples
+    return replace(group, samples=(replace(whole, rollout=replace(whole.rollout, finish="stop")), cut))
+
+
+@pytest.mark.parametrize(("loss", "expected"), [("grpo", 2.0), ("dr_grpo", 2.0), ("dapo", 1.0)])
+def test_masked_samples_count_in_what_a_step_is_divided_by_unless_the_run_is_of_the_first_edition(
+    run_id: str, tiny_model: Path, tmp_path: Path, loss: str, expected: float
+) -> None:
+    """`expected`: the loss and the gradient under the first edition beside those under the second; two of four samples are masked."""
+    found = {}
+    for edition in (1, 2):
+        same = {"proximal": "behaviour", "correction": "none", "clip_dual": 0.0}  # what else differs between the editions
+        chosen = {"loss": loss, "defaults": edition, "truncated": "mask", **same}
+        config = config_for(tiny_model, tmp_path, run={"steps": 1, "seed": 7}, algorithm=chosen, trainer={"checkpoint_every": 0})
+        log, run = MemoryLog(), f"{run_id}-{edition}"
+        written(log, run, config, [half_masked(number) for number in range(2)])
+        trained(log, run)
+        (entry,) = read_past(log, run).steps
+        assert (entry.metrics["trained_samples"], entry.metrics["samples"]) == (2.0, 4.0)
+        found[edition] = (entry.metrics["grad_norm"], entry.metrics["loss"])
+    assert found[2][0] > 0.0
+    assert found[1] == pytest.approx([expected * value for value in found[2]], rel=1e-5)

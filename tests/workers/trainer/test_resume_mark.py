@@ -1,17 +1,25 @@
 """A restarted trainer reads the end of the ledger, and goes on exactly as one that has read everything."""
 
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.memory.readers import MemoryTail
 from penstock.pipeline.scheduling.schedule import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
+from penstock.topics.wire.record import Record
 from penstock.workers.trainer import resume_mark
 from penstock.workers.trainer.resume_mark import Places, ResumeMark, mark_of, read_resumed
+from tests.support.crew import Crew
+from tests.support.deaths import dying_at
 from tests.support.trainer_alone import config_for, group_of, trained, written
 
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")
@@ -74,6 +82,51 @@ def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(
     assert [entry.step for entry in resumed.past.steps] == [4, 5]
     assert resumed.past.story.newest_version == 6
     assert read_resumed(log, "end-0", saved=[1]).past.first_step == 0, "an older checkpoint needs the whole ledger"
+
+
+class NotingLog(MemoryLog):
+    """Notes where the trainer's tails begin, as its thread is called, and the groups that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins: list[Mapping[Partition, Start]] = []
+        self.given: list[Record] = []
+
+    def tail(self, starts: Mapping[Partition, Start], **options: Any) -> MemoryTail:
+        tail = super().tail(starts, **options)
+        if threading.current_thread().name == "trainer":
+            self.begins.append(dict(starts))
+            poll = tail.poll
+
+            def noting(*arguments: Any, **named: Any) -> list[Record]:
+                records = poll(*arguments, **named)
+                self.given += [record for record in records if record.topic.endswith(".groups")]
+                return records
+
+            tail.poll = noting  # type: ignore[method-assign]
+        return tail
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_restarted_trainer_reads_the_groups_from_the_first_that_has_not_ended(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, marks: bool
+) -> None:
+    monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0 if marks else 512)
+    log, run = NotingLog(), "noted"
+    config = config_for(tiny_model, tmp_path, trainer={"checkpoint_dir": str(tmp_path)})
+    written(log, run, config, [group_of(number, version=6, outcome="filtered" if number == 4 else "scored") for number in range(16)])
+    with Crew(log, run) as crew, dying_at("ledger.step.after:5") as dead:
+        crew.start("trainer")
+        crew.wait(dead.is_set)
+        crew.abandon("trainer")
+    assert len(log.given) == 16
+    log.begins.clear()
+    log.given.clear()
+    assert trained(log, run)["status"] == "finished"
+    # Group n stands in partition n % 2 at n // 2; ten were trained in five steps and one was filtered: the first of the others is 11.
+    begins = [begin for tail in log.begins for (topic, _), begin in sorted(tail.items()) if topic == f"{run}.groups"]
+    read = sorted(int(record.key or b"") for record in log.given)
+    assert (begins, read) == (([6, 5], list(range(11, 16))) if marks else (["earliest"] * 2, list(range(16))))
 
 
 def test_details_that_are_no_mark_are_passed_over() -> None:
