@@ -10,6 +10,7 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
+from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.report.text import as_text
 from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, audited, config_of
@@ -34,7 +35,7 @@ def attended(log: MemoryLog, run: str, config: Config, *, error: str | None = No
             with pytest.raises(AssertionError, match=error):
                 crew.wait()
             assert list(crew.failures) == ["trainer"]
-        return crew.report()
+    return collect(log, run)  # once all have ended: a run that was stopped counts as running while workers report
 
 
 def created(run: str, policy: Path, directory: Path, **sections: Mapping[str, Any]) -> tuple[MemoryLog, Config]:
