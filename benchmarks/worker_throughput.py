@@ -4,7 +4,7 @@
 
 One process draws; the four ways alternate in windows of some seconds: vLLM's own `LLMEngine` driven directly, the rollout worker with
 everything it does (prompts from Kafka, samples to Kafka, commits, statuses), and the worker with new weights every half second, which
-another process publishes, with keys and values kept or computed anew. Feeder, scorer and broker are processes apart. In every way the
+another process publishes, with keys and values kept or computed anew. Feeder, scorer and broker are processes apart, on the other cores. In every way the
 engine's rows are full from a window's begin to its end. Ratios are taken within a round, figures are medians over the rounds.
 """
 
@@ -51,7 +51,13 @@ def config_of(model: Path, chosen: argparse.Namespace, bootstrap: str) -> Config
             "run": {"steps": 100_000},
             "model": {"path": str(model)},
             "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
-            "schedule": {"mode": "in_flight", "prompts_per_step": 8, "samples_per_prompt": 8, "max_lag": 100_000},
+            "schedule": {
+                "mode": "in_flight",
+                "prompts_per_step": 8,
+                "samples_per_prompt": 8,
+                "max_lag": 100_000,
+                "max_drops_per_step": 10_000_000,
+            },
             "sampling": {"max_new_tokens": chosen.tokens},
             "rollout": {
                 "engine": "vllm",
@@ -174,6 +180,8 @@ def measure(chosen: argparse.Namespace, directory: Path) -> tuple[dict[str, list
     parameters = make_model(directory / "model", size=chosen.size)
     tiny_tokenizer().save_pretrained(directory / "model")
     os.environ["PENSTOCK_HOME"] = str(directory / "home")
+    first, *left = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, left or [first])  # the broker and all processes that are started from here on inherit it
     bootstrap = embedded.start().bootstrap
     log = KafkaLog(bootstrap, client_id="bench")
     config = config_of(directory / "model", chosen, bootstrap)
@@ -186,6 +194,7 @@ def measure(chosen: argparse.Namespace, directory: Path) -> tuple[dict[str, list
     assert session is not None
     try:
         with publishing(bootstrap, every_s=chosen.every) as swap:
+            os.sched_setaffinity(0, [first])
             return *windows(session, chosen, directory / "model", swap), parameters
     finally:
         for process in others:
@@ -250,6 +259,7 @@ def window(
     before, ended, began = acknowledged.tokens(), 0, time.monotonic()
     while (now := time.monotonic()) < began + seconds:
         ended += turn() or 0
+        worker.session.reporter.status()  # a worker that says nothing gets no prompts
         if way != "bare" and (stats := engine.stats())["loads"] > loads:
             loads = stats["loads"]
             stalls.append(1000 * stats["swap_stall_last_s"])
