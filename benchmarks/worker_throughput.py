@@ -5,7 +5,8 @@
 One process draws; the four ways alternate in windows of some seconds: vLLM's own `LLMEngine` driven directly, the rollout worker with
 everything it does (prompts from Kafka, samples to Kafka, commits, statuses), and the worker with new weights every half second, which
 another process publishes, with keys and values kept or computed anew. Feeder, scorer and broker are processes apart, on the other cores.
-In every way the engine's rows are full from a window's begin to its end. Ratios are taken within a round, figures are medians over the rounds.
+In every way the engine's rows are full from a window's begin to its end. Ratios are taken within a round, figures are
+medians over the rounds.
 """
 
 import argparse
