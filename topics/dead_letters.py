@@ -2,6 +2,7 @@
 
 The record is kept unchanged, so that it can be written to its topic again."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import RawHeaders, Record
@@ -108,6 +110,19 @@ def skipped(letter: DeadLetter) -> range | None:
     """The offsets that readers pass over; None for a letter about one record."""
     after = dict(letter.headers).get(_NEXT) or b""
     return range(letter.offset, int(after)) if letter.kind == SKIPPED and after.isdigit() and len(after) < 19 else None
+
+
+def stretches(letters: Iterable[Record], *, run: str) -> list[tuple[tuple[str, int], range]]:
+    """(topic, partition) and offsets of all that readers pass over, by these records of a run's dead letters."""
+    found = []
+    for record in letters:
+        try:
+            letter = read(record, run=run)[1]
+        except Unusable:
+            continue
+        if (offsets := skipped(letter)) is not None:
+            found.append(((letter.topic, letter.partition), offsets))
+    return found
 
 
 def claimed_group(letter: DeadLetter) -> int | None:

@@ -11,8 +11,9 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka.cluster.skips import ReadLetters, stretches
+from penstock.infra.kafka.cluster.skips import ReadLetters
 from penstock.infra.kafka.settings import MAX_RECORD_BYTES, Connection, librdkafka
+from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 
 BLOCK_BYTES = 8 << 20
@@ -106,7 +107,8 @@ class BulkReader(_Client):
         """The offset to go on from where a person has told the run's readers to pass over this damaged batch."""
         at, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
         letters = [] if self._letters is None else self._letters(f"{run}.dead-letters")
-        return next((offsets.stop for place, offsets in stretches(letters, run) if place == at and message.offset() in offsets), None)
+        known = dead_letters.stretches(letters, run=run)
+        return next((offsets.stop for place, offsets in known if place == at and message.offset() in offsets), None)
 
     def close(self) -> None:
         """Close the consumer."""

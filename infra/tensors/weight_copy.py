@@ -68,6 +68,10 @@ class WeightCopy:
         """The version that it holds; `NONE` for none."""
         return self._memory.version
 
+    def holds(self, version: int, digest: str) -> bool:
+        """Whether it holds this version, with this digest."""
+        return (self.version, self.digest) == (version, digest)
+
     @property
     def digest(self) -> str:
         """The digest of that version."""

@@ -5,7 +5,6 @@ The rule: only what readers really stumble over, and only in topics of which a l
 
 import time
 
-from penstock.infra.kafka.cluster.skips import stretches
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import ConfigError
 from penstock.topics import dead_letters
@@ -45,7 +44,7 @@ def skip(log: KafkaLog, run: str, topic: str, partition: int, offset: int) -> tu
     begin, end = log.begin_offsets([at])[at], log.end_offsets([at], committed=False)[at]
     if not begin <= offset < end:
         raise ConfigError(f"{topic}/{partition} holds the offsets {begin} to {end - 1}")
-    for place, known in stretches(log.letters(f"{run}.dead-letters"), run):
+    for place, known in dead_letters.stretches(log.letters(f"{run}.dead-letters"), run=run):
         if place == at and offset in known:
             raise ConfigError(f"readers pass over {topic}/{partition} {known.start} to {known.stop - 1} already")
     after = log.first_readable(at, offset)

@@ -4,7 +4,6 @@ The rule: every record from the beginning to the end as of the audit's start, co
 written, no group is joined.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-d
 from penstock.pipeline.audit.source import Unreadable
 from penstock.topics import dead_letters
 from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
-from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 ORDER = (RUNS_TOPIC, "run", "dead-letters", "metrics", "ledger", "groups", "rollouts", "replies", "calls", "prompts", "weights")
@@ -136,12 +134,10 @@ class KafkaSource:
     def _passed_over(self, message: Any) -> int:
         """The offset behind a damaged batch over which a person has told the run's readers to go. Raises `Unreadable` for another error."""
         name, partition, error = message.topic(), message.partition(), message.error()
-        for record in self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ():
-            with contextlib.suppress(Unusable):
-                letter = dead_letters.read(record, run=self.run)[1]
-                offsets = dead_letters.skipped(letter) or range(0)
-                if (letter.topic, letter.partition) == (name, partition) and message.offset() in offsets:
-                    return offsets.stop
+        letters = self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ()
+        for place, offsets in dead_letters.stretches(letters, run=self.run):
+            if place == (name, partition) and message.offset() in offsets:
+                return offsets.stop
         raise Unreadable(f"{name}/{partition} cannot be read: {error.str()}")
 
     def _note(self, error: KafkaError) -> None:

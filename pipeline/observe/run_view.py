@@ -240,7 +240,7 @@ class RunView:
     @property
     def progress(self) -> int:
         """Counts what moves a run on: steps, versions, outcomes of groups; a recovery repeats them and adds none."""
-        return self.steps_done + len(self.versions) + self.past.versions + self.outcomes.total()
+        return self.steps_done + len(self.versions) + self.past.versions + len(self.groups) + self.past.outcomes.total()
 
     @property
     def steps_done(self) -> int:

@@ -251,6 +251,17 @@ def scan(log: Log, *names: str, since: Mapping[Partition, int] = _ALL) -> Iterat
     return _up_to(log, log.end_offsets([at for name in names for at in _partitions(log, name)]), since=since)
 
 
+def between(log: Log, at: Partition, begin: int, end: int, *, fetch_bytes: int | None = None) -> Iterator[Record]:
+    """The records of one partition from offset `begin` on and below `end`, both of which lie in it; `fetch_bytes` as in `Log.tail`."""
+    if begin >= end:
+        return
+    tail = log.tail({at: begin}, fetch_bytes=fetch_bytes)
+    try:
+        yield from (record for record in drain(tail, {at: end}) if record.offset < end)
+    finally:
+        tail.close()
+
+
 def drain(
     tail: Tail, ends: Mapping[Partition, int], *, silence_s: float = SILENCE_S, alive: Callable[[], None] = lambda: None
 ) -> Iterator[Record]:

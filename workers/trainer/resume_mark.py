@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from penstock.infra.log import Log
 from penstock.pipeline.learner.ledger_history import Past, read_past
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.runtime.topic_reader import drain
+from penstock.pipeline.runtime.topic_reader import between
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.errors import Unusable
@@ -185,10 +185,4 @@ def _entries(log: Log, run: str, begin: int, end: int) -> Iterator[tuple[Record,
 
 def _records(log: Log, at: tuple[str, int], begin: int, end: int) -> Iterable[Record]:
     begin, end = max(begin, log.begin_offsets([at])[at]), min(end, log.end_offsets([at])[at])
-    if begin >= end:
-        return
-    tail = log.tail({at: begin})
-    try:
-        yield from (record for record in drain(tail, {at: end}) if record.offset < end)
-    finally:
-        tail.close()
+    return between(log, at, begin, end)

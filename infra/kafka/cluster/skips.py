@@ -3,33 +3,18 @@
 The rule: what is passed over stands in the run's `dead-letters`, written by a person; no reader passes over anything by itself.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kafka import TopicPartition
 
 from penstock.infra.errors import LogError
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.infra.log import Partition
 from penstock.topics import dead_letters
-from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
 ReadLetters = Callable[[str], Sequence[Record]]
 """Topic of a run's dead letters -> those that are there."""
-
-
-def stretches(letters: Iterable[Record], run: str) -> list[tuple[Partition, range]]:
-    """Partition and offsets of what is to be passed over."""
-    found = []
-    for record in letters:
-        try:
-            letter = dead_letters.read(record, run=run)[1]
-        except Unusable:
-            continue
-        if (offsets := dead_letters.skipped(letter)) is not None:
-            found.append(((letter.topic, letter.partition), offsets))
-    return found
 
 
 def pass_over(consumer: Any, read_letters: ReadLetters) -> bool:
@@ -38,7 +23,7 @@ def pass_over(consumer: Any, read_letters: ReadLetters) -> bool:
     moved = False
     for run in {topic.partition(".")[0] for topic, _ in places}:
         letters = _read(read_letters, f"{run}.dead-letters")
-        for place, offsets in stretches(letters, run):
+        for place, offsets in dead_letters.stretches(letters, run=run):
             if places.get(place) in offsets:
                 consumer.seek(TopicPartition(*place), offsets.stop)
                 moved = True

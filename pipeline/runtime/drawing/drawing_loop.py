@@ -56,9 +56,7 @@ class DrawingLoop(ABC):
 
     def turn(self) -> None:
         """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
-        self.weights.check()
-        self._take(0.0)
-        self._publish_drawn()
+        self._exchange()
         self._refresh()
         if not self._evaluates(idle=self.engine.idle):
             self._start()
@@ -66,9 +64,7 @@ class DrawingLoop(ABC):
             self._wait()
         else:
             self._decode()
-        self._acknowledge()
-        if time.monotonic() - self._committed > COMMIT_EVERY_S:
-            self._commit()
+        self._commit_done()
         if time.monotonic() - self._measured > MEASURE_EVERY_S:
             self._measure()
         self.session.reporter.status()
@@ -79,13 +75,21 @@ class DrawingLoop(ABC):
 
     def _keep_up(self) -> None:
         """What goes on while the engine is lent: partitions, what was drawn before, commits."""
+        self._exchange()
+        self._commit_done()
+        self.session.reporter.status()
+
+    def _exchange(self) -> None:
+        """Take what arrived and publish what ended."""
         self.weights.check()
         self._take(0.0)
         self._publish_drawn()
+
+    def _commit_done(self) -> None:
+        """Note what is acknowledged, and commit it now and then."""
         self._acknowledge()
         if time.monotonic() - self._committed > COMMIT_EVERY_S:
             self._commit()
-        self.session.reporter.status()
 
     def _evaluate_last(self) -> None:
         """Once the run is closed: make what is still due; a worker that was started after that learns first whether it lends its engine."""

@@ -36,7 +36,7 @@ class Outlet:
 
         Raises `LogError` where a worker does not come to an end; the next call takes other memory.
         """
-        if (self._copy.version, self._copy.digest) != (version, digest):
+        if not self._copy.holds(version, digest):
             ordered = sorted(tensors, key=lambda tensor: tensor.name)
             names, dtypes, shapes = zip(*((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), strict=True)
             self._copy.begin(names=names, dtypes=dtypes, shapes=shapes)
@@ -67,7 +67,7 @@ class Inlet:
 
     def serves(self, newest: Manifest) -> bool:
         """Whether the newest version is in the trainer's memory, or is about to be replaced there by the next one."""
-        if (self.copy.version, self.copy.digest) == (newest.version, newest.digest):
+        if self.copy.holds(newest.version, newest.digest):
             self._serves, self._absent_since = True, 0.0
             return True
         now = time.monotonic()
@@ -79,7 +79,7 @@ class Inlet:
         except (OSError, LogError):
             self._serves = False
         else:
-            ahead = not 0 <= self.copy.version <= newest.version or (self.copy.version, self.copy.digest) == (newest.version, newest.digest)
+            ahead = not 0 <= self.copy.version <= newest.version or self.copy.holds(newest.version, newest.digest)
             self._serves = not self._memory.deserted and ahead and now - self._absent_since < WAIT_S
         return self._serves
 

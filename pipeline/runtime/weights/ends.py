@@ -4,11 +4,11 @@ The rule: of all sequences that records there could be part of, the longest one 
 Where the end does not hold all that the newest version is put together from, more is read, and in the end everything.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from penstock.infra.log import Log, Partition
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.runtime.topic_reader import drain
+from penstock.pipeline.runtime.topic_reader import between
 from penstock.topics import ledger, weights
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -33,7 +33,7 @@ def read_ends(log: Log, run: str, state: LedgerState) -> dict[Partition, int]:
 def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
     begin, end = log.begin_offsets([at])[at], log.end_offsets([at])[at]
     if end - begin > 2 * NEAR:
-        records = list(_records(log, at, end - NEAR, end))
+        records = list(between(log, at, end - NEAR, end, fetch_bytes=FETCH_BYTES))
         if (first := _first_of_longest(records, lambda record: ledger.read(record, run=state.run)[1].seq)) is not None:
             state.last_seq = first[1] - 1
             _apply(state, records[first[0] :])
@@ -44,10 +44,10 @@ def _read_ledger(log: Log, at: Partition, state: LedgerState) -> int:
 def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
     begin, end = log.begin_offsets([at])[at], log.end_offsets([at])[at]
     span, story = NEAR, LedgerState(state.run)
-    _apply(story, list(_records(log, at, begin, min(end, begin + FIRST))))
+    _apply(story, list(between(log, at, begin, min(end, begin + FIRST), fetch_bytes=FETCH_BYTES)))
     origin = story.manifests.get(0)
     while origin is not None and end - begin > 2 * span:
-        records = list(_records(log, at, end - span, end))
+        records = list(between(log, at, end - span, end, fetch_bytes=FETCH_BYTES))
         first = _first_of_longest(records, lambda record: weights.read(record, run=state.run)[1].version)
         story = LedgerState(state.run)
         story.add(origin)
@@ -90,13 +90,3 @@ def _apply(state: LedgerState, records: list[Record]) -> None:
             state.apply(record)
         except Unusable:
             continue
-
-
-def _records(log: Log, at: Partition, begin: int, end: int) -> Iterator[Record]:
-    if begin >= end:
-        return
-    tail = log.tail({at: begin}, fetch_bytes=FETCH_BYTES)
-    try:
-        yield from (record for record in drain(tail, {at: end}) if record.offset < end)
-    finally:
-        tail.close()

@@ -52,7 +52,7 @@ def bring(
         chain = weights.chain(manifests, version)
     except ValueError as error:
         raise LogError(str(error)) from error
-    held = next((index for index, link in enumerate(chain) if (link.version, link.digest) == (copy.version, copy.digest)), -1)
+    held = next((index for index, link in enumerate(chain) if copy.holds(link.version, link.digest)), -1)
     with contextlib.ExitStack() as ending:
         if reader is None:
             reader = ending.enter_context(contextlib.closing(ChunkReader(log, run)))
