@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.infra.paths import run_directory
 
-PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import main; sys.exit(main(sys.argv[1:]))"]
+PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import console; sys.exit(console())"]
 
 
 @contextmanager
