@@ -6,7 +6,8 @@ The rule: a check is a pure function from facts to violations; it examines one p
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.pipeline.audit.facts import Facts, Where
+from penstock.pipeline.audit.facts import Facts
+from penstock.pipeline.audit.kept.tables import Where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from blake3 import blake3
 
-from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed, Where
+from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed
+from penstock.pipeline.audit.kept.tables import Where
 from penstock.pipeline.audit.source import Source
 from penstock.topics import weight_delta, weights
 from penstock.topics.weights import Manifest

@@ -6,89 +6,43 @@ The rule: a record that cannot be read is itself a fact; no record ends the audi
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from penstock.pipeline.audit.anchors import of_trainer
+from penstock.pipeline.audit.begin import begin
 from penstock.pipeline.audit.chunk_digests import weigh
-from penstock.pipeline.audit.drawn_turns import drawn_turns, tokens_hash, trajectory_flaw
-from penstock.pipeline.audit.facts import (
-    INCOMPLETE,
-    EntryFact,
-    Facts,
-    LetterFact,
-    ManifestFact,
-    OutcomeFact,
-    PromptFact,
-    ReplyFact,
-    SampleFact,
-    Unusable,
-    Where,
-    WorkerFact,
-)
-from penstock.pipeline.audit.rules import as_object, oldest_trained, terms_of
-from penstock.pipeline.audit.source import Source, Unreadable, plain
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.pipeline.audit.facts import INCOMPLETE, EntryFact, Facts, LetterFact, ManifestFact, ReplyFact, Unusable, WorkerFact
+from penstock.pipeline.audit.kept.drawn_turns import drawn_turns, tokens_hash, trajectory_flaw
+from penstock.pipeline.audit.kept.groups import HeldSamples, OutcomeFact, PlannedFact, PromptFact
+from penstock.pipeline.audit.kept.hashes import body_of, hash_of, prompt_hash, sample_hash
+from penstock.pipeline.audit.kept.samples import SampleFact
+from penstock.pipeline.audit.kept.tables import Where
+from penstock.pipeline.audit.rules import oldest_trained
+from penstock.pipeline.audit.source import Source, plain
+from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.samples import Rollout
 from penstock.topics.turns import calls, replies
 from penstock.topics.wire import errors
-from penstock.topics.wire.record import RawHeaders, Record
+from penstock.topics.wire.record import Record
+
+ORDER = ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "prompts", "calls", "replies", "rollouts", "groups")
+"""Dead letters first: the bytes of every record they name are hashed when it is read. A prompt before its samples, they before the outcome
+that holds them: what is compared with them need not be kept."""
 
 
 def gather(source: Source) -> Facts:
     """Read a whole run; raises `Unreadable`."""
-    gatherer = Gatherer(_begin(source))
-    # Dead letters first: the bytes of every record they name are hashed when it is read.
-    for topic in ("dead-letters", RUNS_TOPIC, "run", "metrics", "ledger", "groups", "prompts", "calls", "replies", "rollouts"):
+    gatherer = Gatherer(begin(source))
+    for topic in ORDER:
         for record in source.read(topic):
             gatherer.take(record, topic)
-    gatherer.end_of_groups()
+        gatherer.end_of(topic)
     for record in source.read("weights", [0]):
         gatherer.take(record, "weights")
     weigh(source, gatherer.facts, note=gatherer.note, refuse=gatherer.refuse)
     return gatherer.facts
-
-
-def _begin(source: Source) -> Facts:
-    """Facts with the run's terms, from the register or else from the ledger's first entry."""
-    config_and_info: tuple[dict[str, Any], dict[str, Any]] | None = None
-    registered, own = _said(source, RUNS_TOPIC), _said(source, "run")
-    status = registered[-1].status if registered else None
-    # In the topic that all runs share only an earlier release has left a configuration.
-    for made in own[-1:] or [said for said in registered[-1:] if said.config != runs.NOTHING]:
-        config_and_info = as_object(made.config), as_object(made.info)
-    for record in () if config_and_info else source.read("ledger"):
-        try:
-            entry = ledger.read(record, run=source.run)[1]
-        except errors.Unusable:
-            continue
-        if entry.kind == "run-opened":
-            details = as_object(entry.details)
-            config_and_info = details.get("config", {}), details.get("info", {})
-            break
-    if config_and_info is None:
-        raise Unreadable(f"neither the register of runs nor the ledger says how run {source.run} was configured")
-    config, info = config_and_info
-    begins = {("weights", partition): source.begin("weights", partition) for partition in source.partitions("weights")}
-    return Facts(
-        run=source.run,
-        terms=terms_of(config, info),
-        schedule=config.get("schedule"),
-        status=status,
-        begins=begins,
-    )
-
-
-def _said(source: Source, topic: str) -> list[runs.RunRecord]:
-    """The usable records of the run in a topic of what runs are."""
-    said = []
-    for record in source.read(topic):
-        if record.key == source.run.encode():
-            with contextlib.suppress(errors.Unusable):
-                said.append(runs.read(record, run=source.run)[1])
-    return said
 
 
 class Gatherer:
@@ -101,8 +55,8 @@ class Gatherer:
         self._parts: dict[tuple[int, int, str], list[Record]] = {}
         self._prompt_ids: dict[int, Any] = {}
         """Group -> the tokens of its prompt, where turns are compared with replies."""
-        self._first_bodies: dict[tuple[str, int, int], bytes] = {}
-        """(topic, partition, group or number) -> hash of its first record."""
+        self._first_bodies: dict[tuple[str, int], bytes] = {}
+        """Topic and number -> hash of its first record."""
 
     def take(self, record: Record, topic: str) -> None:
         """Note one record of a topic."""
@@ -130,7 +84,16 @@ class Gatherer:
         where = Where(plain(record.topic, self.facts.run), record.partition, record.offset)
         self.facts.unusable.append(Unusable(where, kind, reason, *self._claims(record, where.topic)))
 
-    def end_of_groups(self) -> None:
+    def end_of(self, topic: str) -> None:
+        """Settle what only a whole topic shows."""
+        if topic == "prompts":
+            self._count_repeats("prompts", self.facts.prompts.drop_repeats())
+            self.facts.samples.make_room(self.facts.prompts.first)
+        elif topic == "groups":
+            self._end_of_groups()
+            self._count_repeats("groups", self.facts.outcomes.drop_repeats())
+
+    def _end_of_groups(self) -> None:
         """Note the parts of groups whose other parts never came."""
         for records in self._parts.values():
             headers = groups.check(records[0], run=self.facts.run)
@@ -161,40 +124,36 @@ class Gatherer:
 
     def _prompt(self, record: Record, where: Where) -> None:
         prompt = prompts.read(record, run=self.facts.run)[1]
-        body = _hash(record.value)
-        if not self._repeats("prompts", where.partition, prompt.group, body):
-            numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
-            self._prompt_ids |= {prompt.group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
-            content = _prompt_hash(prompt, prompt.token_ids)
-            self.facts.prompts.append(PromptFact(where, *numbers, content, body))
+        numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
+        self._prompt_ids |= {prompt.group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
+        self.facts.prompts.add(PromptFact(where, *numbers, prompt_hash(prompt, prompt.token_ids), hash_of(record.value)))
 
     def _samples(self, record: Record, where: Where) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
         begun = self.facts.terms.samples_per_prompt + self.facts.terms.oversample
         if samples[-1].sample >= begun:
             raise errors.Unusable(f"sample {samples[-1].sample} where a group has {begun}", kind="mismatch")
-        self.facts.samples.extend(
-            SampleFact(
-                where,
-                rollout.group,
-                rollout.sample,
-                oldest_trained([rollout]) or 0,
-                int(max(rollout.span_versions)),
-                rollout.started_ns,
-                record.timestamp_ms,
-                rollout.worker,
-                sample_hash(rollout),
-                len(rollout.segments or ((),)),
-                trajectory_flaw(rollout),
-                rollout.broken,
-                drawn_turns(rollout, self._prompt_ids.get(rollout.group, ())) if self._prompt_ids else (),
-            )
-            for rollout in samples
-        )
+        for rollout in samples:
+            self._sample(rollout, where, record.timestamp_ms)
+
+    def _sample(self, rollout: Rollout, where: Where, timestamp_ms: int) -> None:
+        versions = (oldest_trained([rollout]) or 0, int(max(rollout.span_versions)))
+        fact = SampleFact(where, rollout.group, rollout.sample, *versions, timestamp_ms, rollout.worker, sample_hash(rollout))
+        held = self.facts.samples
+        if where in self.facts.killers:
+            held.killers.append(fact)
+        elif held.add(fact, rollout.started_ns) and rollout.broken is not None:
+            held.broken[where.partition, rollout.group, rollout.sample] = rollout.broken
+        held.most_sequences = max(held.most_sequences, len(rollout.segments or ((),)))
+        if (flaw := trajectory_flaw(rollout)) is not None:
+            held.flaws.append((fact, flaw))
+        if self._prompt_ids and (turns := drawn_turns(rollout, self._prompt_ids.get(rollout.group, ()))):
+            held.turns.append((fact, turns))
 
     def _call(self, record: Record, _: Where) -> None:
         key = calls.read(record, run=self.facts.run)[1].key
-        self._count_repeat("calls") if key in self.facts.calls else self.facts.calls.add(key)
+        self._count_repeats("calls", key in self.facts.calls)
+        self.facts.calls.add(key)
 
     def _reply(self, record: Record, where: Where) -> None:
         reply = replies.read(record, run=self.facts.run)[1]
@@ -221,37 +180,41 @@ class Gatherer:
             for record in records:
                 self.refuse(record, error)
             return
-        where = Where("groups", records[0].partition, records[0].offset)
-        sha256 = hashlib.sha256()
+        where, sha256 = Where("groups", records[0].partition, records[0].offset), hashlib.sha256()
         for record in records:
             sha256.update(record.value)
-        if self._repeats("groups", where.partition, group.group, sha256.digest()):
-            return
         samples = [sample.rollout for sample in group.samples]
-        self.facts.outcomes.append(
-            OutcomeFact(
-                where,
-                group.group,
-                group.outcome,
-                _prompt_hash(group, group.prompt_ids),
-                sha256.hexdigest(),
-                tuple((sample.sample, sample_hash(sample)) for sample in samples),
-                oldest_trained(samples),
-            )
+        facts = (prompt_hash(group, group.prompt_ids), sha256.digest(), self._held(group, where), oldest_trained(samples))
+        self.facts.outcomes.add(OutcomeFact(where, group.group, group.outcome, *facts))
+
+    def _held(self, group: groups.Group, where: Where) -> HeldSamples:
+        """Compare the samples of an outcome with their first records."""
+        prompt = self.facts.prompts.first.get(group.group)
+        partition = where.partition if prompt is None else prompt.where.partition
+        firsts = [(sample.rollout, self.facts.samples.first(partition, group.group, sample.rollout.sample)) for sample in group.samples]
+        return HeldSamples(
+            tuple(rollout.sample for rollout, _ in firsts),
+            tuple(rollout.sample for rollout, first in firsts if first is None),
+            tuple(rollout.sample for rollout, first in firsts if first is not None and first.body != sample_hash(rollout)),
         )
 
     def _entry(self, record: Record, where: Where) -> None:
         entry = ledger.read(record, run=self.facts.run)[1]
         self._refused(where)
-        body = _hash(record.value)
-        if not self._repeats("ledger", 0, entry.seq, body):
-            self.facts.entries.append(EntryFact(where, entry, body))
+        body = hash_of(record.value)
+        if not self._repeats("ledger", entry.seq, body):
+            begin = len(self.facts.planned)
+            for planned in entry.plan:
+                at = Where("groups", planned.partition, planned.offset)
+                self.facts.planned.add(PlannedFact(at, planned.group, entry.step or 0, _digest(planned.sha256)))
+            light = replace(entry, plan=(), metrics={}) if entry.kind == "step" else entry
+            self.facts.entries.append(EntryFact(where, light, body, range(begin, len(self.facts.planned))))
 
     def _manifest(self, record: Record, where: Where) -> None:
         manifest = weights.read(record, run=self.facts.run)[1]
         self._refused(where)
-        body = _hash(record.value)
-        if not self._repeats("weights", 0, manifest.version, body):
+        body = hash_of(record.value)
+        if not self._repeats("weights", manifest.version, body):
             self.facts.manifests.append(ManifestFact(where, manifest, body))
 
     def _refused(self, where: Where) -> None:
@@ -267,26 +230,25 @@ class Gatherer:
         )
         worker = self.facts.workers.setdefault(key, fresh)
         worker.host = worker.host or measurement.labels.get("host")
-        if measurement.seq in worker.seqs:
-            self._count_repeat("metrics")
-        worker.seqs.add(measurement.seq)
+        self._count_repeats("metrics", not worker.seqs.add(measurement.seq))
         if measurement.kind == "final":
             worker.final = where.offset
         if measurement.role == "trainer" and (anchor := of_trainer(where, measurement.values)) is not None:
             self.facts.anchors = [*(held for held in self.facts.anchors if held.steps > anchor.steps), anchor]
 
-    def _repeats(self, topic: str, partition: int, number: int, body: bytes) -> bool:
+    def _repeats(self, topic: str, number: int, body: bytes) -> bool:
         """True if this record is identical to the first of its number; it is then only counted."""
-        key = (topic, partition, number)
+        key = (topic, number)
         if key not in self._first_bodies:
             self._first_bodies[key] = body
-        elif self._first_bodies[key] == body:
-            self._count_repeat(topic)
-            return True
-        return False
+            return False
+        if repeats := self._first_bodies[key] == body:
+            self._count_repeats(topic, 1)
+        return repeats
 
-    def _count_repeat(self, topic: str) -> None:
-        self.facts.repeats[topic] = self.facts.repeats.get(topic, 0) + 1
+    def _count_repeats(self, topic: str, count: int) -> None:
+        if count:
+            self.facts.repeats[topic] = self.facts.repeats.get(topic, 0) + count
 
 
 _FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
@@ -302,44 +264,9 @@ _FOLDS: dict[str, Callable[[Gatherer, Record, Where], None]] = {
 }
 
 
-def body_of(key: bytes | None, headers: RawHeaders, value: bytes) -> bytes:
-    """Hash of a record's bytes; an absent header and one without a value differ."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, text in (("", key), *headers):
-        digest.update(f"{len(name)}:{name};{-1 if text is None else len(text)}:".encode("utf-8", "surrogatepass"))
-        digest.update(text or b"")
-    digest.update(value)
-    return digest.digest()
-
-
-def sample_hash(rollout: Rollout) -> bytes:
-    """Hash of all of a sample's fields."""
-    logprobs = np.array(rollout.behaviour_logprobs, np.float32)
-    logprobs[np.isnan(logprobs)] = np.nan  # one bit pattern for every NaN
-    arrays = (
-        np.asarray(rollout.token_ids, np.int32),
-        logprobs,
-        np.asarray(rollout.loss_mask, np.bool_),
-        np.asarray(rollout.span_versions, np.int32),
-        np.asarray(rollout.span_starts, np.int32),
-        *([] if rollout.support is None else [np.asarray(rollout.support, np.int32)]),
-    )
-    fields = (rollout.group, rollout.sample, rollout.finish, rollout.temperature, rollout.top_p, rollout.top_k)
-    episode = (rollout.segments, rollout.turns, rollout.messages)
-    seeded = (rollout.environment, rollout.environment_version, rollout.environment_seed)
-    digest = hashlib.blake2b(
-        repr((*fields, rollout.started_ns, rollout.ended_ns, rollout.worker, episode, seeded)).encode(), digest_size=16
-    )
-    for array in arrays:
-        digest.update(len(array).to_bytes(8, "little"))
-        digest.update(array.tobytes())
-    return digest.digest()
-
-
-def _prompt_hash(of: prompts.Prompt | groups.Group, token_ids: Any) -> bytes:
-    numbers = (of.group, of.slot, of.min_version, of.samples_per_prompt, of.epoch, of.row, of.created_ns)
-    return _hash(repr((numbers, of.prompt, of.columns)).encode() + np.asarray(token_ids, np.int32).tobytes())
-
-
-def _hash(value: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(value, digest_size=16).digest()
+def _digest(sha256: str) -> bytes:
+    """The bytes of a digest; zeros where a plan names none."""
+    with contextlib.suppress(ValueError):
+        if len(found := bytes.fromhex(sha256)) == 32:
+            return found
+    return bytes(32)

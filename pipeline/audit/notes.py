@@ -5,49 +5,25 @@ The rule: a note is no broken promise; evidence that is one-sided or depends on 
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
 from penstock.pipeline.audit.checks.prompts import one_clock
-from penstock.pipeline.audit.facts import Facts, SampleFact
+from penstock.pipeline.audit.facts import Facts
+from penstock.pipeline.audit.kept.samples import LaterSample
 from penstock.pipeline.audit.rules import as_object
 from penstock.topics.metrics import EVERY_RUN_HAS
 
 
-class Redrawn(NamedTuple):
-    """A sample whose generation began after the first record of it had been sent."""
-
-    group: int
-    sample: int
-    first: SampleFact
-    again: SampleFact
-
-    @property
-    def after_s(self) -> float:
-        """Seconds from the first record's timestamp to the later one's start, by the workers' clocks."""
-        return (self.again.started_ns - self.first.timestamp_ms * 1_000_000) / 1e9
-
-
-def later_samples(facts: Facts) -> list[tuple[SampleFact, SampleFact]]:
-    """(first record, later record) of every sample that is in its partition more than once."""
-    first = facts.first_samples()
-    pairs = [(first.get((sample.where.partition, sample.group, sample.sample)), sample) for sample in facts.samples]
-    return [(before, sample) for before, sample in pairs if before is not None and before is not sample]
-
-
-def redrawn(facts: Facts) -> list[Redrawn]:
+def redrawn(facts: Facts) -> list[LaterSample]:
     """Samples drawn again although they were in the log, judged by clocks: a record's timestamp is its sending time."""
-    return [
-        Redrawn(again.group, again.sample, first, again)
-        for first, again in later_samples(facts)
-        if again.body != first.body and again.started_ns >= (first.timestamp_ms + 1) * 1_000_000
-    ]
+    drawn_again = (pair for pair in facts.samples.later if pair.again.body != pair.first.body)
+    return [pair for pair in drawn_again if pair.started_ns >= (pair.first.timestamp_ms + 1) * 1_000_000]
 
 
 def duplicates(facts: Facts) -> dict[str, int]:
     """Kind -> number of records that repeat others; readers drop them all."""
-    later = later_samples(facts)
-    copies = sum(first.body == again.body for first, again in later)
+    later = facts.samples.later
+    copies = sum(pair.first.body == pair.again.body for pair in later)
     listed = {
         (partition, offset)
         for fact in facts.manifests
@@ -101,13 +77,12 @@ def _clocks(facts: Facts) -> Iterator[str]:
 
 
 def _missing_measurements(facts: Facts) -> Iterator[str]:
-    if gaps := sum(max(worker.seqs) + 1 - len(worker.seqs) for worker in facts.workers.values()):
+    if gaps := sum(worker.seqs.missing() for worker in facts.workers.values()):
         yield f"{gaps} measurements are missing between others of their process"
 
 
 def _lost_samples(facts: Facts) -> Iterator[str]:
-    admitted = facts.first_prompts()
-    places = [(admitted.get(sample.group), sample) for sample in facts.samples]
+    places = [(facts.prompts.first.get(sample.group), sample) for sample in facts.samples.astray()]
     if lost := sum(prompt is None or prompt.where.partition != sample.where.partition for prompt, sample in places):
         yield f"{lost} samples belong to no prompt of their partition"
 

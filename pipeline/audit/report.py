@@ -50,7 +50,7 @@ def summary(audited: Audit) -> str:
     """
     facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
     counts = [
-        (len(facts.first_prompts()), "group"),
+        (len(facts.prompts.first), "group"),
         (len({fact.entry.step for fact in facts.steps()}), "step"),
         (len(facts.first_manifests()), "version"),
         (sum(duplicates(facts).values()), "duplicate"),
@@ -77,13 +77,13 @@ def as_table(audited: Audit) -> dict[str, Any]:
         "dead_letters": letters(facts),
         "redrawn": [
             {
-                "group": sample.group,
-                "sample": sample.sample,
-                "first": {"where": str(sample.first.where), "worker": sample.first.worker, "sent_s": sample.first.timestamp_ms / 1000},
-                "again": {"where": str(sample.again.where), "worker": sample.again.worker, "started_s": sample.again.started_ns / 1e9},
-                "after_s": sample.after_s,
+                "group": pair.again.group,
+                "sample": pair.again.sample,
+                "first": {"where": str(pair.first.where), "worker": pair.first.worker, "sent_s": pair.first.timestamp_ms / 1000},
+                "again": {"where": str(pair.again.where), "worker": pair.again.worker, "started_s": pair.started_ns / 1e9},
+                "after_s": (pair.started_ns - pair.first.timestamp_ms * 1_000_000) / 1e9,
             }
-            for sample in redrawn(facts)
+            for pair in redrawn(facts)
         ],
         "checks": [
             {

@@ -92,7 +92,7 @@ def oldest_trained(rollouts: Sequence[Rollout]) -> int | None:
     """
     trained, drawn = set[int](), set[int]()
     for rollout in rollouts:
-        versions, mask = [int(version) for version in rollout.span_versions], rollout.loss_mask
+        versions, mask = rollout.span_versions.tolist(), rollout.loss_mask
         ends = [*map(int, rollout.span_starts[1:]), len(mask)]
         spans = zip(versions, map(int, rollout.span_starts), ends, strict=True)
         drawn |= set(versions)

@@ -6,7 +6,8 @@ The rule: a record without a dead letter is a violation only where the log prove
 from collections.abc import Callable, Iterator, Mapping
 
 from penstock.pipeline.audit.check import Check, Violation
-from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, OutcomeFact, SampleFact, Unusable, Where
+from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, Unusable
+from penstock.pipeline.audit.kept.tables import Where
 from penstock.topics import weights
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import SKIPPED
@@ -62,9 +63,7 @@ def unaccounted(facts: Facts) -> list[Unusable]:
     left = [record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named]
     if not left:
         return []
-    outcomes = facts.first_outcomes()
-    samples = facts.first_samples() if any(record.where.topic == "rollouts" for record in left) else {}
-    return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(record, outcomes, samples)]
+    return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(facts, record)]
 
 
 def replaced_chunks(facts: Facts) -> set[Where]:
@@ -76,19 +75,19 @@ def replaced_chunks(facts: Facts) -> set[Where]:
     return listed - current
 
 
-def _dropped_unread(record: Unusable, outcomes: Mapping[int, OutcomeFact], samples: Mapping[tuple[int, int, int], SampleFact]) -> bool:
+def _dropped_unread(facts: Facts, record: Unusable) -> bool:
     """True if its reader dropped it as a duplicate, by headers that were valid."""
     topic, partition, offset = record.where
     if record.group is None:
         return False
-    outcome = outcomes.get(record.group)
+    outcome = facts.outcomes.first.get(record.group)
     if topic == "groups":
         # It is unknown which of two partitions was read first.
         return outcome is not None and (outcome.where.partition != partition or outcome.where.offset < offset)
     if topic == "rollouts":
-        if outcome is not None and not outcome.samples:
+        if outcome is not None and not outcome.samples.numbers:
             return True  # the group may have ended before the sample arrived
-        firsts = [samples.get((partition, record.group, sample)) for sample in record.samples]
+        firsts = [facts.samples.first(partition, record.group, sample) for sample in record.samples]
         return all(first is not None and first.where.offset < offset for first in firsts)
     return False
 
@@ -101,20 +100,21 @@ def _passed(facts: Facts, topic: str, partition: int) -> int:
 
 def _drawn_prompts(facts: Facts, partition: int) -> list[int]:
     """Offsets of the prompts that samples were drawn from."""
-    drawn = {sample.group for sample in facts.samples}
+    drawn = {sample.group for sample in facts.samples if sample.where.partition == partition}
     return [prompt.where.offset for prompt in facts.prompts if prompt.where.partition == partition and prompt.group in drawn]
 
 
 def _scored_samples(facts: Facts, partition: int) -> list[int]:
     """Offsets of the samples of groups whose outcome holds samples."""
-    ended = {group for group, outcome in facts.first_outcomes().items() if outcome.samples}
-    return [sample.where.offset for (at, group, _), sample in facts.first_samples().items() if at == partition and group in ended]
+    found = (sample for sample in facts.samples.firsts() if sample.where.partition == partition)
+    ended = ((sample, facts.outcomes.first.get(sample.group)) for sample in found)
+    return [sample.where.offset for sample, outcome in ended if outcome is not None and outcome.samples.numbers]
 
 
 def _used_groups(facts: Facts, partition: int) -> list[int]:
     """Offsets of the outcomes that were trained or stale."""
-    used = facts.trained().keys() | facts.stale().keys()
-    return [fact.where.offset for group, fact in facts.first_outcomes().items() if group in used and fact.where.partition == partition]
+    trained, stale, here = facts.planned.first, facts.stale(), (fact for fact in facts.outcomes if fact.where.partition == partition)
+    return [fact.where.offset for fact in here if fact.group in trained or fact.group in stale]
 
 
 def _listed_weights(facts: Facts, partition: int) -> list[int]:

@@ -3,45 +3,44 @@
 The rule: integers in the log decide what feeder and rollout workers may do; clocks are compared on one machine only.
 """
 
-import itertools
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 
 from penstock.pipeline.audit.check import Check, Violation
 from penstock.pipeline.audit.facts import Facts
+from penstock.pipeline.audit.rules import DROPS
 
 
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Admitted groups are numbered without gaps, and each has one prompt."""
-    first = facts.first_prompts()
-    for prompt in facts.prompts:
-        other = first[prompt.group]
-        if prompt is not other:
-            text = f"group {prompt.group} has another prompt at {other.where}"
-            yield Violation(text=text, group=prompt.group, where=prompt.where)
+    first = facts.prompts.first
+    for prompt in facts.prompts.later():
+        text = f"group {prompt.group} has another prompt at {first[prompt.group].where}"
+        yield Violation(text=text, group=prompt.group, where=prompt.where)
     # While the run goes on, partitions end at different instants: what has an outcome was admitted well before.
-    last = max(facts.first_outcomes() if facts.closed is None else first, default=-1)
-    missing = next(number for number in itertools.count() if number not in first)
+    last = max(facts.outcomes.first if facts.closed is None else first, default=-1)
+    missing = next((number for number, group in enumerate(first) if number != group), len(first))
     if missing < last:
         yield Violation(text=f"no prompt of group {missing}, although group {last} was admitted", group=missing)
 
 
 def arithmetic(facts: Facts) -> Iterator[Violation]:
     """Slot and oldest version follow from the groups dropped so far, K from the configuration."""
-    terms, first, dropped, outcomes = facts.terms, facts.first_prompts(), facts.dropped(), facts.first_outcomes()
+    terms, stale, outcomes = facts.terms, facts.stale(), facts.outcomes.first
     before, could = 0, 0
-    for group in sorted(first):
-        prompt = first[group]
+    for group, prompt in facts.prompts.first.items():
+        outcome = outcomes.get(group)
         counted = group - prompt.slot
         violation = partial(Violation, group=group, where=prompt.where)
         # While the run goes on, drops may lie behind the ends that were read: groups that have an outcome were admitted well before.
-        if counted > could and (facts.closed is not None or group in outcomes):
+        if counted > could and (facts.closed is not None or outcome is not None):
             yield violation(text=f"slot {prompt.slot} counts {counted} dropped groups, at most {could} were")
         elif counted < before:
             yield violation(text=f"slot {prompt.slot} counts {counted} dropped groups, an earlier prompt counted {before}")
         else:
             before = counted
-        could += group in dropped
+        could += group in stale or (outcome is not None and outcome.outcome in DROPS)
         if prompt.min_version != (oldest := terms.min_version(prompt.slot)):
             yield violation(text=f"oldest version {prompt.min_version} where slot {prompt.slot} makes it {oldest}")
         if prompt.samples != terms.samples_per_prompt:
@@ -52,7 +51,7 @@ def backpressure(facts: Facts) -> Iterator[Violation]:
     """No prompt is published before the version that makes room for it, and none beyond what the run's steps need."""
     terms, published = facts.terms, facts.published_ns()
     needed_slots, comparable = terms.steps * terms.prompts_per_step, one_clock(facts)
-    for group, prompt in sorted(facts.first_prompts().items()):
+    for group, prompt in facts.prompts.first.items():
         violation = partial(Violation, group=group, where=prompt.where)
         needed = terms.needed_version(prompt.slot)
         if prompt.slot >= needed_slots:
@@ -73,15 +72,16 @@ def one_clock(facts: Facts) -> bool:
 
 def versions(facts: Facts) -> Iterator[Violation]:
     """Samples are drawn under versions that exist and that their prompt allows."""
-    admitted, manifests = facts.first_prompts(), facts.first_manifests()
-    for sample in facts.samples:
-        prompt = admitted.get(sample.group)
-        violation = partial(Violation, group=sample.group, where=sample.where)
-        if prompt is not None and sample.version_min < prompt.min_version:
-            text = f"sample {sample.sample} drawn under version {sample.version_min}, its prompt allows {prompt.min_version} and later"
-            yield violation(text=text, version=sample.version_min)
-        for version in {sample.version_min, sample.version_max} - manifests.keys():
-            yield violation(text=f"sample {sample.sample} drawn under version {version}, which was never published", version=version)
+    manifests = facts.first_manifests()
+    for group, samples in groupby(facts.samples, key=lambda sample: sample.group):
+        prompt = facts.prompts.first.get(group)
+        for sample in samples:
+            violation = partial(Violation, group=group, where=sample.where)
+            if prompt is not None and sample.version_min < prompt.min_version:
+                text = f"sample {sample.sample} drawn under version {sample.version_min}, its prompt allows {prompt.min_version} and later"
+                yield violation(text=text, version=sample.version_min)
+            for version in {sample.version_min, sample.version_max} - manifests.keys():
+                yield violation(text=f"sample {sample.sample} drawn under version {version}, which was never published", version=version)
 
 
 CHECKS = (
@@ -96,14 +96,14 @@ CHECKS = (
         name="prompt-arithmetic",
         promise="slot, oldest version and K follow from the schedule",
         counts="prompts",
-        examined=lambda facts: len(facts.first_prompts()),
+        examined=lambda facts: len(facts.prompts.first),
         rule=arithmetic,
     ),
     Check(
         name="backpressure",
         promise="no prompt before the version that makes room for it",
         counts="prompts",
-        examined=lambda facts: len(facts.first_prompts()),
+        examined=lambda facts: len(facts.prompts.first),
         rule=backpressure,
     ),
     Check(

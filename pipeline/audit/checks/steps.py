@@ -4,11 +4,12 @@ The rule: one entry commits a step; everything it names has to be in the log, an
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from penstock.pipeline.audit.check import Check, Violation
-from penstock.pipeline.audit.facts import EntryFact, Facts, Where
+from penstock.pipeline.audit.facts import EntryFact, Facts
+from penstock.pipeline.audit.kept.groups import OutcomeFact
 from penstock.pipeline.audit.rules import DROPS, as_object
 
 
@@ -36,17 +37,17 @@ def order(facts: Facts) -> Iterator[Violation]:
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
-    most = max((sample.sequences for sample in facts.samples), default=1)
+    most = facts.samples.most_sequences
     for wanted, fact in enumerate(facts.steps()):
         entry = fact.entry
         violation = partial(Violation, step=entry.step, where=fact.where)
         if entry.step != wanted:
             yield violation(text=f"step {entry.step} stands where step {wanted} belongs")
-        if len(entry.plan) != terms.prompts_per_step:
-            yield violation(text=f"{len(entry.plan)} groups, a step has {terms.prompts_per_step}")
+        if len(fact.plan) != terms.prompts_per_step:
+            yield violation(text=f"{len(fact.plan)} groups, a step has {terms.prompts_per_step}")
         if entry.version != (learner := terms.learner_version(entry.step or 0)):
             yield violation(text=f"trained version {entry.version} where step {entry.step} belongs to version {learner}")
-        ends, samples = entry.boundaries, len(entry.plan) * terms.samples_per_prompt * most
+        ends, samples = entry.boundaries, len(fact.plan) * terms.samples_per_prompt * most
         if any(low >= high for low, high in zip((0, *ends), ends, strict=False)) or max(ends, default=0) > samples:
             yield violation(text=f"micro-batches end at {list(ends)[:8]} of {samples} samples")
         if wanted >= terms.steps:
@@ -67,33 +68,35 @@ def reached(facts: Facts) -> Iterator[Violation]:
 
 def trained_once(facts: Facts) -> Iterator[Violation]:
     """No group is in two steps, or twice in one."""
-    step_of: dict[int, int | None] = {}
-    for fact in facts.steps():
-        for planned in fact.entry.plan:
-            if planned.group in step_of:
-                text = f"group {planned.group} was trained in step {step_of[planned.group]} already"
+    first, again = facts.planned.first, {planned.group for planned in facts.planned.later()}
+    seen = set[int]()
+    for fact in facts.steps() if again else ():
+        for planned in facts.plan(fact):
+            if planned.group in seen:
+                text = f"group {planned.group} was trained in step {first[planned.group].step} already"
                 yield Violation(text=text, group=planned.group, step=fact.entry.step, where=fact.where)
-            step_of.setdefault(planned.group, fact.entry.step)
+            seen |= {planned.group} & again
 
 
 def submission(facts: Facts) -> Iterator[Violation]:
     """Under `submission` order a plan takes the lowest group that is neither trained nor dropped."""
     if facts.terms.order != "submission":
         return
-    stale, outcomes, admitted = facts.stale(), facts.first_outcomes(), sorted(facts.first_prompts())
-    reached, next_one, trained = -1, 0, set[int]()
+    stale, outcomes, admitted = facts.stale(), facts.outcomes.first, facts.prompts.first.groups
+    again, seen = {planned.group for planned in facts.planned.later()}, set[int]()
+    reached, next_one = -1, 0
     for fact in facts.steps():
-        for planned in fact.entry.plan:
+        for planned in facts.plan(fact):
             violation = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
-            if planned.group in trained:
+            if planned.group in seen:
                 continue  # the check trained-once reports it
-            trained.add(planned.group)
+            seen |= {planned.group} & again
             if planned.group < reached:
                 yield violation(text=f"group {planned.group} is trained after group {reached}")
                 continue
             while next_one < len(admitted) and (passed := admitted[next_one]) <= planned.group:
                 next_one += 1
-                dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or (passed in outcomes and outcomes[passed].outcome in DROPS)
+                dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or _drops(outcomes.get(passed))
                 if passed < planned.group and not dropped:
                     yield violation(text=f"group {passed}, which was not dropped, was passed over for group {planned.group}")
             reached = planned.group
@@ -101,27 +104,27 @@ def submission(facts: Facts) -> Iterator[Violation]:
 
 def plans(facts: Facts) -> Iterator[Violation]:
     """Every group of a plan is at the offset the plan names, with the digest it names."""
-    at = {(outcome.where.partition, outcome.where.offset): outcome for outcome in facts.outcomes}
     for fact in facts.steps():
-        for planned in fact.entry.plan:
-            violation = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where)
-            where = Where("groups", planned.partition, planned.offset)
-            outcome = at.get((planned.partition, planned.offset))
+        for planned in facts.plan(fact):
+            violation, where = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where), planned.where
+            outcome = facts.outcomes.first.get(planned.group)
+            if outcome is None or outcome.where != where:
+                outcome = next((found for found in facts.outcomes.at(where)), None)
             if outcome is None:
                 yield violation(text=f"no group begins at {where}")
             elif outcome.group != planned.group:
                 yield violation(text=f"at {where} lies group {outcome.group}")
-            elif outcome.sha256 != planned.sha256:
+            elif outcome.body != planned.body:
                 yield violation(text=f"the group at {where} has SHA-256 {outcome.sha256[:16]}…, planned was {planned.sha256[:16]}…")
 
 
 def lag(facts: Facts) -> Iterator[Violation]:
     """Nothing older than max_lag is trained, and nothing younger is called stale."""
-    terms, outcomes = facts.terms, facts.first_outcomes()
+    terms, outcomes = facts.terms, facts.outcomes.first
     for fact in facts.entries:
         if fact.entry.kind in ("step", "stale"):
             learner = terms.learner_version(fact.entry.step or 0)
-            for group in _judged(fact):
+            for group in _judged(facts, fact):
                 outcome = outcomes.get(group)
                 if outcome is None or outcome.version_min is None or outcome.where in facts.killers:
                     continue  # plans and one-fate report it; an unreadable group is set aside like one that is too old
@@ -132,8 +135,12 @@ def lag(facts: Facts) -> Iterator[Violation]:
                     yield violation(text=f"{was} {behind} versions behind the learner's {learner}, max_lag is {terms.max_lag}")
 
 
-def _judged(fact: EntryFact) -> tuple[int, ...]:
-    return fact.entry.groups if fact.entry.kind == "stale" else tuple(planned.group for planned in fact.entry.plan)
+def _judged(facts: Facts, fact: EntryFact) -> Iterable[int]:
+    return fact.entry.groups if fact.entry.kind == "stale" else (planned.group for planned in facts.plan(fact))
+
+
+def _drops(outcome: OutcomeFact | None) -> bool:
+    return outcome is not None and outcome.outcome in DROPS
 
 
 def _kinds(facts: Facts) -> Counter[str]:
@@ -141,7 +148,7 @@ def _kinds(facts: Facts) -> Counter[str]:
 
 
 def _planned(facts: Facts) -> int:
-    return sum(len(fact.entry.plan) for fact in facts.steps())
+    return len(facts.planned)
 
 
 CHECKS = (

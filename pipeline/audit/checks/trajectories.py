@@ -11,27 +11,25 @@ from penstock.pipeline.audit.facts import Facts
 
 def turns(facts: Facts) -> Iterator[Violation]:
     """A trajectory's turns follow each other, and the policy's tokens alone are trained."""
-    for sample in facts.samples:
-        if sample.flaw is not None:
-            yield Violation(text=f"sample {sample.sample}: {sample.flaw}", group=sample.group, where=sample.where)
+    for sample, flaw in facts.samples.flaws:
+        yield Violation(text=f"sample {sample.sample}: {flaw}", group=sample.group, where=sample.where)
 
 
 def broken(facts: Facts) -> Iterator[Violation]:
     """A sample whose environment broke is in no outcome."""
-    first = facts.first_samples()
-    for outcome in facts.outcomes:
-        for number, _ in outcome.samples:
-            drawn = first.get((outcome.where.partition, outcome.group, number))
-            if drawn is not None and drawn.broken is not None:
-                text = f"sample {number} counts, though its environment broke: {drawn.broken[:120]}"
+    broken = facts.samples.broken
+    for outcome in facts.outcomes if broken else ():
+        for number in outcome.samples.numbers:
+            if (why := broken.get((outcome.where.partition, outcome.group, number))) is not None:
+                text = f"sample {number} counts, though its environment broke: {why[:120]}"
                 yield Violation(text=text, group=outcome.group, where=outcome.where)
 
 
 def answered(facts: Facts) -> Iterator[Violation]:
     """Each turn of the policy is what a reply gave for exactly what stands before it."""
     given = {(reply.key.group, reply.key.sample, reply.key.sha256, reply.tokens) for reply in facts.replies}
-    for sample in facts.samples if _turns_are_kept(facts) else ():
-        for number, turn in enumerate(sample.turns):
+    for sample, turns in facts.samples.turns if _turns_are_kept(facts) else ():
+        for number, turn in enumerate(turns):
             if (sample.group, sample.sample, turn.context, turn.tokens) not in given:
                 text = f"sample {sample.sample}: its turn {number} is in no reply to what stands before it"
                 yield Violation(text=text, group=sample.group, where=sample.where)
@@ -63,14 +61,14 @@ CHECKS = (
         name="broken-environments",
         promise="no outcome holds a sample whose environment broke",
         counts="samples",
-        examined=lambda facts: sum(len(outcome.samples) for outcome in facts.outcomes),
+        examined=lambda facts: sum(len(outcome.samples.numbers) for outcome in facts.outcomes),
         rule=broken,
     ),
     Check(
         name="turns-answered",
         promise="where turns travel through the log, each is what was drawn for exactly what stands before it",
         counts="turns",
-        examined=lambda facts: sum(len(sample.turns) for sample in facts.samples) if _turns_are_kept(facts) else 0,
+        examined=lambda facts: sum(len(turns) for _, turns in facts.samples.turns) if _turns_are_kept(facts) else 0,
         rule=answered,
     ),
     Check(

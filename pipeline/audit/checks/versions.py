@@ -7,7 +7,8 @@ from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
 from penstock.pipeline.audit.check import Check, Violation
-from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed, Where
+from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
+from penstock.pipeline.audit.kept.tables import Where
 from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
 

@@ -14,6 +14,8 @@ from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Record
 
+CONSTANT = ("n", "samples")
+"""How many prompts and samples an evaluation has: its configuration says so."""
 STATUS_EVERY_MS = 10_000
 """One status of each worker in so long becomes a point: the second ones are for the live view."""
 
@@ -54,10 +56,10 @@ class Points:
             self._published[found.version] = record.timestamp_ms
         elif isinstance(found, Measurement) and found.kind == "eval":
             step = (found.version or 0) * self._schedule.steps_per_version if found.step is None else found.step
-            values = {f"eval/{name}": value for name, value in found.values.items()}
+            values = {f"eval/{name}": value for name, value in found.values.items() if name not in CONSTANT}
             yield self._line(record, source, kind="eval", step=step, values=values, labels={"version": found.version, **found.labels})
         elif isinstance(found, Measurement) and found.kind in ("status", "final") and self._samples(found, record):
-            values = {f"worker/{found.worker}/{name}": value for name, value in found.values.items()}
+            values = {f"system/{found.worker}/{name}": value for name, value in found.values.items()}
             step = max(0, (record.timestamp_ms - self._created_ms) // 1000)
             yield self._line(record, source, kind=found.kind, step=step, values=values, labels={"worker": found.worker})
 
@@ -95,15 +97,15 @@ class Points:
 
 
 def flatten(table: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """A nested table as dotted names and texts.
+    """A nested table as dotted names and texts, without what has no value.
 
     Example:
-        flatten({"run": {"seed": 3}})  # -> {"run.seed": "3"}
+        flatten({"run": {"seed": 3, "epochs": None}})  # -> {"run.seed": "3"}
     """
     found: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
             found |= flatten(value, prefix=f"{prefix}{key}.")
-        else:
+        elif value is not None:
             found[f"{prefix}{key}"] = str(value)
     return found

@@ -1,10 +1,11 @@
 """The audit's own parts: what it imports, how it reads a broker, how it recomputes a digest, how it states the rules."""
 
+import gc
 import hashlib
 import json
-import pickle
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from penstock.pipeline.audit.source import Unreadable
 from penstock.pipeline.observe.metrics.points import Line
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.schedule import MODES, preset
-from penstock.topics import groups, weights
+from penstock.topics import groups, rollouts, weights
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.weights import Chunk, Manifest
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.tracker.metrics_file import MetricsFile
 from tests.support.a_run import RUN, Teller, as_records
 from tests.support.listed_records import Listed
@@ -268,7 +269,7 @@ def test_a_run_folder_says_how_far_the_ledger_had_come(tmp_path: Path) -> None:
     points = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(8):
         points.write(Line(source="ledger", number=step, kind="step", timestamp_ms=1, step=step, values={"train/loss": 0.0}))
-    points.write(Line(source="metrics", number=0, kind="status", timestamp_ms=1, step=400, values={"worker/x": 0.0}))
+    points.write(Line(source="metrics", number=0, kind="status", timestamp_ms=1, step=400, values={"system/x": 0.0}))
     points.flush()
     points.close()
     anchors = of_folder(tmp_path)
@@ -308,16 +309,37 @@ def test_a_check_with_many_violations_shows_five_with_coordinates_and_counts_the
 
 
 def test_what_is_kept_of_a_sample_does_not_grow_with_its_tokens() -> None:
-    assert abs(kept(tokens=4096) - kept(tokens=4)) < 1000
+    assert abs(kept(groups=20, tokens=2048) - kept(groups=20, tokens=4)) < 5000
 
 
-def kept(*, tokens: int) -> int:
-    """Bytes of the facts of 50 samples."""
-    teller = a_teller()
-    told = [teller.record(), teller.opened(), *(record for _ in range(25) for record in teller.group([1.0, 0.0], version=0, tokens=tokens))]
-    facts = audit(Listed(RUN, as_records(told))).facts
-    assert len(facts.samples) == 50
-    return len(pickle.dumps(facts))
+def test_a_group_of_eight_samples_leaves_less_than_a_kilobyte() -> None:
+    few, more = 20, 100
+    assert (kept(groups=more) - kept(groups=few)) / (more - few) < 1000
+
+
+def kept(*, groups: int, tokens: int = 4) -> int:
+    """Bytes that are left allocated when a run of groups of eight samples was audited."""
+    teller = Teller(steps=2, config={"schedule": {**a_teller().config["schedule"], "samples_per_prompt": 8}})
+    told = [teller.record(), teller.opened()]
+    for _ in range(groups):
+        prompt, *samples, outcome = teller.group([1.0, 0.0] * 4, version=0, tokens=tokens)
+        told += [prompt, in_one(samples), outcome]
+    source = Listed(RUN, as_records(told))
+    gc.collect()
+    tracemalloc.start()
+    facts = audit(source).facts
+    gc.collect()
+    left = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(facts.samples) == 8 * groups
+    return left
+
+
+def in_one(samples: list[Outgoing]) -> Outgoing:
+    """The record of all samples of a group."""
+    drawn = [rollouts.decode(sample.value) for sample in samples]
+    value = rollouts.encode(*drawn)
+    return replace(samples[0], headers=rollouts.headers(*drawn, run=RUN).encode(value), value=value)
 
 
 def test_terms_are_plain_numbers() -> None:

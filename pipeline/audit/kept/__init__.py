@@ -1,0 +1,1 @@
+"""What the audit keeps of each record: packed numbers, and hashes of what is compared."""

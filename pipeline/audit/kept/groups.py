@@ -1,0 +1,105 @@
+"""The facts kept of each group beside its samples, and how they are packed: its prompt, its outcome, its place in a plan."""
+
+from typing import NamedTuple
+
+from penstock.pipeline.audit.kept.tables import Names, Table, Where
+
+
+class PromptFact(NamedTuple):
+    """A prompt that was admitted."""
+
+    where: Where
+    group: int
+    slot: int
+    min_version: int
+    samples: int
+    created_ns: int
+    prompt_hash: bytes
+    """Hash of the fields that the group's outcome has to repeat."""
+    body: bytes
+    """Hash of the payload."""
+
+
+class HeldSamples(NamedTuple):
+    """The numbers of the samples that an outcome holds."""
+
+    numbers: tuple[int, ...]
+    absent: tuple[int, ...] = ()
+    """Those that stand nowhere in the partition of the group's prompt."""
+    differing: tuple[int, ...] = ()
+    """Those that differ from their first record there."""
+
+
+class OutcomeFact(NamedTuple):
+    """A group in `groups`, all parts joined."""
+
+    where: Where
+    """Topic, partition and offset of its first part."""
+    group: int
+    outcome: str
+    prompt_hash: bytes
+    body: bytes
+    """SHA-256 recomputed over the payloads of all parts."""
+    samples: HeldSamples
+    version_min: int | None
+    """Oldest version that any trained token of any sample was drawn under."""
+
+    @property
+    def sha256(self) -> str:
+        """The recomputed SHA-256 as plans spell it."""
+        return self.body.hex()
+
+
+class PlannedFact(NamedTuple):
+    """A group in the plan of a step."""
+
+    where: Where
+    """Where the plan says that the group lies."""
+    group: int
+    step: int
+    body: bytes
+    """The SHA-256 that the plan names."""
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 as the plan spells it."""
+        return self.body.hex()
+
+
+def prompts_table() -> Table[PromptFact]:
+    """An empty table of prompts."""
+    return Table(
+        dict.fromkeys(("offset", "group", "slot", "min_version", "samples", "created_ns"), "q")
+        | {"partition": "H", "prompt_hash": "8s", "body": "8s"},
+        lambda fact: (fact.where.offset, *fact[1:6], fact.where.partition, *fact[6:]),
+        lambda offset, group, slot, version, samples, created_ns, partition, *hashes: PromptFact(
+            Where("prompts", partition, offset), group, slot, version, samples, created_ns, *hashes
+        ),
+    )
+
+
+def outcomes_table() -> Table[OutcomeFact]:
+    """An empty table of outcomes."""
+    names = Names()
+
+    def pack(fact: OutcomeFact) -> tuple[object, ...]:
+        version = -1 if fact.version_min is None else fact.version_min
+        said = names.number((fact.outcome, fact.samples))
+        return fact.where.offset, fact.group, version, fact.where.partition, said, fact.prompt_hash, fact.body
+
+    def unpack(offset: int, group: int, version: int, partition: int, said: int, prompt_hash: bytes, body: bytes) -> OutcomeFact:
+        outcome, samples = names.values[said]
+        where = Where("groups", partition, offset)
+        return OutcomeFact(where, group, outcome, prompt_hash, body, samples, None if version < 0 else version)
+
+    columns = {"offset": "q", "group": "q", "version": "q", "partition": "H", "said": "I", "prompt_hash": "8s", "body": "32s"}
+    return Table(columns, pack, unpack)
+
+
+def planned_table() -> Table[PlannedFact]:
+    """An empty table of what was trained."""
+    return Table(
+        {"partition": "q", "offset": "q", "group": "q", "step": "q", "body": "32s"},
+        lambda fact: (*fact.where[1:], *fact[1:]),
+        lambda partition, offset, *rest: PlannedFact(Where("groups", partition, offset), *rest),
+    )
