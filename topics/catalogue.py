@@ -26,7 +26,14 @@ KEPT_SEGMENT_BYTES = 256 << 20
 partition again, so they are not longer."""
 
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
-_RECORD = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1", "max.message.bytes": str(MAX_RECORD_BYTES)}
+_RECORD = {
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "retention.bytes": "-1",
+    "max.message.bytes": str(MAX_RECORD_BYTES),
+    # Ours are never compressed; what others compress the broker stores as every reader can read it, unless it inflates beyond the limit.
+    "compression.type": "uncompressed",
+}
 _SETTINGS: dict[str, dict[str, str]] = {
     # Chunks of old versions are deleted on purpose; without the short delay their files would fill the disk for a minute more.
     "weights": {**_RECORD, "file.delete.delay.ms": "1000"},
@@ -69,6 +76,16 @@ def topic_name(run: str, topic: str) -> str:
     """
     assert topic in (*TOPICS, *TURNS, OWNERS, STATE), topic
     return f"{run}.{topic}"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a topic of a cluster belongs to a run, or to all of them.
+
+    Example:
+        is_ours("demo-1.groups")  # -> True
+    """
+    run, dot, topic = name.partition(".")
+    return name == RUNS_TOPIC or (bool(dot and _RUN_ID.fullmatch(run)) and topic in (*TOPICS, *TURNS, OWNERS, STATE))
 
 
 def topics_of(

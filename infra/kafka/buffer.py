@@ -36,6 +36,11 @@ class Buffer:
         """True if nothing more should be read."""
         return self._records >= self.max_records or self._bytes >= self._max_bytes
 
+    @property
+    def waiting(self) -> int:
+        """Records that were not taken yet."""
+        return self._records
+
     def put(self, records: Sequence[Record]) -> None:
         """Queue records; those of partitions no longer owned are dropped."""
         with self._change:

@@ -16,6 +16,7 @@ from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.assignors import assignor_of
 from penstock.infra.kafka.cluster.skips import ReadLetters, pass_over
+from penstock.infra.kafka.cluster.topic_ids import TopicIds
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Commits, Committed, Partition, Pools, check_commits
@@ -78,10 +79,13 @@ def close_consumer(consumer: Any, costs: Costs, timeout_s: float) -> None:
     closer.join(timeout_s)
 
 
-def poll(consumer: Any, timeout_s: float, max_records: int, *, letters: ReadLetters | None = None) -> list[Record]:
+def poll(
+    consumer: Any, timeout_s: float, max_records: int, *, letters: ReadLetters | None = None, ids: TopicIds | None = None
+) -> list[Record]:
     """Records, in offset order within each partition; possibly none, even before `timeout_s` or because the broker is away.
 
     Raises LogError when the broker refuses, and Damaged for what cannot be read, unless `letters` say that it is to be passed over.
+    With `ids`, also when a topic is not the one any more that was read first.
     """
     began = time.monotonic()
     records: list[Record] = []
@@ -90,16 +94,19 @@ def poll(consumer: Any, timeout_s: float, max_records: int, *, letters: ReadLett
     except edge.REFUSED as error:
         raise edge.translate(error, "the broker refuses to be read") from error
     except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
+        if ids is not None:
+            ids.ask()
         raise LogError(_not_there(consumer)) from error
     except errors.InvalidSessionTimeoutError as error:
         limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
         raise LogError(f"the broker refuses a session of this length: kafka.session_s has to lie between {limits}") from error
-    except errors.CorruptRecordError as error:
+    except (errors.CorruptRecordError, errors.UnsupportedCodecError) as error:
         if letters is None or not pass_over(consumer, letters):
-            advice = "`penstock topics skip RUN TOPIC PARTITION OFFSET` has readers pass it over, where that can be"
-            raise Damaged(f"a record is damaged: {edge.one_line(error)}; {advice}") from error
+            raise Damaged(_damage(consumer, error)) from error
     except (errors.RetriableError, errors.NoOffsetForPartitionError, *edge.AWAY):
         pass  # without an offset: a member whose assignment has just come seeks before its next poll
+    if ids is not None:
+        ids.look(consumer, idle=not records)
     if not records and timeout_s > 0 and time.monotonic() - began < min(_SPIN_S, timeout_s):
         time.sleep(min(_SPIN_S if private_api.connected(consumer) else _AWAY_S, timeout_s))
     return records
@@ -108,6 +115,21 @@ def poll(consumer: Any, timeout_s: float, max_records: int, *, letters: ReadLett
 def are_few(records: Sequence[Record]) -> bool:
     """Whether it is better to wait for more records like these before the next poll."""
     return 0 < len(records) < GATHER_BELOW and sum(len(record.value) for record in records) < GATHER_BYTES
+
+
+_CODECS = {"zstd": "zstandard", "lz4": "lz4", "snappy": "python-snappy"}
+"""Codec -> the package with which the client reads it; our writers compress nothing."""
+
+
+def _damage(consumer: Any, error: Exception) -> str:
+    """Say what cannot be read, and what to do."""
+    advice = "`penstock topics skip RUN TOPIC PARTITION OFFSET` has readers pass it over, where that can be"
+    if not isinstance(error, errors.UnsupportedCodecError):
+        return f"a record is damaged: {edge.one_line(error)}; {advice}"
+    codec = next((codec for codec in _CODECS if codec in str(error)), None)
+    what = f"with {codec}: install {_CODECS[codec]} where workers run" if codec else "in a way that the client does not know"
+    at = ", ".join(f"{tp.topic}/{tp.partition} at offset {private_api.position(consumer, tp)}" for tp in sorted(consumer.assignment()))
+    return f"somebody else has written records compressed {what}; or {advice} (this reader stands in {at})"
 
 
 def _not_there(consumer: Any) -> str:

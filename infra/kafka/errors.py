@@ -54,6 +54,8 @@ REFUSED = (
 
 def one_line(error: BaseException) -> str:
     """An error as one line of at most 300 characters."""
+    if isinstance(error, errors.InvalidTimestampError):
+        return "the broker finds the record's time too far from its own: set this machine's clock"
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
@@ -67,8 +69,6 @@ def translate(error: BaseException, what: str) -> LogError:
         return Fenced(f"{what}: another process writes under this transactional id now")
     if isinstance(error, OVER):
         return LostPartition(f"{what}: the consumer group has moved on to another generation")
-    if isinstance(error, errors.InvalidTimestampError):
-        return SendFailed(f"{what}: the broker finds the record's time too far from its own: set this machine's clock")
     if isinstance(error, NEVER_WRITTEN):
         return SendFailed(text)
     if isinstance(error, errors.KafkaTimeoutError):

@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from kafka import TopicPartition
 
 from penstock.infra.errors import Damaged, LogError, RecordMissing
 from penstock.infra.kafka import consumer
 from penstock.infra.kafka.client_repairs import private_api
-from penstock.infra.kafka.cluster import hanging
+from penstock.infra.kafka.cluster import durability, hanging
 from penstock.infra.kafka.cluster.admin import Admin
+from penstock.infra.kafka.cluster.durability import Weakness
 from penstock.infra.kafka.cluster.hanging import Hanging
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.member import KafkaMember
@@ -59,6 +61,7 @@ class KafkaLog:
         self._contact = Contact(bootstrap, give_up_s)
         self._admin = Admin(self._connection, self._costs, self._contact)
         self._admin.connect()
+        self._members: WeakSet[KafkaMember] = WeakSet()
         self._reader: Any = None
         self._reader_outage = Outage(self._contact)
         self._reader_meter = self._costs.meter("poll_s")
@@ -71,9 +74,16 @@ class KafkaLog:
         if say is not None:
             self._contact.tell(say)
 
-    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> None:
-        """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
-        self._admin.create(specs, copies)
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
+        """Create the topics that are missing; raises LogError when one that exists has other partitions or settings.
+
+        Returns a line for each of which the cluster keeps fewer copies.
+        """
+        return self._admin.create(specs, copies)
+
+    def weaknesses(self) -> list[Weakness]:
+        """Where this cluster would lose acknowledged records with one of its brokers."""
+        return durability.weaknesses(self._admin)
 
     def topics(self, prefix: str = "") -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
@@ -142,7 +152,7 @@ class KafkaLog:
         One that gathers waits some milliseconds for more where few records have come: cheaper, and later. `pools` says which partitions
         it may own; all members of a group have them, or none has.
         """
-        return KafkaMember(
+        member = KafkaMember(
             self._connection,
             self._costs,
             self._contact,
@@ -157,6 +167,8 @@ class KafkaLog:
             letters=self.letters,
             pools=pools,
         )
+        self._members.add(member)
+        return member
 
     def producer(
         self, *, max_in_flight_bytes: int = 64 << 20, give_up_s: float | None = None, linger_ms: float = 10.0
@@ -313,6 +325,12 @@ class KafkaLog:
     def costs(self) -> dict[str, float]:
         """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on the client's network threads."""
         return self._costs.totals()
+
+    def counts(self) -> dict[str, float]:
+        """What has happened to this log's clients so far, and `lag`: records that its group members have not taken yet."""
+        counts = {name: float(self._contact.counts[name]) for name in ("fenced", "rebalances", "transaction_retries")}
+        members = list(self._members)
+        return {**counts, "lag": float(sum(member.lag() for member in members))} if members else counts
 
     def close(self) -> None:
         """Close the log's own clients; users close their tails, members and writers."""

@@ -18,6 +18,7 @@ from penstock.infra.kafka.buffer import Buffer
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cluster.skips import ReadLetters
+from penstock.infra.kafka.cluster.topic_ids import TopicIds
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.settings import Connection
@@ -59,6 +60,8 @@ class KafkaMember:
         self._connection, self._costs, self._contact = connection, costs, contact
         self._group, self._topics, self._start_at = group, list(topics), start_at
         self._join_limit_s, self._gathers, self._pools = join_limit_s, gathers, pools
+        self._ids = TopicIds(admin)
+        self._ids.add(topics)
         self._buffer = Buffer(max_records=max_records, max_bytes=max_bytes)
         self._meter = costs.meter("poll_s")
         self._outage = Outage(contact)
@@ -99,6 +102,10 @@ class KafkaMember:
         """The membership as of the last Assigned that was taken; None before. A transaction with an outdated one is refused."""
         return self._buffer.membership
 
+    def lag(self) -> int:
+        """Records of its partitions that it has not taken yet, as of the newest answers of their brokers."""
+        return private_api.lag(self._consumer) + self._buffer.waiting
+
     def close(self, timeout_s: float = 3.0) -> None:
         """Leave the group, within `timeout_s`."""
         self._closing = True
@@ -136,7 +143,7 @@ class KafkaMember:
     def _turn(self) -> None:
         full = self._buffer.full
         self._hold(full)
-        records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records, letters=self._letters)
+        records = reading.poll(self._consumer, 0 if full else POLL_S, self._buffer.max_records, letters=self._letters, ids=self._ids)
         if records:
             self._buffer.put(records)
             if self._gathers and reading.are_few(records):
@@ -179,6 +186,7 @@ class KafkaMember:
         if self._incoming is incoming:
             self._incoming = None
             self._paused = set()
+            self._contact.counts["rebalances"] += 1
             self._buffer.assign(Assigned(partitions=committed, membership=membership))
             self._consumer.resume(*partitions)
 

@@ -6,6 +6,7 @@ no shorter.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -30,6 +31,8 @@ class Contact:
     def __init__(self, bootstrap: str, give_up_s: float) -> None:
         self.bootstrap, self.give_up_s = bootstrap, give_up_s
         self._answered = time.monotonic()
+        self.counts: Counter[str] = Counter()
+        """What has happened to the clients so far: `rebalances`, `transaction_retries`, `fenced`."""
         self._waits: WeakSet[Wait] = WeakSet()
         self._lock = threading.Lock()
         self._closed = threading.Event()

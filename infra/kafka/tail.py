@@ -11,6 +11,7 @@ from penstock.infra.kafka import consumer, errors
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cluster.skips import ReadLetters
+from penstock.infra.kafka.cluster.topic_ids import TopicIds
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.settings import Connection
@@ -37,6 +38,7 @@ class KafkaTail:
         self._letters = letters
         self._admin, self._costs, self._committed, self._group = admin, costs, committed, group
         self._consumer: Any = None
+        self._ids = TopicIds(admin)
         offsets = self._resolve(starts)
         self._meter = costs.meter("poll_s")
         self._few_until = 0.0
@@ -65,6 +67,7 @@ class KafkaTail:
         return offsets
 
     def _assign(self, offsets: Mapping[Partition, int]) -> None:
+        self._ids.add(topic for topic, _ in offsets)
         held = self._consumer.assignment()
         self._consumer.assign([*held, *(TopicPartition(*partition) for partition in offsets if TopicPartition(*partition) not in held)])
         for partition, offset in offsets.items():
@@ -83,7 +86,7 @@ class KafkaTail:
         if timeout_s > 0 and (pause := self._few_until - time.monotonic()) > 0:
             time.sleep(min(pause, timeout_s))
         left = timeout_s
-        while not (records := consumer.poll(self._consumer, left, max_records, letters=self._letters)):
+        while not (records := consumer.poll(self._consumer, left, max_records, letters=self._letters, ids=self._ids)):
             self._outage.look(self._consumer)
             if (left := end - time.monotonic()) <= 0:
                 break
@@ -99,7 +102,7 @@ class KafkaTail:
         With `undecided`, what transactions have written that are open now belongs to it: their end is waited for.
         """
         deadline = time.monotonic() + timeout_s
-        held = [consumer.partition_of(tp) for tp in self._consumer.assignment()]
+        held = self.partitions
         ends = self._admin.offsets(held, end=True, committed=self._committed and not undecided)
         begins = self._admin.offsets(held, end=False, committed=self._committed)
         behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
@@ -113,6 +116,11 @@ class KafkaTail:
                 deadline = time.monotonic() + timeout_s
             behind = {partition for partition in behind if self.position(partition) < ends[partition]}
         return records
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """What it reads."""
+        return [consumer.partition_of(tp) for tp in self._consumer.assignment()]
 
     def position(self, partition: Partition) -> int:
         """The offset of the next record this tail delivers."""

@@ -98,6 +98,7 @@ class KafkaTransactions:
                         raise
                     if time.monotonic() > deadline:
                         raise self._contact.gave_up(self._give_up_s) from failure
+                    self._contact.counts["transaction_retries"] += 1
                     time.sleep(0.05)
         finally:
             self._wait.end()
@@ -226,6 +227,7 @@ class KafkaTransactions:
             raise self._refusal()
 
     def _refusal(self) -> Fenced:
+        self._contact.counts["fenced"] += 1
         return Fenced(f"another process writes as {self._id} now: this one must stop")
 
     def close(self, timeout_s: float = 3.0) -> None:

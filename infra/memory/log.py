@@ -39,7 +39,7 @@ class MemoryLog:
             if self._state.group(group).members.pop(member_id, None) is not None:
                 self._state.rebalance(self._state.group(group))
 
-    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> None:
+    def create_topics(self, specs: Mapping[str, TopicSpec], *, copies: Copies = FOLLOWING) -> list[str]:
         """Create the topics that are missing; raises LogError when one that exists has other partitions or settings."""
         with self._state.change:
             for name, spec in specs.items():
@@ -50,6 +50,7 @@ class MemoryLog:
                     raise LogError(f"topic {name} has settings {dict(existing.configs)}, wanted are {dict(spec.configs)}")
                 self._state.topics.setdefault(name, (spec, [Part() for _ in range(spec.partitions)]))
             self._state.change.notify_all()
+        return []
 
     def topics(self, prefix: str = "") -> list[str]:
         """Names of the topics that start with `prefix`, sorted."""
@@ -144,6 +145,10 @@ class MemoryLog:
     def costs(self) -> dict[str, float]:
         """Zeros: the in-memory log costs no CPU time worth counting."""
         return {"send_s": 0.0, "poll_s": 0.0, "io_s": 0.0}
+
+    def counts(self) -> dict[str, float]:
+        """Nothing: there is no cluster whose answers could be counted."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: there are no resources to close."""

@@ -54,15 +54,15 @@ class _Reader:
         return records
 
     def _valid(self, partition: Partition, part: Part, position: int) -> int:
-        """A position that exists: the end of a partition that was cut back; an offset that was never written is an error, or jumps to 0."""
+        """A position that exists: the end of a partition that was cut back; any other is an error, or jumps to the first that is kept."""
         seen, self._cuts[partition] = self._cuts[partition], len(part.cuts)
         position = min(position, *part.cuts[seen:]) if part.cuts[seen:] else position
-        if position > part.end and not self._jumps:
+        there = part.begin <= position <= part.end
+        if not there and not self._jumps:
             where = f"{partition[0]}/{partition[1]}"
-            raise LogError(
-                f"{where}: offset {position} is wanted, 0 to {part.end - 1} are there: records were deleted, or lost with a broker"
-            )
-        return position if position <= part.end else 0
+            kept = f"{part.begin} to {part.end - 1} are there"
+            raise LogError(f"{where}: offset {position} is wanted, {kept}: records were deleted, or lost with a broker")
+        return position if there else part.begin
 
 
 class MemoryTail:
@@ -83,7 +83,7 @@ class MemoryTail:
                 if not isinstance(start, int) and start not in ("earliest", "latest"):
                     raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
                 latest = part.stable_end if self._committed else part.end
-                self._reader.move(partition, start if isinstance(start, int) else 0 if start == "earliest" else latest)
+                self._reader.move(partition, start if isinstance(start, int) else part.begin if start == "earliest" else latest)
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
         """Records that arrive within `timeout_s`, in offset order within each partition; possibly none."""
@@ -100,6 +100,11 @@ class MemoryTail:
             ):
                 raise LogError(f"reading to the end took longer than {timeout_s:.0f} s: a transaction is open")
             return self._reader.advance(1 << 62)
+
+    @property
+    def partitions(self) -> list[Partition]:
+        """What it reads."""
+        return list(self._reader.positions)
 
     def position(self, partition: Partition) -> int:
         """The offset of the next record this tail delivers."""

@@ -125,6 +125,12 @@ def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) ->
     assert [record.value for record in log.read(topic, 0, [7, 9])] == [b"7", b"9"]
     with pytest.raises(LogError, match="offset"):
         log.read(topic, 0, [6])
+    kept, gone = log.tail({(topic, 0): "earliest"}), log.tail({(topic, 0): 6})
+    assert [record.value for record in kept.read_to_end(WAIT_S)] == [b"7", b"8", b"9"]
+    with pytest.raises(LogError, match=f"{topic}/0: offset 6 is wanted, 7 to 9 are there"):
+        any(gone.poll(1.0) for _ in range(int(WAIT_S)))
+    kept.close()
+    gone.close()
     log.delete_records({})
 
 

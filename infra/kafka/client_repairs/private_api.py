@@ -31,6 +31,12 @@ def ask_for_metadata_every(consumer: Any, backoff_ms: int) -> None:
     consumer._cluster.config["retry_backoff_ms"] = backoff_ms
 
 
+def topic_id(consumer: Any, topic: str) -> str | None:
+    """The id of a topic in the client's metadata, without asking the broker; None while they do not have it."""
+    found = consumer._cluster.topic_id(topic)
+    return None if found is None else str(found)
+
+
 def last_heard(consumer: Any) -> float:
     """Monotonic time at which a broker last sent anything over a connection that is up; 0.0 when none is."""
     transports = [connection.transport for connection in list(consumer._manager._conns.values()) if connection.connected]
@@ -60,6 +66,13 @@ def position(consumer: Any, topic_partition: Any) -> int | None:
     """The next offset to be delivered, without asking the broker; None while unknown."""
     state = consumer._subscription.assignment.get(topic_partition)
     return None if state is None or state.position is None else state.position.offset
+
+
+def lag(consumer: Any) -> int:
+    """Records between the next offsets of all partitions and their ends, as of the newest answers; those not asked yet do not count."""
+    states = list(consumer._subscription.assignment.values())
+    ahead = ((state.highwater, state.position) for state in states)
+    return sum(max(0, end - at.offset) for end, at in ahead if end is not None and at is not None)
 
 
 def subscribe(consumer: Any, topics: Sequence[str], listener: Any) -> None:

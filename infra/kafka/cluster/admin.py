@@ -5,7 +5,7 @@ The rule: an existing topic is never changed; an error of one line says how it d
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kafka import KafkaAdminClient, TopicPartition, errors
@@ -32,6 +32,16 @@ class Holder(NamedTuple):
 
     producer_id: int
     epoch: int
+
+
+class Described(NamedTuple):
+    """A topic as the cluster describes it."""
+
+    id: str
+    """Another one after it was deleted and made again."""
+    partitions: int
+    replicas: int
+    """Of the partition that has the fewest."""
 
 
 class Admin:
@@ -93,11 +103,17 @@ class Admin:
     def partitions(self, topic: str) -> int | None:
         """Number of partitions of `topic`, None when it does not exist. Counts are cached."""
         if topic not in self._counts:
-            described = self._describe([topic])
+            described = self.describe([topic])
             if topic not in described:
                 return None
-            self._counts[topic] = described[topic]
+            self._counts[topic] = described[topic].partitions
         return self._counts[topic]
+
+    def ids(self, topics: Sequence[str]) -> dict[str, str]:
+        """Topic -> the id it has now, those that exist; what is cached of them is forgotten."""
+        for topic in topics:
+            self._counts.pop(topic, None)
+        return {name: described.id for name, described in self.describe(topics).items()}
 
     def require(self, partitions: Iterable[Partition]) -> None:
         """Raise LogError unless every partition exists: reading a missing one would wait silently for ever."""
@@ -108,23 +124,27 @@ class Admin:
             if not 0 <= partition < count:
                 raise LogError(f"topic {topic} has {count} partitions, there is no partition {partition}")
 
-    def _describe(self, topics: list[str]) -> dict[str, int]:
-        counts = {}
+    def describe(self, topics: Sequence[str]) -> dict[str, Described]:
+        """Topic -> what the cluster says of it, those that exist."""
+        if not topics:
+            return {}
+        found = {}
         for described in self.ask(f"cannot describe {topics[0]}", lambda client: client.describe_topics(topics)):
             code = described["error_code"]
             if code == _UNKNOWN_TOPIC:
                 continue
             if code:
                 raise LogError(f"cannot use topic {described['name']}: {errors.for_code(code).__name__}")
-            counts[described["name"]] = len(described["partitions"])
-        return counts
+            replicas = [len(partition["replica_nodes"]) for partition in described["partitions"]]
+            found[described["name"]] = Described(str(described["topic_id"]), len(replicas), min(replicas))
+        return found
 
-    def create(self, specs: Mapping[str, TopicSpec], copies: Copies) -> None:
-        """Create the topics that are missing and compare those that exist with `specs`."""
-        existing = self._describe(list(specs)) if specs else {}
+    def create(self, specs: Mapping[str, TopicSpec], copies: Copies) -> list[str]:
+        """Create the topics that are missing and compare those that exist with `specs`; returns what is worth a warning."""
+        existing = self.describe(list(specs))
         missing = {name: spec for name, spec in specs.items() if name not in existing}
+        replicas, durable = self._kept(copies)
         if missing:
-            replicas, durable = self._kept(copies)
             wanted = {
                 name: {"num_partitions": spec.partitions, "replication_factor": replicas, "configs": {**spec.configs, **durable}}
                 for name, spec in missing.items()
@@ -134,24 +154,34 @@ class Admin:
             except LogError as error:
                 if not isinstance(error.__cause__, errors.TopicAlreadyExistsError):
                     raise
-                existing = self._describe(list(specs))  # another process created some of them at the same time
+                existing = self.describe(list(specs))  # another process created some of them at the same time
             self.ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
         if existing:
             self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
+        return [
+            f"topic {name} has {topic.replicas} cop{'y' if topic.replicas == 1 else 'ies'}, wanted are {replicas}: "
+            "a lost broker could take it along; kafka-reassign-partitions.sh makes more"
+            for name, topic in existing.items()
+            if topic.replicas < replicas
+        ]
+
+    def brokers(self) -> list[int]:
+        """Ids of the brokers in service."""
+        return [broker["broker_id"] for broker in self.ask("cannot list the brokers", lambda client: client.describe_cluster())["brokers"]]
 
     def _kept(self, copies: Copies) -> tuple[int, dict[str, str]]:
         """How many copies a new topic has on this cluster, and the setting for it; raises LogError where they would lose records."""
-        brokers = len(self.ask("cannot list the brokers", lambda client: client.describe_cluster())["brokers"])
+        brokers = len(self.brokers())
         try:
             replicas, in_sync = copies.on(brokers)
         except ValueError as error:
             raise LogError(str(error)) from None
         return replicas, {} if brokers == 1 else {"min.insync.replicas": str(in_sync)}
 
-    def _compare(self, specs: Mapping[str, TopicSpec], counts: Mapping[str, int]) -> None:
+    def _compare(self, specs: Mapping[str, TopicSpec], existing: Mapping[str, Described]) -> None:
         for name, spec in specs.items():
-            if counts[name] != spec.partitions:
-                raise LogError(f"topic {name} has {counts[name]} partitions, {spec.partitions} are wanted: use another run id or delete it")
+            if (count := existing[name].partitions) != spec.partitions:
+                raise LogError(f"topic {name} has {count} partitions, {spec.partitions} are wanted: use another run id or delete it")
         resources = [ConfigResource(ConfigResourceType.TOPIC, name, None) for name in specs]
         settings = self.ask("cannot read topic settings", lambda client: client.describe_configs(resources, config_filter="all"))["topic"]
         for name, spec in specs.items():

@@ -5,12 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kafka.net import transport
+from kafka.record.default_records import DefaultRecordBatchBuilder
 
 from penstock.infra.errors import SendFailed, Unrecoverable
 from penstock.infra.kafka.client_repairs import faults, private_api
@@ -200,6 +202,25 @@ def test_our_transactions_go_on_after_a_refused_record(log: KafkaLog, small_topi
         writer.commit([outgoing(topic, b"%d" % number)])
     writer.close()
     assert values_in(log, topic) == [b"0", b"1"]
+
+
+def test_a_writer_whose_clock_is_wrong_is_told_to_set_it_at_once(log: KafkaLog, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = f"{run_id}.dated"
+    log.create_topics({topic: TopicSpec(name=topic, partitions=1, configs={"message.timestamp.after.max.ms": "3600000"})})
+    producer, writer = log.producer(), log.transactions(f"{run_id}.writer")
+    clocks = DefaultRecordBatchBuilder.append.__defaults__  # the client holds on to the clock that it found when it was loaded
+    wrong = tuple((lambda: time.time() + 86400) if default is time.time else default for default in clocks)
+    assert wrong != clocks
+    monkeypatch.setattr(DefaultRecordBatchBuilder.append, "__defaults__", wrong)
+    began = time.monotonic()
+    with pytest.raises(SendFailed, match=rf"cannot write to {topic}/0: .*set this machine's clock"):
+        producer.send(outgoing(topic, b"tomorrow")).offset(WAIT_S)
+    with pytest.raises(SendFailed, match=r"nothing was written as .*set this machine's clock"):
+        writer.commit([outgoing(topic, b"tomorrow")])
+    assert time.monotonic() - began < WAIT_S, "neither waits for kafka.give_up_s"
+    monkeypatch.undo()
+    assert (producer.send(outgoing(topic, b"plain")).offset(WAIT_S), len(writer.commit([outgoing(topic, b"together")]))) == (0, 1)
+    producer.close(), writer.close()
 
 
 def test_a_lone_member_needs_one_join(log: KafkaLog, run_id: str) -> None:

@@ -89,6 +89,34 @@ def test_a_member_behind_the_end_of_a_truncated_partition_stops_with_both_number
     member.close()
 
 
+GONE = r"topic {} was deleted \(or this user may not see it any more\): nothing is left to be read; stop this process"
+ANOTHER = r"topic {} was deleted and made again while it was read: start this process again"
+
+
+@pytest.mark.parametrize(("again", "line"), [(False, GONE), (True, ANOTHER)], ids=["deleted", "made again"])
+def test_readers_of_a_topic_that_somebody_deletes_say_so_also_when_it_is_made_again(
+    broker: str, log: KafkaLog, run_id: str, again: bool, line: str
+) -> None:
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    write(log, topic, [b"old"])
+    tail, heard = log.tail({(topic, 0): "earliest"}), Heard(log.member(f"{run_id}.group", [topic]))
+    assert [record.value for record in tail.read_to_end()] == [b"old"]
+    listen(heard, until=lambda: len(heard.records) == 1)
+    other = KafkaLog(broker)
+    other.delete_topics([topic])
+    if again:
+        make_topics(other, run_id, "a", partitions=1)
+    other.close()
+    for silent in (lambda: polled(tail), lambda: taken(heard.member)):
+        with pytest.raises(LogError, match=line.format(topic)):
+            silent()
+    if not again:
+        with pytest.raises(LogError, match=rf"topic {topic} does not exist"):
+            log.tail({(topic, 0): "earliest"})
+    tail.close()
+    heard.member.close()
+
+
 def test_a_consumer_makes_no_topic_by_asking_for_it(log: KafkaLog) -> None:
     consumer = KafkaConsumer(**settings.consumer(log.connection, group=None, committed=True))
     assert consumer.config["allow_auto_create_topics"] is False

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaException, Producer
+from kafka.admin import ConfigResource, ConfigResourceType
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import FOLLOWING, Copies
+from penstock.pipeline.launch import doctor
 from penstock.pipeline.launch.stall_watchdog import unblock
-from penstock.topics.catalogue import TopicSpec
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
 from tests.support.log_helpers import WAIT_S, outgoing
 from tests.support.three_brokers import NODES, ThreeBrokers
 
@@ -77,6 +79,43 @@ def test_an_election_that_loses_acknowledged_records_stops_their_writer_and_is_r
     with pytest.raises(Unrecoverable, match=rf"lossy/0 has lost records: offset {lost} was acknowledged, the next record was written at "):
         writer.commit([outgoing(topic, b"later")])
     writer.close()
+
+
+def found_by_the_doctor(cluster: ThreeBrokers) -> list[tuple[str, str]]:
+    return [(finding.level, finding.found) for finding in doctor._durability(cluster.bootstrap)]
+
+
+def set_unclean(cluster: ThreeBrokers, kind: ConfigResourceType, name: str, value: str) -> None:
+    with cluster.admin() as admin:
+        admin.alter_configs([ConfigResource(kind, name, {"unclean.leader.election.enable": value})])
+        asked = [ConfigResource(kind, name, None)]
+
+        def is_set() -> bool:
+            settings = admin.describe_configs(asked, config_filter="all")[kind.name.lower()][name]
+            return bool(settings["unclean.leader.election.enable"]["value"] == value)
+
+        cluster.wait(is_set, f"{name} has unclean elections: {value}")
+
+
+def test_what_one_lost_broker_would_take_along_is_named_by_the_doctor_and_when_a_run_is_created(
+    cluster: ThreeBrokers, log: KafkaLog
+) -> None:
+    whole = [("ok", "no setting lets a lost broker take acknowledged records along")]
+    assert found_by_the_doctor(cluster) == whole
+    runs, groups = {RUNS_TOPIC: RUNS_SPEC}, {"durable.groups": topics_of("durable", partitions=1)["durable.groups"]}
+    assert log.create_topics(groups) == []
+    assert log.create_topics(runs, copies=Copies(replicas=1, loss_allowed=True)) == []
+    (warning,) = log.create_topics({**runs, **groups})
+    assert warning.startswith("topic penstock.runs has 1 copy, wanted are 3: a lost broker could take it along")
+    alone = ("warn", "one copy of penstock.runs, on 3 brokers")
+    assert found_by_the_doctor(cluster) == [alone]
+    set_unclean(cluster, ConfigResourceType.TOPIC, "durable.groups", "true")
+    assert found_by_the_doctor(cluster) == [("warn", "unclean.leader.election.enable is true of durable.groups"), alone]
+    set_unclean(cluster, ConfigResourceType.BROKER, "2", "true")
+    assert found_by_the_doctor(cluster) == [("warn", "unclean.leader.election.enable is true on broker 2"), alone]
+    set_unclean(cluster, ConfigResourceType.BROKER, "2", "false")
+    log.delete_topics([*runs, *groups])
+    assert found_by_the_doctor(cluster) == whole
 
 
 @pytest.mark.slow
