@@ -103,8 +103,11 @@ class LedgerFollower:
     """
 
     def __init__(self, log: Log, run: str, state: LedgerState | None = None, starts: Mapping[Partition, Start] | None = None) -> None:
-        """`starts`: where to read on, if not from the beginning, in a state that knows what comes before."""
-        self.state, self._log = state or LedgerState(run), log
+        """`starts`: where to read on, if not from the beginning, in a state that knows what comes before.
+
+        Without a `state` only the newest manifests are kept.
+        """
+        self.state, self._log = state or LedgerState(run, newest_only=True), log
         self._tail: Tail = log.tail(starts or {(f"{run}.ledger", 0): "earliest", (f"{run}.weights", 0): "earliest"})
 
     def poll(self, timeout_s: float) -> None:

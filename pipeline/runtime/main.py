@@ -21,8 +21,9 @@ from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.ownership import SILENT_S
+from penstock.pipeline.runtime.reporting.client_log import pass_on_warnings
 from penstock.pipeline.runtime.reporting.health import Health, serve
-from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
+from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, say
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
 
@@ -77,6 +78,7 @@ def work(
     stop_on_signals(stop)
     worker = ROLES[role].worker(slot or 0) if ROLES[role].single or slot is not None else None
     session: Session | None = None
+    say_no_more = pass_on_warnings(lambda text, level: say(run, worker or role, text, level=level))
     try:
         rank = int(os.environ.get("RANK", "0")) if ROLES[role].in_ranks else 0
         log = _log(bootstrap, security, client_id=f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else ""))
@@ -101,6 +103,7 @@ def work(
     except Exception as error:  # the process's edge: whatever it is, the launcher and the run get to know
         return _failed(role, session, error, run=run, debug=True)
     finally:
+        say_no_more()
         sys.stdout.flush()
 
 

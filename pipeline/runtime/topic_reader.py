@@ -278,6 +278,14 @@ def drain(
         behind = [at for at in behind if tail.position(at) < ends[at]]
 
 
+def read_on(log: Log, tail: Tail, *, undecided: bool = False) -> Iterator[Record]:
+    """What an open tail gives up to the ends that its partitions have now.
+
+    With `undecided`, what transactions have written that are open now belongs to it: their end is waited for.
+    """
+    return drain(tail, log.end_offsets(tail.partitions, committed=not undecided))
+
+
 def _up_to(
     log: Log, ends: Mapping[Partition, int], *, alive: Callable[[], None] = lambda: None, since: Mapping[Partition, int] = _ALL
 ) -> Iterator[Record]:

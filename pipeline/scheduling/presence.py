@@ -29,13 +29,13 @@ class Presence:
     def __post_init__(self) -> None:
         self.slots, self._owners, self._heard_s = [0] * self.partitions, [None] * self.partitions, [0.0] * self.partitions
 
-    def heard(self, worker: str, owned: Collection[int], *, slots: int) -> None:
-        """Note a report: the worker owns these partitions and no others, and has room for so many groups in all of them."""
+    def heard(self, process: str, owned: Collection[int], *, slots: int) -> None:
+        """Note a report: the process owns these partitions and no others, and has room for so many groups in all of them."""
         share = max(1, -(-slots // max(1, len(owned))))
         for partition in range(self.partitions):
             if partition in owned:
-                self._owners[partition], self.slots[partition], self._heard_s[partition] = worker, share, self.now_s
-            elif self._owners[partition] == worker:
+                self._owners[partition], self.slots[partition], self._heard_s[partition] = process, share, self.now_s
+            elif self._owners[partition] == process:
                 self._owners[partition] = None
 
     def present(self, partition: int) -> bool:
@@ -56,7 +56,8 @@ def hear(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> 
     """Apply a worker's measurement, if it is one of a worker that owns such partitions or did."""
     if measured.role in _OWNERS[label] and label in measured.labels:
         owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
-        presence.heard(measured.worker, owned, slots=int(measured.values.get("slots", 1)))
+        # Two machines may start workers of one name: what each says of its partitions says nothing of the other's.
+        presence.heard(f"{measured.worker}/{measured.incarnation}", owned, slots=int(measured.values.get("slots", 1)))
 
 
 _OWNERS = {PROMPTS: ("rollout", "environment"), CALLS: ("rollout",)}

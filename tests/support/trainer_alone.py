@@ -107,13 +107,18 @@ def written(log: Log, run: str, config: Config, found: Sequence[Group]) -> None:
     write_groups(log, run, found, partitions=config.partitions)
 
 
+def killed(place: Place, run: str, fault: str) -> None:
+    """Run a trainer until it dies at a fault point."""
+    with Crew(place, run) as crew, dying_at(fault) as dead:
+        crew.start("trainer")
+        crew.wait(dead.is_set)
+        crew.abandon("trainer")
+
+
 def trained(place: Place, run: str, *deaths: str) -> dict[str, Any]:
     """Run trainers to the end of the run, after one died at each of these fault points; returns what the run came to."""
     for fault in deaths:
-        with Crew(place, run) as crew, dying_at(fault) as dead:
-            crew.start("trainer")
-            crew.wait(dead.is_set)
-            crew.abandon("trainer")
+        killed(place, run, fault)
     with Crew(place, run) as crew:
         crew.start("trainer")
         crew.wait()

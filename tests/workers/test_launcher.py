@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.broker import embedded
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import Fenced, PenstockError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.launch import launcher
@@ -21,6 +21,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.runtime.ownership import SILENT_S, Place, new_token
 from penstock.pipeline.runtime.run_registry import find
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
@@ -165,6 +166,27 @@ class HopelessCrew(WorkersOfARun):
         program = "print('reward: no such function'); raise SystemExit(2)" if role == "scorer" else "import time; time.sleep(600)"
         worker.command = [sys.executable, "-c", program]
         return worker
+
+
+def test_a_second_launcher_on_another_machine_ends_before_it_starts_a_worker(
+    broker, run_id, new_home: Callable[[], Path], tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = config_of(tiny_model, tmp_path, kafka={"bootstrap": broker, "partitions": 2})
+    home, said = new_home(), list[str]()
+    monkeypatch.setattr(launcher, "Supervisor", HopelessCrew)
+    log = KafkaLog(broker)
+    first = Place(log=log, run=run_id, writer="launcher", token=new_token(), watch_s=SILENT_S, first_wins=True)
+    try:
+        record = create(config, log=log, run_id=run_id, say=said.append)
+        first.take().close()
+        monkeypatch.setenv("PENSTOCK_HOME", str(home))
+        with pytest.raises(Fenced, match=f"launcher of run {run_id} is at work already"):
+            launcher.watch(log, record, config, say=said.append, live=False, quiet=True)
+    finally:
+        first.leave()
+        log.close()
+    assert not (home / "runs" / run_id / "logs").exists(), "a worker writes its log there"
+    assert not any("starting its workers" in line for line in said)
 
 
 @pytest.mark.slow

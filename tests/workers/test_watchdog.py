@@ -2,6 +2,7 @@
 
 import io
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.launch import stall_watchdog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.stall_watchdog import Watchdog
 from penstock.pipeline.observe.live.view import LiveView
+from penstock.pipeline.observe.run_view import RunView
 from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
 
@@ -32,6 +35,36 @@ class Listener:
             assert time.monotonic() < deadline, f"not said: {words}; said: {self.said}"
             self.view.poll(0.1)
             self._dog.check(self.view.view, silent=self.view.silent, outage_s=self.view.outage_s, notes={})
+
+
+class Clock:
+    """The watchdog's monotonic clock, set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_lost_ends_are_looked_for_once_a_run_stands_still_and_never_while_the_broker_is_away(monkeypatch: pytest.MonkeyPatch):
+    clock, calls, view = Clock(), list[float](), RunView(run="r")
+    monkeypatch.setattr(stall_watchdog, "time", clock)
+    dog = Watchdog(MemoryLog(), 3600.0, pytest.fail, unblock=lambda: calls.append(clock.now_s))
+
+    def calls_after(seconds: float, *, outage_s: float = 0.0) -> list[float]:
+        clock.now_s = 1000.0 + seconds
+        dog.check(view, silent={}, outage_s=outage_s, notes={})
+        for thread in threading.enumerate():
+            if thread.name == "unblock":
+                thread.join()
+        return [at_s - 1000.0 for at_s in calls]
+
+    assert calls_after(0) == calls_after(19) == calls_after(21, outage_s=6.0) == calls_after(500, outage_s=485.0) == []
+    assert [calls_after(seconds) for seconds in (501, 502, 535)] == [[501], [501], [501]]
+    assert calls_after(537) == [501, 537], "it has not moved since: another transaction may have lost its end"
+    view.moved_ms += 1
+    assert [len(calls_after(seconds)) for seconds in (600, 619, 621)] == [2, 2, 3]
 
 
 def test_a_role_without_a_worker_is_named_with_what_waits_for_it(run_id: str, tiny_model, tmp_path: Path):

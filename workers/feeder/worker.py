@@ -9,13 +9,14 @@ import json
 import time
 
 from penstock.infra.errors import LogError
-from penstock.infra.log import Start, Tail
+from penstock.infra.log import Partition, Start, Tail
 from penstock.pipeline.envs.datasets.configured import Data, open_data
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import read_on
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import WorkingClock
 from penstock.topics import prompts
@@ -66,9 +67,8 @@ def _nothing_admitted(session: Session, data: Data) -> Admission:
     """The state of a feeder that has read nothing."""
     chosen, limit = session.config.data, session.info.get("prompts")
     choices = Choices(order=data.order(session.config), limit=limit, solved=chosen.skip_solved, unsolved=chosen.skip_unsolved)
-    return Admission(
-        session.run, session.config.partitions, LedgerState(session.run), choices=choices, rows_before=dict(enumerate(data.rows_before))
-    )
+    state, rows_before = LedgerState(session.run, newest_only=True), dict(enumerate(data.rows_before))
+    return Admission(session.run, session.config.partitions, state, choices=choices, rows_before=rows_before)
 
 
 def _limit(state: Admission, session: Session) -> int:
@@ -101,15 +101,16 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
 def _catch_up(session: Session, state: Admission) -> Tail:
     """Read the run's records so far, from the offsets of an earlier feeder; returns the tail for the following ones."""
     group, count = f"{session.run}.feeder", session.config.partitions
-    past = session.log.tail({(session.topic("prompts"), p): "earliest" for p in range(count)}, group=group)
-    follow: dict[tuple[str, int], Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
-    tail = session.log.tail(follow, group=group)
+    asked: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
+    ended: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
+    past, tail = session.log.tail(asked, group=group), session.log.tail(ended, group=group)
     starts = state.begin({**past.committed(), **tail.committed()})
     for partition, offset in starts.items():
         (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
-    tail.add({(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest", (session.topic("metrics"), 0): "latest"})
+    said: dict[Partition, Start] = {(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"}
+    tail.add({**said, (session.topic("metrics"), 0): "latest"})
     for reader in (past, tail):
-        for record in reader.read_to_end(120.0):
+        for record in read_on(session.log, reader):
             _apply(session, state, record)
     past.close()
     return tail
@@ -146,8 +147,8 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
         owners = _owners(state, session, pool)
         partition = rules.choose_partition(unfinished=state.unfinished, slots=state.presence.slots, owners=owners)
         if partition is None:
-            worker = "a rollout worker" if pool is None else f"a rollout worker for pool {pool!r}"
-            reporter.doing(f"group {number} waits for {worker} with room" if any(owners) else f"waiting for {worker}")
+            worker = "rollout worker" if pool is None else f"rollout worker for pool {pool!r}"
+            reporter.doing(f"group {number} waits for a free {worker}" if any(owners) else f"waiting for a {worker}")
             return batch
         slot = rules.slot_of(admitted=number, dropped=state.dropped)
         prompt = _prompt(session, data, renderer, choice, row, number=number, slot=slot)

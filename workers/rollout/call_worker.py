@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.log import Assigned, Producer, Tail
+from penstock.infra.log import Assigned, Partition, Producer, Start, Tail
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import CallNote
 from penstock.pipeline.runtime.drawing.drawing_loop import DrawingLoop
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import read_on
 from penstock.pipeline.scheduling import rules
 from penstock.topics.turns import calls, replies
 from penstock.topics.turns.calls import Call
@@ -27,7 +28,6 @@ from penstock.workers.rollout.call_tasks import CallTask, CallTasks
 
 IDLE_WAIT_S = 0.2
 """How long an idle worker waits for calls, or for the weights that they need, before it checks everything again."""
-READ_LIMIT_S = 120.0
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class CallWorker(DrawingLoop):
     tasks: CallTasks = field(default_factory=CallTasks)
     _seen: Tail | None = None
     """Reads `replies` of the owned partitions, for what others have answered."""
+    """Those partitions, and where it began."""
     _drawn: list[tuple[CallTask, Completion]] = field(default_factory=list)
     """Turns that ended and are not sent."""
     _waited_s: float = 0.0
@@ -81,7 +82,8 @@ class CallWorker(DrawingLoop):
         notes = {at: commit_notes.decode(CallNote, committed.metadata) for (_, at), committed in event.partitions.items()}
         if self._seen is not None:
             self._seen.close()
-        self._seen = self.session.log.tail({(answers, at): note.replies if note else 0 for at, note in notes.items()}) if notes else None
+        starts: dict[Partition, Start] = {(answers, at): note.replies if note else 0 for at, note in notes.items()}
+        self._seen = self.session.log.tail(starts) if notes else None
         for (_, at), committed in event.partitions.items():
             start = notes[at].replies if notes[at] else 0  # type: ignore[union-attr]
             self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=start)
@@ -95,7 +97,7 @@ class CallWorker(DrawingLoop):
 
     def _read_answered(self) -> None:
         """Learn which calls others have answered."""
-        for record in self._seen.read_to_end(READ_LIMIT_S) if self._seen is not None else ():
+        for record in read_on(self.session.log, self._seen) if self._seen is not None else ():
             try:
                 claims = replies.check(record, run=self.session.run)
             except Unusable:

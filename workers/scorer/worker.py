@@ -6,7 +6,7 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.errors import LostPartition, OutcomeUnknown
@@ -19,6 +19,7 @@ from penstock.pipeline.envs.rewards import Score, episodes_of
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import read_on
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.wire.errors import Unusable
@@ -30,7 +31,8 @@ from penstock.workers.scorer.rollout_reports import RolloutReports
 
 LEDGER_EVERY_S = 0.5
 """How often the scorer looks whether the run is closed."""
-READ_LIMIT_S = 120.0
+WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
+"""What one transaction carries at most, beside a group that is larger: on a slow link it has to end before the broker aborts it."""
 
 Job = tuple[int, int, int]
 """Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
@@ -121,9 +123,16 @@ class Scorer:
         reporter = self.session.reporter
         reporter.values["reward_busy_s"] = self.pool.busy_s
         reporter.values["open_groups"] = sum(len(partition.open) for partition in self.owned.values())
+        reporter.values["oldest_open_s"] = self._oldest_open_s()
         reporter.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
         reporter.doing("scoring" if self._scoring else "waiting for samples")
         reporter.status()
+
+    def _oldest_open_s(self) -> float:
+        """Age of the oldest prompt whose group has no outcome; in each partition prompts come in the order of their age."""
+        created = (next((group.prompt.created_ns for group in state.open.values() if group.prompt), None) for state in self.owned.values())
+        oldest_ns = min((at for at in created if at is not None), default=None)
+        return 0.0 if oldest_ns is None else max(0.0, time.time() - oldest_ns / 1e9)
 
     def close(self) -> None:
         """Close its reader of reports."""
@@ -152,9 +161,10 @@ class Scorer:
         """Learn from `groups` which groups of these partitions have ended since what is known."""
         if not partitions:
             return
-        topic = self.session.topic("groups")
-        tail = self.session.log.tail({(topic, partition): self.owned[partition].groups_position for partition in partitions})
-        for record in tail.read_to_end(READ_LIMIT_S, undecided=True):  # what a predecessor has committed may not be readable yet
+        topic, log = self.session.topic("groups"), self.session.log
+        kept = log.begin_offsets([(topic, partition) for partition in partitions])  # the groups before were deleted, so they had ended
+        tail = log.tail({at: max(begin, self.owned[at[1]].groups_position) for at, begin in kept.items()})
+        for record in read_on(log, tail, undecided=True):  # what a predecessor has committed may not be readable yet
             try:
                 headers = groups.check(record, run=self.session.run)
             except Unusable:
@@ -309,33 +319,47 @@ class Scorer:
         reward = self.session.config.reward
         return group_of(group.prompt, outcome, reason=reason, samples=samples, reward=reward, scored_ns=time.time_ns())
 
-    def _write(self, ended: list[Group]) -> None:
-        """Commit outcomes and offsets together; where it is unknown whether that happened, the log decides."""
-        partition_of = {group.group: p for p, state in self.owned.items() for group in ended if group.group in state.open}
-        ended = [group for group in ended if group.group in partition_of]
-        if not ended:
-            return
-        records: list[Outgoing] = []
-        numbers: list[int] = []
+    def _write(self, ended: Sequence[Group]) -> None:
+        """Write outcomes, as many in one transaction as it may carry."""
+        batch, size = dict[int, list[Outgoing]](), 0
+        for group in ended:
+            partition = next((p for p, state in self.owned.items() if group.group in state.open), None)
+            if partition is None:
+                continue
+            records = self._encoded(group, partition)
+            nbytes = sum(len(record.value) for record in records)
+            if batch and (size + nbytes > WRITE_BYTES or len(batch) == WRITE_GROUPS):
+                self._commit(batch)
+                batch, size = {}, 0
+            batch[group.group], size = records, size + nbytes
+        if batch:
+            self._commit(batch)
+
+    def _encoded(self, group: Group, partition: int) -> list[Outgoing]:
+        topic, key = self.session.topic("groups"), str(group.group).encode()
         with self.session.reporter.encoding:
-            for group in ended:
-                for headers, value in groups.encode_parts(group, run=self.session.run, worker=self.session.worker):
-                    topic, key, partition = self.session.topic("groups"), str(group.group).encode(), partition_of[group.group]
-                    numbers.append(group.group)
-                    records.append(Outgoing(topic=topic, partition=partition, key=key, headers=headers.encode(value), value=value))
-        partitions = set(partition_of.values())
+            parts = groups.encode_parts(group, run=self.session.run, worker=self.session.worker)
+            return [
+                Outgoing(topic=topic, partition=partition, key=key, headers=claims.encode(value), value=value) for claims, value in parts
+            ]
+
+    def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
+        """Commit the outcomes of these groups with offsets; where it is unknown whether that happened, the log decides."""
+        records = [record for parts in batch.values() for record in parts]
+        partitions = {record.partition for record in records}
         try:
             offsets = self.transactions.commit(
-                records, offsets=self._offsets(partitions, without=partition_of.keys()), member=self.member.membership()
+                records, offsets=self._offsets(partitions, without=batch.keys()), member=self.member.membership()
             )
         except LostPartition:
             return  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
         except OutcomeUnknown:
             self._read_finished(sorted(partitions))
-            self._write(ended)  # those that are still open
+            if still_open := {group: parts for group, parts in batch.items() if group in self.owned[parts[0].partition].open}:
+                self._commit(still_open)
             return
-        for number, offset in zip(numbers, offsets, strict=True):
-            self.owned[partition_of[number]].finish(number, offset=offset)
+        for record, offset in zip(records, offsets, strict=True):
+            self.owned[record.partition].finish(int(record.key or b""), offset=offset)
 
     def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
         """What a new owner begins with once the groups in `without` have ended."""

@@ -63,7 +63,7 @@ class WeightsAndBiases:
             settings=wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False),
         )  # fmt: skip
         self._run.define_metric("*", step_metric=STEP)
-        self._run.define_metric("worker/*", step_metric=SECONDS)
+        self._run.define_metric("system/*", step_metric=SECONDS)
 
     def write(self, line: Line, *, new: bool) -> None:
         if new:

@@ -17,8 +17,6 @@ from penstock.topics.ledger import Entry
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 
-WHOLE_BELOW = 512
-"""A ledger of fewer offsets is read whole."""
 NEWEST = (16, 256)
 """Offsets at the end of the ledger among which the newest step's entry is looked for: first few of them, and more if it is not there."""
 CHECKPOINTS = 2
@@ -109,12 +107,13 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     """
     topic = (f"{run}.ledger", 0)
     end = log.end_offsets([topic])[topic]
-    if end - log.begin_offsets([topic])[topic] < WHOLE_BELOW:
-        return Resumed(past=read_past(log, run))
-    newest = _newest_step(log, run, end)
+    newest_at, newest = _newest_step(log, run, end) or (0, None)
     mark = mark_of(newest) if newest is not None else None
-    known = [place for place in mark.checkpoints if place[0] in saved] if mark is not None else []
-    if newest is None or mark is None or not known:
+    if newest is None or newest.step is None or mark is None:
+        return Resumed(past=read_past(log, run))
+    # A checkpoint of the newest step itself, as an orderly stop leaves it, was written behind the mark.
+    known = [place for place in ((newest.step + 1, newest_at), *mark.checkpoints) if place[0] in saved]
+    if not known:
         return Resumed(past=read_past(log, run))
     first_step, begin = known[-1]
     story, places = LedgerState(run), Places(rebased=mark.rebased)
@@ -129,9 +128,17 @@ def read_resumed(log: Log, run: str, *, saved: Sequence[int]) -> Resumed:
     )
 
 
-def _newest_step(log: Log, run: str, end: int) -> Entry | None:
-    found = ([entry for _, entry in _entries(log, run, end - offsets, end) if entry.kind == "step"][-1:] for offsets in NEWEST)
-    return next((steps[0] for steps in found if steps), None)
+def _newest_step(log: Log, run: str, end: int) -> tuple[int, Entry] | None:
+    """The entry that committed the newest step, and its offset; None where the end of the ledger has none."""
+    for offsets in NEWEST:
+        newest, last_seq = None, -1
+        for record, entry in _entries(log, run, end - offsets, end):
+            if entry.seq > last_seq:  # not one that a broker or a stranger repeats
+                last_seq = entry.seq
+                newest = (record.offset, entry) if entry.kind == "step" else newest
+        if newest is not None:
+            return newest
+    return None
 
 
 def _before(log: Log, run: str, mark: ResumeMark, begin: int, story: LedgerState) -> list[Entry]:

@@ -6,11 +6,10 @@ The rule: only headers are read, and everything that is in the log at a call is 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from penstock.infra.log import Log, Start, Tail
+from penstock.infra.log import Log, Partition, Start, Tail
+from penstock.pipeline.runtime.topic_reader import read_on
 from penstock.topics import rollouts
 from penstock.topics.wire.errors import Unusable
-
-READ_LIMIT_S = 120.0
 
 
 class Published(NamedTuple):
@@ -33,14 +32,14 @@ class PublishedSamples:
         """Follow these partitions instead, each from its start; returns what is in them."""
         self.close()
         if starts:
-            first: dict[tuple[str, int], Start] = {(self._topic, partition): start for partition, start in starts.items()}
+            first: dict[Partition, Start] = {(self._topic, partition): start for partition, start in starts.items()}
             self._tail = self._log.tail(first)
         return self.read_new()
 
     def read_new(self) -> list[Published]:
         """The samples that were written since the last reading; raises `LogError` when they cannot be read."""
         samples = []
-        for record in self._tail.read_to_end(READ_LIMIT_S) if self._tail else ():
+        for record in read_on(self._log, self._tail) if self._tail else ():
             try:
                 headers = rollouts.check(record, run=self._run)
             except Unusable:

@@ -99,8 +99,9 @@ class WeightPrefetch:
                     before, others = self.version, False
                     if self.state.newest_version > before and not (others := not self._reads_itself()):
                         self._fetch(self.state.newest_version)
-                    follower.poll(_SHARED_POLL_S if others else _POLL_S)
-                    if self.version != before:
+                    if self.version == before:
+                        follower.poll(_SHARED_POLL_S if others else _POLL_S)
+                    if self.version != before:  # said at once: an idle worker waits for it
                         self._changed.set()
             finally:
                 follower.close()

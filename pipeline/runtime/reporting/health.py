@@ -84,11 +84,11 @@ class Health:
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Any]:
-        """The worker's numbers under the names of its reports, as `penstock_NAME`."""
+        """The worker's numbers under the names of its reports, and those of its log's clients, as `penstock_NAME`."""
         from prometheus_client.core import GaugeMetricFamily
 
         labels = {"run": self.reporter.run, "role": self.reporter.role, "worker": self.reporter.worker}
-        for name, value in sorted(self.reporter.numbers().items()):
+        for name, value in sorted({**self.reporter.numbers(), **self.reporter.log.counts()}.items()):
             plain = re.sub("[^a-zA-Z0-9_]", "_", name)
             family = GaugeMetricFamily(f"penstock_{plain}", f"{name} of a worker's report", labels=list(labels))
             family.add_metric(list(labels.values()), value)

@@ -1,7 +1,10 @@
 """A worker's answers over HTTP, and the lines of its log."""
 
 import json
+import logging
+import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -10,12 +13,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.infra.errors import Fenced
+from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.run_config import ConfigError
+from penstock.pipeline.runtime.reporting import client_log
 from penstock.pipeline.runtime.reporting import health as module
 from penstock.pipeline.runtime.reporting.health import HEALTH, TURN_S, Health, address_of, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line
 from penstock.pipeline.runtime.reporting.reporter import Reporter
+from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, write
 
 
 @pytest.fixture
@@ -75,6 +82,53 @@ def test_prometheus_reads_the_numbers_of_the_newest_report_with_run_role_and_wor
     assert samples["penstock_samples"].labels == {"run": "r", "role": "scorer", "worker": "scorer-0"}
     assert samples["penstock_engine_tokens_s"].value == 7.5
     assert samples["penstock_rss_mib"].value > 1.0
+
+
+def test_prometheus_reads_what_has_happened_to_the_clients_of_the_log(broker: str, run_id: str) -> None:
+    log = KafkaLog(broker)
+    (topic,) = make_topics(log, run_id, "a", partitions=1)
+    health = Health(Reporter(run="r", role="scorer", worker="scorer-0", log=log, producer=log.producer()), threading.Event())
+
+    def counted(name: str) -> float:
+        families = text_string_to_metric_families(health.answer("/metrics")[2].decode())
+        return next(one.value for family in families for one in family.samples if one.name == f"penstock_{name}")
+
+    first = log.transactions(f"{run_id}.writer")
+    assert [counted(name) for name in ("fenced", "rebalances", "transaction_retries")] == [0, 0, 0]
+    second = log.transactions(f"{run_id}.writer")
+    with pytest.raises(Fenced):
+        first.commit([outgoing(topic, b"late")])
+    assert (counted("fenced"), counted("transaction_retries") >= 1) == (1, True)
+    write(log, topic, [b"1", b"2", b"3"])
+    heard = Heard(log.member(f"{run_id}.group", [topic]))
+    deadline = time.monotonic() + WAIT_S
+    while counted("lag") != 3:
+        assert time.monotonic() < deadline
+    listen(heard, until=lambda: len(heard.records) == 3)
+    assert (counted("lag"), counted("rebalances") >= 1) == (0, True)
+    heard.member.close()
+    first.close()
+    second.close()
+    log.close()
+
+
+def test_a_clients_warning_is_a_dated_line_of_the_worker_and_its_repetitions_are_counted(
+    health: Health, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"now": 1000.0}
+    monkeypatch.setattr(client_log.time, "monotonic", lambda: clock["now"])
+    end = client_log.pass_on_warnings(lambda text, level: health.reporter.say(text, level=level))
+    kafka = logging.getLogger("kafka.net.manager")
+    for attempt in range(3):
+        kafka.warning("Connection %d failed:\n%s", attempt, "ECONNREFUSED")
+    kafka.info("nothing to mind")
+    clock["now"] += client_log.EVERY_S
+    kafka.warning("Connection %d failed:\n%s", 4, "ECONNREFUSED")
+    end()
+    kafka.warning("nobody hears this")
+    first, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+ WARNING r scorer-0: kafka.net.manager: Connection 0 failed: ECONNREFUSED", first)
+    assert last.endswith("Connection 4 failed: ECONNREFUSED (2 more like it meanwhile)")
 
 
 def test_without_a_port_nothing_listens_and_a_wrong_or_taken_one_is_an_error_of_one_line(

@@ -88,6 +88,16 @@ def test_a_late_joiner_decodes_as_many_records_as_an_early_one_and_knows_the_sam
     assert joined(published.log).closed is not None
 
 
+def test_who_follows_a_run_keeps_the_manifests_of_two_anchors_however_many_versions_there_are(published: Published) -> None:
+    follower = LedgerFollower(published.log, RUN)
+    for version in (100, 200):
+        published.up_to(version)
+        follower.catch_up()
+        assert follower.state.newest_version == version
+        assert len(follower.state.manifests) <= 1 + 2 * ANCHOR_EVERY
+    follower.close()
+
+
 def test_foreign_records_at_the_end_are_not_taken_for_the_run(published: Published) -> None:
     published.up_to(60)
     manifest = published.writer.state.manifests[60]

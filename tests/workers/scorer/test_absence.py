@@ -11,8 +11,8 @@ from penstock.infra.log import Records
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import presence, rules
-from penstock.pipeline.scheduling.presence import SILENT_S, Presence, WorkingClock
-from penstock.topics import groups
+from penstock.pipeline.scheduling.presence import SILENT_S, Presence, WorkingClock, hear
+from penstock.topics import groups, metrics
 from penstock.workers.feeder.admission import Admission
 from penstock.workers.scorer.worker import Scorer
 from tests.support.a_run import Teller
@@ -67,11 +67,13 @@ def test_a_group_is_not_abandoned_however_long_the_rollout_workers_are_away(monk
     owners, slots = away.feeder.presence.owners, away.feeder.presence.slots
     assert rules.choose_partition(unfinished=[0] * PARTITIONS, slots=slots, owners=owners) is None  # nobody to admit for
     away.passes(0.1, reporting=True)
+    assert away.scorer.session.reporter.values["oldest_open_s"] > 60, "its alarm is for a person to set"
     filled(away.log, RUN, topics=("rollouts",))
     for _ in range(30):
         away.scorer.turn()
         away.pool.end(0)
     assert away.ended() == {"scored": 12}
+    assert away.scorer.session.reporter.values["oldest_open_s"] == 0
 
 
 def test_the_clock_of_a_group_runs_while_its_partitions_owner_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +98,27 @@ def test_an_owner_lasts_as_long_as_its_reports_and_a_final_one_ends_it_at_once()
     assert known.owners == [None, "b", None]
     known.heard("b", [], slots=4)
     assert known.owners == [None, None, None]
+
+
+def says(known: Presence, incarnation: str, owned: str, kind: Any = "status") -> None:
+    """A report of one of the processes named rollout-0."""
+    report = Teller(RUN).measured_by("rollout-0", kind, incarnation=incarnation, labels={"partitions": owned})
+    hear(known, metrics.decode(report.value))
+
+
+def test_two_workers_of_one_name_keep_their_partitions_and_each_is_forgotten_when_it_ends() -> None:
+    known = Presence(4)
+    for _ in range(3):
+        says(known, "here", "0,1")
+        says(known, "there", "2,3")
+        assert None not in known.owners
+        known.now_s += SILENT_S / 2
+    assert len(set(known.owners)) == 2
+    says(known, "here", "0,1", kind="final")
+    assert [owner is None for owner in known.owners] == [True, True, False, False]
+    known.now_s += SILENT_S + 1  # killed: it has said nothing of its end
+    says(known, "again", "2")
+    assert [owner is None for owner in known.owners] == [True, True, False, True]
 
 
 class WithoutPrompts(Impatient):

@@ -16,6 +16,7 @@ from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import ChildPool
 from penstock.pipeline.envs.reward_child import CHILD, spec
+from penstock.workers.scorer import worker
 from penstock.workers.scorer.worker import Scorer
 from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
 
@@ -54,6 +55,48 @@ def test_wherever_scorers_move_while_rewards_run_every_group_ends_once(moves: li
             scorer.turn()
             pool.end(0)
     assert outcomes(log, run) == Counter(range(GROUPS))
+
+
+@pytest.mark.parametrize(("limit", "value", "sizes"), [("WRITE_GROUPS", 2, [2] * 5), ("WRITE_BYTES", 1, [1] * 10)])
+def test_groups_that_ended_together_are_written_in_transactions_of_limited_size(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int, sizes: list[int]
+) -> None:
+    log, run, pool, written = MemoryLog(), "many", HeldPool(), list[int]()
+    monkeypatch.setattr(worker, limit, value)
+    filled(log, run, count=10)
+    scorer = scorer_of(log, run, 0, pool, config_of())
+    scorer.member = Impatient(scorer.member)  # type: ignore[assignment]
+    commit = scorer.transactions.commit
+
+    def noted(records: Any, **more: Any) -> Any:
+        written.append(len({record.key for record in records}))
+        return commit(records, **more)
+
+    monkeypatch.setattr(scorer.transactions, "commit", noted)
+    scorer.turn()
+    for _ in range(10):
+        pool.end(0)
+    scorer.turn()
+    assert written == sizes
+    assert outcomes(log, run) == Counter(range(10))
+
+
+def test_a_new_owner_begins_with_the_outcomes_that_are_kept() -> None:
+    log, run, old_pool, new_pool = MemoryLog(), "deleted", HeldPool(), HeldPool()
+    filled(log, run)
+    old = scorer_of(log, run, 0, old_pool, config_of())
+    old.turn()
+    for group in (8, 0):  # its note says that outcomes are to be read from that of group 8 on
+        old_pool.end([number for _, _, number in old_pool.held].index(group))
+        old.turn()
+    old.member.close()
+    place = (f"{run}.groups", 0)
+    log.delete_records({place: log.end_offsets([place])[place]})
+    new = scorer_of(log, run, 1, new_pool, config_of())
+    for _ in range(2 * GROUPS):
+        new.turn()
+        new_pool.end(0)
+    assert outcomes(log, run) == Counter(range(1, GROUPS))
 
 
 def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:

@@ -64,8 +64,9 @@ def test_tensorboard_reads_back_every_point_also_after_a_restart() -> None:
 
 
 def test_weights_and_biases_gets_every_point_without_a_network() -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     directory, lines = told_and_tracked(wandb={"enabled": True, "mode": "offline"})
+    wandb.teardown()  # as at a tracker's end: the library's process may still be writing after a run's end
     (file,) = (directory / "wandb").glob("offline-run-*/run-numbers.wandb")
     rows = history(file.read_bytes())
     wanted = points_of(lines)

@@ -341,6 +341,9 @@ def test_a_run_followed_by_three_trackers_is_one_mlflow_run_without_double_point
     assert [(step, value) for step, _, value in history("reward")] == [(step, pytest.approx(step / 4)) for step in range(STEPS)]
     assert [step for step, _, _ in history("eval/greedy_accuracy")] == [0, STEPS]
     assert run.data.params["schedule.prompts_per_step"] == "2"
+    assert run.data.params["algorithm.clip_high"] == "0.2"
+    assert "None" not in run.data.params.values()
+    assert not {"eval/n", "eval/samples"} & set(run.data.metrics)
     assert not [name for name in run.data.params if "security" in name]
     assert run.data.tags["penstock.git"] == "abc123"
     artifacts = tmp_path / "state" / "mlartifacts"
@@ -355,12 +358,12 @@ def test_a_closed_run_that_is_tracked_once_more_gets_nothing_twice(log: MemoryLo
     write(log, told()[1])
     follow(log)
     _, history = mlflow_points()
-    before = [history(key) for key in ("train/loss", "reward", "worker/trainer/cpu_s")]
+    before = [history(key) for key in ("train/loss", "reward", "system/trainer/cpu_s")]
     assert all(before)
     follow(log)
     runs, history = mlflow_points()
     assert len(runs) == 1
-    assert [history(key) for key in ("train/loss", "reward", "worker/trainer/cpu_s")] == before
+    assert [history(key) for key in ("train/loss", "reward", "system/trainer/cpu_s")] == before
 
 
 def test_a_server_that_does_not_answer_costs_one_line_and_a_limited_time(

@@ -19,7 +19,6 @@ from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group
-from penstock.workers.trainer import resume_mark
 from penstock.workers.trainer.resume_mark import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.crew import Crew, complete, config_of
@@ -77,14 +76,6 @@ KINDS: dict[str, tuple[dict[str, dict[str, Any]], list[Group]]] = {
 }
 
 
-@pytest.fixture(params=["short ledger", "long ledger"])
-def ledger(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long one is read from its end, a short one whole."""
-    if request.param == "long ledger":
-        monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0)
-
-
-@pytest.mark.usefixtures("ledger")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_killed_at_or_after_a_checkpoint_ends_in_the_same_run(run_id, log, tiny_model, tmp_path: Path, kind: str):
     sections, found = KINDS[kind]
@@ -107,7 +98,6 @@ def spoil(directory: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.usefixtures("ledger")
 @pytest.mark.parametrize(("spoilt", "start"), [((4,), 2), ((4, 2), 0)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_or_the_whole_log_is_used(
     run_id, log, tiny_model, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoilt: tuple[int, ...], start: int

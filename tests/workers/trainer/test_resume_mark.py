@@ -15,12 +15,10 @@ from penstock.infra.memory.readers import MemoryTail
 from penstock.pipeline.scheduling.schedule import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
-from penstock.topics.wire.record import Record
-from penstock.workers.trainer import resume_mark
+from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.trainer.resume_mark import Places, ResumeMark, mark_of, read_resumed
-from tests.support.crew import Crew
-from tests.support.deaths import dying_at
-from tests.support.trainer_alone import config_for, group_of, trained, written
+from tests.support.crew import Crew, records_of
+from tests.support.trainer_alone import config_for, group_of, killed, trained, write_groups, written
 
 OUTCOMES = ("scored", "filtered", "failed", "abandoned")
 
@@ -63,19 +61,19 @@ def test_a_selector_that_resumes_hands_out_the_same_groups_and_counts_the_same_d
     assert len(first.outcomes) <= 12 - first.below
 
 
-def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
     outcomes, too_old = {3: "filtered", 6: "failed", 9: "filtered"}, (8, 11)
     mixed = [group_of(number, version=0 if number in too_old else 6, outcome=outcomes.get(number, "scored")) for number in range(30)]
     log, config = MemoryLog(), config_for(tiny_model, tmp_path, schedule={"max_lag": 1}, trainer={"checkpoint_dir": str(tmp_path)})
     written(log, "whole", config, mixed)
     plain = trained(log, "whole")
     assert plain["stale"], "the test wants stale groups, too"
-    monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0)
     for number, deaths in enumerate((["ledger.step.after:5"], ["ledger.stale.after:1", "ledger.step.before:2"], ["checkpoint.some:2"])):
         written(log, f"end-{number}", config, mixed)
         assert trained(log, f"end-{number}", *deaths) == plain
+    step = next(record for record in records_of(log, "end-0.ledger") if record.key == b"step")
+    repeated = Outgoing(topic=step.topic, partition=0, key=step.key, headers=step.headers, value=step.value)
+    log.producer().send(repeated)  # as a broker may, and a stranger
     resumed = read_resumed(log, "end-0", saved=[6, 4])
     assert resumed.mark is not None
     assert resumed.past.first_step == 4
@@ -107,18 +105,11 @@ class NotingLog(MemoryLog):
         return tail
 
 
-@pytest.mark.parametrize("marks", [True, False])
-def test_a_restarted_trainer_reads_the_groups_from_the_first_that_has_not_ended(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, marks: bool
-) -> None:
-    monkeypatch.setattr(resume_mark, "WHOLE_BELOW", 0 if marks else 512)
+def test_a_restarted_trainer_reads_the_groups_from_the_first_that_has_not_ended(tiny_model: Path, tmp_path: Path) -> None:
     log, run = NotingLog(), "noted"
     config = config_for(tiny_model, tmp_path, trainer={"checkpoint_dir": str(tmp_path)})
     written(log, run, config, [group_of(number, version=6, outcome="filtered" if number == 4 else "scored") for number in range(16)])
-    with Crew(log, run) as crew, dying_at("ledger.step.after:5") as dead:
-        crew.start("trainer")
-        crew.wait(dead.is_set)
-        crew.abandon("trainer")
+    killed(log, run, "ledger.step.after:5")
     assert len(log.given) == 16
     log.begins.clear()
     log.given.clear()
@@ -126,7 +117,28 @@ def test_a_restarted_trainer_reads_the_groups_from_the_first_that_has_not_ended(
     # Group n stands in partition n % 2 at n // 2; ten were trained in five steps and one was filtered: the first of the others is 11.
     begins = [begin for tail in log.begins for (topic, _), begin in sorted(tail.items()) if topic == f"{run}.groups"]
     read = sorted(int(record.key or b"") for record in log.given)
-    assert (begins, read) == (([6, 5], list(range(11, 16))) if marks else (["earliest"] * 2, list(range(16))))
+    assert (begins, read) == ([6, 5], list(range(11, 16)))
+
+
+@pytest.mark.usefixtures("checkpoints_at_once")
+@pytest.mark.parametrize("fault", ["ledger.step.after:5", "checkpoint.renamed:2", None])
+def test_a_trainer_needs_no_group_that_ended_before_its_newest_checkpoint(tiny_model: Path, tmp_path: Path, fault: str | None) -> None:
+    every = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2 if fault else 50}
+    log, config = MemoryLog(), config_for(tiny_model, tmp_path, trainer=every)
+    mixed = [group_of(number, version=6, outcome="filtered" if number in (3, 6) else "scored") for number in range(14)]
+    written(log, "whole", config, mixed)
+    plain = trained(log, "whole")
+    written(log, "short", config, mixed[: 12 if fault else 10])
+    if fault is None:  # an orderly stop, which writes a checkpoint
+        with Crew(log, "short") as crew:
+            crew.start("trainer")
+            crew.wait(lambda: crew.report()["steps"] == 4)
+    else:
+        killed(log, "short", fault)
+    write_groups(log, "short", mixed[12 if fault else 10 :], partitions=2)
+    # Group n stands in partition n % 2 at n // 2: with the two that were filtered, four steps took ten.
+    log.delete_records({("short.groups", 0): 5, ("short.groups", 1): 5})
+    assert {**trained(log, "short"), "groups": plain["groups"]} == plain
 
 
 def test_details_that_are_no_mark_are_passed_over() -> None:

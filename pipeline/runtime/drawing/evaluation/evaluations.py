@@ -11,13 +11,12 @@ from penstock.infra.engines.base import Engine
 from penstock.infra.errors import RecordMissing
 from penstock.pipeline.runtime.drawing.evaluation.accuracy import EarlyStopping, due
 from penstock.pipeline.runtime.drawing.evaluation.evaluator import Evaluator
-from penstock.pipeline.runtime.ledger_follower import LedgerFollower
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
 from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
-
-READ_LIMIT_S = 120.0
 
 
 @dataclass(slots=True)
@@ -34,7 +33,8 @@ class Evaluations:
     def open(cls, session: Session, engine: Engine, *, meanwhile: Callable[[], None]) -> "Evaluations":
         """Go on after what was evaluated before; `meanwhile` is called between two decode steps."""
         held = session.config.eval
-        follower, stopping = LedgerFollower(session.log, session.run), EarlyStopping(held.target, held.patience)
+        every_version = LedgerState(session.run)  # those that are due may be far behind the newest
+        follower, stopping = LedgerFollower(session.log, session.run, every_version), EarlyStopping(held.target, held.patience)
         found = cls(session, follower, Evaluator.open(session, engine, meanwhile=meanwhile), stopping, set())
         found.read_done()
         return found
@@ -52,8 +52,7 @@ class Evaluations:
 
     def read_done(self) -> None:
         """Learn which versions were evaluated, by whomever; each counts once for early stopping."""
-        tail = self.session.log.tail({(self.session.topic("metrics"), 0): "earliest"})
-        for record in tail.read_to_end(READ_LIMIT_S):
+        for record in scan(self.session.log, self.session.topic("metrics")):
             try:
                 measurement = metrics.read(record, run=self.session.run)[1]
             except Unusable:
@@ -62,7 +61,6 @@ class Evaluations:
             if measurement.kind == "eval" and version is not None and version not in self.done:
                 self.done.add(version)
                 self.stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
-        tail.close()
 
     def make(self, version: int) -> None:
         """Evaluate a version and publish its measures; none where its weights were deleted, or the worker is stopped meanwhile."""

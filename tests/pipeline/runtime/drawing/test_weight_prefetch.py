@@ -65,6 +65,21 @@ def test_a_joiner_reads_the_newest_anchor_and_the_deltas_after_it_and_nothing_ol
     joiner.close()
 
 
+def test_who_waits_for_a_version_hears_of_it_as_soon_as_it_is_here(published: Publishing, monkeypatch: pytest.MonkeyPatch) -> None:
+    published.version(0)
+    prefetch = WeightPrefetch(published.log, RUN)
+    wait_for(prefetch, 0)
+    monkeypatch.setattr(weight_prefetch, "_POLL_S", 2 * LIMIT_S)
+    published.version(1)
+    wait_for(prefetch, 1)  # from here on it polls for longer than this test waits
+    prefetch.wait(0.0)
+    published.version(2)
+    assert prefetch._changed.wait(LIMIT_S)
+    assert prefetch.version == 2
+    published.writer.write("run-closed", step=0, details='{"status": "stopped", "reason": ""}')
+    prefetch.close()
+
+
 def test_a_version_that_is_lost_leaves_the_worker_with_the_one_it_has_until_it_is_published_again(
     published: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
