@@ -113,7 +113,8 @@ def _root(
 def console() -> int:
     """The console script: run the command of this process's arguments and return the exit status."""
     status = main()
-    gc.freeze()  # otherwise the interpreter's end goes through every object of the libraries
+    if "duckdb" not in sys.modules:  # which lists on stderr whatever of its own is not collected at the end
+        gc.freeze()  # otherwise the interpreter's end goes through every object of the libraries
     return status
 
 
@@ -163,7 +164,7 @@ def explain(error: Exception) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "penstock"
         said = _line(error.format_message())
-        return f"{said}{_meant(said)} (see `{where} --help`)" if said else "", error.exit_code
+        return f"{_meant(said)} (see `{where} --help`)" if said else "", error.exit_code
     from penstock.pipeline.config.load import ConfigError
 
     if isinstance(error, ConfigError):
@@ -178,9 +179,9 @@ def explain(error: Exception) -> tuple[str, int]:
 
 
 def _meant(said: str) -> str:
-    """What a command is here that a person knows by another name."""
-    found = re.fullmatch(r"No such command '(.+)'\.", said)
-    return f" That is `penstock {MEANT[found[1]]}`." if found and found[1] in MEANT else ""
+    """The message, for a command that others have under another name with its name here instead of one that is spelled alike."""
+    found = re.match(r"No such command '(.+?)'\.", said)
+    return f"{found[0]} That is `penstock {MEANT[found[1]]}`." if found and found[1] in MEANT else said
 
 
 def _line(error: object) -> str:

@@ -1,6 +1,8 @@
 """`penstock sql`: queries a run in SQL. The rule: a query changes nothing and opens no file but the named export."""
 
+import shutil
 import sys
+import textwrap
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -57,8 +59,10 @@ def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
     if json:
         emit({view: dict(columns) for view, columns in tables.items()})
         return
+    width = shutil.get_terminal_size().columns
     for view, columns in tables.items():
-        print(f"{view}: " + ", ".join(f"{name} {kind if len(kind) <= SHOWN else kind.split('(')[0] + '(…)'}" for name, kind in columns))
+        kinds = (f"{name} {kind if len(kind) <= SHOWN else kind.split('(')[0] + '(…)'}" for name, kind in columns)
+        print("\n".join(textwrap.wrap(f"{view}: {', '.join(kinds)}", width, subsequent_indent="  ", break_on_hyphens=False)))
 
 
 def _print_csv(table: "pa.Table") -> None:

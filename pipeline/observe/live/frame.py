@@ -29,7 +29,10 @@ GONE_S, PATIENCE_S = 60.0, 20.0
 """A worker that was not heard of for so long is gone; one that comes may be so much later than the others."""
 LASTING = ("starting", "loading", "training", "evaluating", "repeating", "writing")
 """How work begins to be called during which a worker reports nothing: the time it takes is said instead."""
-HEADER_LINES = 10
+HEADER_LINES = 12
+"""Lines beside the workers', with one that is folded."""
+FAILURES = 2
+"""Failed workers whose errors are shown in whole."""
 BORDER = 4
 """Columns that the panel takes."""
 WIDE, NARROW = 96, 72
@@ -53,13 +56,18 @@ def frame(
     `status` is what a launcher knows of a run that it has stopped before the log says so.
     """
     status = status or status_of(view)
-    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view), _health(view, outage_s=outage_s, narrow=width < WIDE)]
+    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view)]
+    parts += _held_out(view)
+    parts.append(_health(view, outage_s=outage_s, narrow=width < WIDE))
     found = wastes(view, last=RECENT_GROUPS)
     parts += [Text(str(waste), style="yellow") for waste in found]
     parts += [Text(one.line(width - BORDER), style="dim", no_wrap=True, overflow="ellipsis") for one in completions]
     absent = missing(view, now_s=now_s, silent=silent) if status in ("created", "running") else []
     parts += [Text(f"not here: {', '.join(absent)}", style="yellow")] if absent else []
-    rows = max(4, height - HEADER_LINES - 2 * len(found) - len(completions) - bool(absent))
+    errors = [f"{worker.worker} failed: {worker.labels['error']}" for worker in ordered(view) if worker.ended and "error" in worker.labels]
+    errors = errors[:FAILURES]
+    parts += [Text(error, style="red") for error in errors]
+    rows = max(4, height - HEADER_LINES - 2 * len(found) - len(completions) - bool(absent) - 2 * len(errors))
     parts += [Text(""), _workers(view, now_s=now_s, silent=silent, rows=rows, width=width)]
     chosen = config_of(view).get("schedule", {})
     sizes = " · ".join(f"{letter} {chosen[key]}" for letter, key in _SIZES if chosen.get(key) is not None)
@@ -169,12 +177,16 @@ def _learning(view: RunView) -> Text:
     else:
         curve = sparkline([view.rewards[version].mean for version in sorted(view.rewards)])
         text.append(f"{last_reward(view):.3f} ", style="bold").append(curve, style="green")
-    if view.evals:
-        version = max(view.evals)
-        values = view.evals[version].values
-        known = [told for name in ("greedy", "sampled") if (told := held_out(values, name)) is not None]
-        text.append("   eval ", style="dim").append(" ".join(known), style="bold").append(f" at version {version}", style="dim")
     return text
+
+
+def _held_out(view: RunView) -> list[Text]:
+    if not view.evals:
+        return []
+    version = max(view.evals)
+    values = view.evals[version].values
+    known = [told for name in ("greedy", "sampled") if (told := held_out(values, name)) is not None]
+    return [Text.assemble(("eval   ", "dim"), (" · ".join(known), "bold"), (f" at version {version}", "dim"))]
 
 
 def _episodes(view: RunView) -> list[str]:
@@ -200,7 +212,7 @@ def _health(view: RunView, *, outage_s: float, narrow: bool) -> Text:
     if engines["occupancy"]:
         parts.append(f"batch {engines['occupancy']:.0%} full")
     parts += _episodes(view)
-    text = Text(" · ".join(parts), no_wrap=True, overflow="ellipsis")
+    text = Text(" · ".join(parts))
     if slowest is not None:
         text.append("\n" if narrow else " · ").append(_named(slowest), style="bold").append(f" ({slowest.why})", style="dim")
     elif not has_ended(view):
@@ -231,7 +243,7 @@ def _workers(view: RunView, *, now_s: float, silent: Mapping[str, float], rows: 
 def _row(view: RunView, worker: WorkerView, *, now_s: float, silent_s: float) -> Sequence[RenderableType]:
     said = Text(doing(worker, now_s=now_s, silent_s=silent_s))
     if worker.ended:
-        said = Text("ended" if "error" not in worker.labels else f"failed: {worker.labels['error']}")
+        said = Text("ended" if "error" not in worker.labels else "failed")
     elif silent_s > SILENT_S and not said.plain.startswith((*LASTING, "stopping")):
         said = Text(f"silent for {silent_s:.0f} s", style="red")
     if (again := len(worker.incarnations) - 1 - resumptions(view)) > 0:

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.infra.mlflow.child_run import PARENT_TAG
 from penstock.infra.mlflow.tracking import Target
 from penstock.infra.paths import state_directory
-from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.observe.metrics.points import flatten
 from penstock.topics.runs import RunRecord
 
@@ -22,12 +22,12 @@ def target_of(
     config: Config,
     *,
     tags: Mapping[str, str],
-    params: Mapping[str, Any] | None = None,
+    changed: Config | None = None,
     data: Sequence[Mapping[str, Any]] = (),
 ) -> Target:
-    """The run's place in MLflow; its configuration, or another table, as parameters, and `data` as its data sets."""
+    """The run's place in MLflow; its configuration, or a `changed` one, as parameters, and `data` as its data sets."""
     state = state_directory()
-    chosen, table = config.mlflow, json.loads(record.config) if params is None else params
+    chosen = config.mlflow
     uri = chosen.tracking_uri or f"sqlite:///{state / 'mlflow.db'}"
     return Target(
         run=record.run,
@@ -35,12 +35,24 @@ def target_of(
         experiment=chosen.experiment,
         # A database has no place for files of its own: MLflow would take the working directory, whichever that is.
         artifacts=(state / "mlartifacts").as_uri() if uri.startswith("sqlite:") else None,
-        params=flatten(table),
+        params=flatten(settled(changed or config)),
         tags=tags,
         data=data,
         start_ms=record.created_ns // 1_000_000,
         over=record.status in ("finished", "failed"),
     )
+
+
+def settled(config: Config) -> dict[str, Any]:
+    """A run's keys, those that were left to its loss or its schedule with the values that these have.
+
+    Example:
+        settled(config)["schedule"]["max_lag"]  # -> 4, where only the mode "in_flight" is given
+    """
+    table: dict[str, Any] = json.loads(to_json(config))
+    for name, owner in (("algorithm", config), ("schedule", config.rules), ("kafka", config)):
+        table[name] = {key: getattr(owner, key, None) if value is None else value for key, value in table[name].items()}
+    return table
 
 
 def lineage(info: Mapping[str, Any]) -> dict[str, str]:

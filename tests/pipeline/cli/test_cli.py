@@ -234,8 +234,26 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 def test_a_command_of_another_name_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["resume", "latest"]) == USAGE
     assert "That is `penstock run --resume RUN`." in last_line(capsys)
+    assert cli.main(["ls"]) == USAGE
+    assert last_line(capsys) == "penstock: No such command 'ls'. That is `penstock runs`. (see `penstock --help`)"
     for meant in app.MEANT.values():
         assert cli.main([*meant.split()[:1], "--help"]) == OK
+
+
+def test_the_list_of_views_fits_80_columns_and_ends_without_a_word_on_stderr() -> None:
+    console = "import sys; from penstock.pipeline.cli import console; sys.argv = ['penstock', 'sql', 'latest']; sys.exit(console())"
+    done = subprocess.run(
+        [sys.executable, "-c", console],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (OK, "")
+    assert "samples: group_id BIGINT" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_a_message_of_many_lines_becomes_one() -> None:

@@ -332,7 +332,7 @@ def test_a_tokenizer_that_is_not_the_runs_own_gives_no_texts(tmp_path: Path) -> 
     [
         ("step 12: 3 of 8 groups are here", "step N: N of N groups are here", "wait"),
         ("waiting for version 4", "waiting for version N", "wait"),
-        ("group 7 waits for a rollout worker with room", "group N waits for a rollout worker with room", "wait"),
+        ("group 7 waits for a free rollout worker", "group N waits for a free rollout worker", "wait"),
         ("loading version 4", "loading version N", "load"),
         ("training step 3", "training step N", "work"),
         ("", "starting", "load"),

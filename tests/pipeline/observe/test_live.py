@@ -69,6 +69,21 @@ def test_the_picture_fits_any_terminal(width: int) -> None:
     assert max(map(len, shown(view_of(told), width=width).splitlines())) <= width
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_reason_of_a_bottleneck_the_evaluation_and_the_error_of_a_failed_worker_are_never_cut(width: int) -> None:
+    teller, told = begun()
+    told.append(
+        teller.measured_by(
+            "evaluator", "eval", version=5, greedy_accuracy=0.75, sampled_accuracy=0.5, greedy_reward=0.9, sampled_reward=0.875
+        )
+    )
+    error = "reward /home/somebody/project/own_reward.py:number broke: ZeroDivisionError: division by zero (own_reward.py line 2)"
+    told.append(teller.measured_by("scorer-0", kind="final", labels={"status": "failed", "error": error}))
+    text = " ".join(" ".join(line.strip("│ ") for line in shown(view_of(told), width=width).splitlines()).split())
+    assert f"scorer-0 failed: {error}" in text
+    assert "greedy 0.900 (75% solved) · sampled 0.875 (50% solved) at version 5" in text
+
+
 def test_more_workers_than_lines_are_counted_not_shown() -> None:
     teller, told = begun()
     told += [teller.measured_by(f"rollout-{number}") for number in range(30)]

@@ -27,7 +27,7 @@ from tests.support.a_run import RUN, Teller, as_records
         ("step 4: 3 of 8 groups are here", "no_group"),
         ("training step 4", "busy"),
         ("waiting for new weights", "full_window"),
-        ("group 7 waits for a rollout worker with room", "no_room"),
+        ("group 7 waits for a free rollout worker", "no_room"),
         ("all prompts of the run are out", "done"),
         ("writing checkpoint of step 8", "save"),
     ],
