@@ -24,6 +24,9 @@ ALIASES = tuple(name for name in RAW if name not in TABLES)
 """Tables of `raw` that can be named without it."""
 _ASKING = {"SELECT", "EXPLAIN", "RELATION", "PRAGMA"}
 _WORD = re.compile(r"[A-Za-z_]+")
+_OURS = "select view_name as name from duckdb_views() where not internal and schema_name = 'main' and view_name[1] <> '_' order by 1"
+"""The answer to `show tables`, without what the views stand on."""
+_SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
 
 
 class Tables(Protocol):
@@ -100,7 +103,7 @@ def ask(tables: Tables, query: str) -> pa.Table:
             raise ValueError("one question at a time: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN")
         connection = _connect(tables, _named(query))
         try:
-            return connection.sql(query).to_arrow_table()
+            return connection.sql(_OURS if _SHOW.fullmatch(query) else query).to_arrow_table()
         finally:
             connection.close()
 

@@ -50,7 +50,8 @@ def create(
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})})
     info = {**(check_inputs(config, say=say) if checked is None else checked), **(about or {})}
     run = usable(run_id or new_id(config))
-    log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies)
+    for warning in log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies):
+        say(f"warning: {warning}")
     if find(log, run) is not None:
         raise ConfigError(f"run {run!r} exists already; choose another --run-id, or resume it")
     specs = topics_of(

@@ -90,7 +90,9 @@ def examine(*, bootstrap: str = "embedded", config: Config | None = None, import
         yield from _limits()
         yield _embedded()
     else:
-        yield _broker(bootstrap)
+        yield (broker := _broker(bootstrap))
+        if broker.level == "ok":
+            yield from _durability(bootstrap)
 
 
 def _needs() -> list[Package]:
@@ -302,6 +304,25 @@ def _embedded() -> Finding:
 
 def _broker(bootstrap: str) -> Finding:
     return _answers("broker", bootstrap, lambda: "check the address, or use --bootstrap embedded")
+
+
+def _durability(bootstrap: str) -> Iterator[Finding]:
+    from penstock.pipeline.config.services import KafkaSection
+    from penstock.pipeline.launch.broker_keeper import connect
+
+    try:
+        log = connect(KafkaSection(bootstrap=bootstrap), say=lambda _: None)
+        try:
+            found = log.weaknesses()
+        finally:
+            log.close()
+    except PenstockError as error:
+        yield Finding(name="durability", level="warn", found=str(error), do="credentials come from PENSTOCK_SECURITY")
+        return
+    for weakness in found:
+        yield Finding(name="durability", level="warn", found=weakness.found, do=weakness.do)
+    if not found:
+        yield Finding(name="durability", level="ok", found="no setting lets a lost broker take acknowledged records along")
 
 
 def _answers(name: str, bootstrap: str, do: Callable[[], str]) -> Finding:

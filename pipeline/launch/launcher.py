@@ -6,6 +6,7 @@ not help, or a person asks it to stop, it leaves the run so that `penstock run -
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -197,15 +198,25 @@ class Watching:
 
 
 def show_report(log: Log, run: str, *, json_out: bool) -> None:
-    """Print the report that the tracker wrote, or one made from the log if the tracker was given up before it wrote any."""
-    from penstock.pipeline.observe.report.summary import as_text, collect
+    """Print the report that the tracker wrote, or one made from the log if the tracker was given up before it wrote any.
 
-    directory = run_directory(run)
+    On a terminal it is as wide as that.
+    """
+    from rich.console import Console
+
+    from penstock.pipeline.observe.report.summary import as_text, collect, render
+
+    directory, on_terminal = run_directory(run), sys.stdout.isatty() and not json_out
     try:
-        print((directory / REPORTS[json_out]).read_text(encoding="utf-8"))
+        written = (directory / REPORTS[json_out or on_terminal]).read_text(encoding="utf-8")
+        report = json.loads(written) if on_terminal else {}
     except FileNotFoundError:
         report = collect(log, run)
-        print(json.dumps(report, indent=2) if json_out else as_text(report, directory=directory))
+        written = json.dumps(report, indent=2) if json_out else as_text(report, directory=directory)
+    if on_terminal:
+        Console().print(render(report, directory=directory))
+    else:
+        print(written)
 
 
 def _given_up(failure: Failure, run: str, *, say: Say) -> str:

@@ -13,6 +13,8 @@ from penstock.pipeline.runtime.exit_status import BROKEN, HOPELESS
 HEALTHY_S = 10.0
 """A process that served for this long, while its run advanced, has made progress: its earlier deaths no longer count."""
 LONGEST_PAUSE_S = 30.0
+RECENT_S = 600.0
+"""How long a death makes the pauses longer: each restart of one worker halts all others of its role for a rebalance."""
 IDLE_SHARE = 0.05
 """CPU seconds per second: the client's own threads take less, work of any kind takes more."""
 
@@ -55,21 +57,26 @@ def failures_in_a_row(deaths: Sequence[Death]) -> int:
     return count
 
 
-def pause_s(failures: int) -> float:
-    """Pause before a restart after this many failures in a row: none after the first, then 1, 2, 4 ... 30 s.
+def pause_s(deaths: int) -> float:
+    """Pause before a restart after this many recent deaths: none after the first, then 1, 2, 4 ... 30 s.
 
     Example:
         [pause_s(n) for n in range(1, 8)]  # -> [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     """
-    return 0.0 if failures <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(failures - 2, 10))
+    return 0.0 if deaths <= 1 else min(LONGEST_PAUSE_S, 2.0 ** min(deaths - 2, 10))
+
+
+def recent(deaths: Sequence[Death]) -> int:
+    """Deaths in the ten minutes up to the last, whether or not there was progress between them; excused ones do not count."""
+    return sum(not death.excused and death.at_s > deaths[-1].at_s - RECENT_S for death in deaths)
 
 
 def decide(deaths: Sequence[Death], *, now_s: float, rules: Rules, reachable: bool = True) -> Decision:
     """Decide about a process whose newest death is the last of `deaths`; `reachable` is False while its broker is away."""
-    last, failures = deaths[-1], failures_in_a_row(deaths)
-    if last.status in (HOPELESS, BROKEN) or rules.restart == "never" or failures > rules.max_restarts:
+    last = deaths[-1]
+    if last.status in (HOPELESS, BROKEN) or rules.restart == "never" or failures_in_a_row(deaths) > rules.max_restarts:
         return "give-up"
-    return "start" if reachable and now_s - last.at_s >= pause_s(failures) else "wait"
+    return "start" if reachable and now_s - last.at_s >= pause_s(recent(deaths)) else "wait"
 
 
 def is_hung(*, silent_s: float, cpu_share: float | None, stall_s: float) -> bool:

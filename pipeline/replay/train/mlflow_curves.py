@@ -3,12 +3,10 @@
 The rule: its tags say what was changed and that the data is off-policy; a what-if that ends early is KILLED or FAILED, never RUNNING.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.infra.mlflow.child_run import ChildRun
-from penstock.pipeline.config.load import to_json
 from penstock.pipeline.learner.policy_trainer import Say
 from penstock.pipeline.observe.metrics.mlflow_target import target_of
 from penstock.pipeline.replay.recording import Recording
@@ -32,7 +30,7 @@ def child_run(recording: Recording, chosen: WhatIf, result: Alternative, *, want
         OFF_POLICY_TAG: OFF_POLICY,
         "mlflow.source.name": "penstock replay train",
     }
-    target = target_of(recording.record, recording.config, tags=tags, params=json.loads(to_json(chosen.config)))
+    target = target_of(recording.record, recording.config, tags=tags, changed=chosen.config)
     child = ChildRun(target, name=f"{recording.run} with {_short(chosen)}")
     result.mlflow_run_id = child.run_id
     where = f"child of {child.parent_id}" if child.parent_id else f"MLflow has no run of {recording.run}, so it stands alone"

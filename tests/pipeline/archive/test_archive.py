@@ -409,8 +409,13 @@ def test_the_commands_export_import_and_answer_with_tables_json_and_csv(
     assert json.loads(printed("-", "--json")) == [{"step": step, "groups": [2 * step + 1, 2 * step + 2]} for step in range(STEPS)]
     assert printed("select step, loss from steps limit 2", "--csv") == "step,loss\n0,1.0\n1,0.5\n"
     assert "0.3333" in printed("select loss from steps")
-    assert "samples: group_id BIGINT, sample BIGINT, step BIGINT, fate VARCHAR, prompt VARCHAR, answer VARCHAR" in printed()
+    assert "samples: group_id BIGINT, sample BIGINT, step BIGINT, fate VARCHAR, prompt VARCHAR, answer VARCHAR" in " ".join(
+        printed().split()
+    )
     assert printed("select nothing from steps").startswith("penstock: Binder Error")
+    listed = [row["name"] for row in json.loads(printed("show tables", "--json"))]
+    assert {"samples", "groups", "steps", "turns", "lag", "ledger"} <= set(listed)
+    assert not [name for name in listed if name.startswith("_")]
 
 
 def test_a_table_of_every_topic_is_named(tmp_path: Path) -> None:

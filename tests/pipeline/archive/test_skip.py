@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Producer
 
 from penstock.infra.errors import Damaged
 from penstock.infra.kafka.bulk import BulkReader
@@ -14,9 +15,9 @@ from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.source import Unreadable
 from penstock.pipeline.cli.app import app
 from penstock.pipeline.config.load import ConfigError
-from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
 from tests.support.a_run import Teller
-from tests.support.log_helpers import WAIT_S, outgoing
+from tests.support.log_helpers import WAIT_S, outgoing, write
 
 BATCHES, EACH = 5, 3
 DAMAGED = 2
@@ -84,6 +85,56 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
     assert taken == GOOD
     with pytest.raises(ConfigError, match="pass over rollouts/0 6 to 8 already"):
         skip(damaged, run_id, "rollouts", 0, first)
+
+
+def compressed(log: KafkaLog, topic: str, codec: str) -> None:
+    """Write a record, a batch of another program's that is compressed, and a record."""
+    write(log, topic, [b"before"])
+    foreign = Producer({"bootstrap.servers": log.bootstrap, "compression.type": codec, "linger.ms": 200})
+    for number in range(EACH):
+        foreign.produce(topic, value=b"%d" % number * 1000, partition=0)
+    foreign.flush(WAIT_S)
+    write(log, topic, [b"after"])
+
+
+@pytest.mark.parametrize(("codec", "package"), [("zstd", "zstandard"), ("lz4", "lz4"), ("snappy", "python-snappy")])
+def test_a_batch_that_is_compressed_in_a_way_nobody_can_read_is_passed_over_as_a_damaged_one(
+    broker: str, run_id: str, codec: str, package: str
+) -> None:
+    log, topic = KafkaLog(broker), f"{run_id}.rollouts"
+    specs = topics_of(run_id, partitions=1)
+    as_sent = TopicSpec(name=topic, partitions=1, configs={**specs[topic].configs, "compression.type": "producer"})
+    log.create_topics({**specs, topic: as_sent})
+    compressed(log, topic, codec)
+    with pytest.raises(
+        Damaged, match=f"compressed with {codec}: install {package} where workers run; or `penstock topics skip .*/0 at offset 1"
+    ):
+        values(log, run_id)
+    stretch, _ = skip(log, run_id, "rollouts", 0, 1)
+    assert stretch == range(1, 1 + EACH)
+    assert values(log, run_id) == [b"before", b"after"]
+    log.close()
+
+
+def test_what_another_program_compresses_can_be_read_all_the_same_and_what_inflates_without_end_is_refused(
+    broker: str, run_id: str
+) -> None:
+    log, topic = KafkaLog(broker), f"{run_id}.rollouts"
+    log.create_topics(topics_of(run_id, partitions=1))
+    compressed(log, topic, "zstd")
+    assert values(log, run_id) == [b"before", *(b"%d" % number * 1000 for number in range(EACH)), b"after"]
+    foreign, refused = Producer({"bootstrap.servers": broker, "compression.type": "zstd", "message.max.bytes": 200 << 20}), list[str]()
+    foreign.produce(topic, value=bytes(100 << 20), partition=0, on_delivery=lambda error, _: refused.append(error.name()))
+    foreign.flush(WAIT_S)
+    assert refused == ["MSG_SIZE_TOO_LARGE"]
+    log.close()
+
+
+def test_where_nothing_is_held_up_unblocking_says_so_in_a_line(damaged: KafkaLog, run_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in ([], ["--yes", "--abort"]):
+        with pytest.raises(SystemExit) as ended:
+            app(["topics", "unblock", run_id, "--bootstrap", damaged.bootstrap, *options])
+        assert (ended.value.code, capsys.readouterr().out) == (0, "nothing is held up\n")
 
 
 def test_what_can_be_read_and_what_a_run_cannot_do_without_is_not_passed_over(damaged: KafkaLog, run_id: str) -> None:

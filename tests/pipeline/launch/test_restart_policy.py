@@ -69,9 +69,26 @@ def test_an_excused_death_never_counts(deaths: list[Death]):
 
 def test_the_first_restart_is_at_once_and_the_pauses_double_up_to_half_a_minute():
     assert decide(in_a_row(1, status=-9), now_s=100.0, rules=Rules()) == "start"
-    assert [pause_s(failures) for failures in range(1, 9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [pause_s(deaths) for deaths in range(1, 9)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert decide(in_a_row(3), now_s=101.9, rules=Rules()) == "wait"
     assert decide(in_a_row(3), now_s=102.0, rules=Rules()) == "start"
+
+
+def test_a_worker_that_dies_every_fifteen_seconds_waits_ever_longer_although_the_run_moves_meanwhile():
+    deaths = [Death(at_s=15.0 * number, status=1, progress=True) for number in range(40)]
+    waits = [
+        next(pause for pause in range(60) if decide(deaths[:count], now_s=deaths[count - 1].at_s + pause, rules=Rules()) == "start")
+        for count in range(1, len(deaths) + 1)
+    ]
+    assert waits == [0, 1, 2, 4, 8, 16, *[30] * 34]
+
+
+def test_ten_quiet_minutes_and_a_broker_that_was_away_make_no_pause_longer():
+    def at(*seconds: float, excused: bool = False) -> list[Death]:
+        return [Death(at_s=second, status=-9, progress=True, excused=excused) for second in seconds]
+
+    assert decide([*at(0, 1, 2), *at(700)], now_s=700.0, rules=Rules()) == "start"
+    assert decide([*at(1, 2, 3, excused=True), *at(4)], now_s=4.0, rules=Rules()) == "start"
 
 
 def test_the_sixth_failure_in_a_row_is_the_last_by_default():

@@ -1,6 +1,7 @@
 """The report at the end of `penstock run`: the tracker's, or one from the log where the tracker left none."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,24 @@ import pytest
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.launch.launcher import show_report
+from penstock.pipeline.observe.report.summary import collect
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.a_run import RUN, Teller
 
 
-def test_a_run_without_the_trackers_report_is_reported_from_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+    """A finished run of two steps, whose folder is empty."""
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     log = MemoryLog()
     log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=8)})
     producer = log.producer()
     for outgoing in Teller(steps=2).whole():
         producer.send(outgoing)
+    return log
+
+
+def test_a_run_without_the_trackers_report_is_reported_from_its_log(log: MemoryLog, capsys: pytest.CaptureFixture[str]) -> None:
     show_report(log, RUN, json_out=True)
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     directory = run_directory(RUN)
@@ -28,3 +34,16 @@ def test_a_run_without_the_trackers_report_is_reported_from_its_log(
     (directory / "report.txt").write_text("the tracker's")
     show_report(log, RUN, json_out=False)
     assert capsys.readouterr().out == "the tracker's\n"
+
+
+def test_on_a_terminal_the_trackers_report_is_as_wide_as_that(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run_directory(RUN)
+    directory.mkdir(parents=True)
+    (directory / "report.json").write_text(json.dumps(collect(log, RUN)))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for width in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        show_report(log, RUN, json_out=False)
+        assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in capsys.readouterr().out.splitlines()) == width
