@@ -8,8 +8,10 @@ import argparse
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.infra.errors import BrokerError
@@ -19,6 +21,8 @@ KAFKA = "org.apache.kafka:kafka_2.13:4.3.1"
 LOGGING = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
 PINS = Path(__file__).with_name("jars.sha256")
 DOWNLOADS_AT_ONCE = 6
+RETRIES_S = (1.0, 4.0)
+"""Pauses between the tries for a jar."""
 
 
 def class_path(*, progress: Callable[[str], None], pins: Path = PINS, cache: Path | None = None) -> str:
@@ -63,7 +67,7 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
 
             def fetch(path: str) -> None:
                 *group, artifact, version, _ = path.split("/")
-                jar: Path = maven.project(".".join(group), artifact).at_version(version).artifact().resolve()
+                jar = _resolved(lambda: maven.project(".".join(group), artifact).at_version(version).artifact().resolve())
                 if _sha256(jar) != wanted[path]:
                     raise BrokerError(f"the downloaded {jar.name} is not the one pinned in {PINS.name}: check jgo's repositories")
                 (cache / path).parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +80,15 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
             f"cannot download Kafka's jars ({type(error).__name__}): connect to the network once, "
             "or set M2_REPO to a Maven cache that has them, or set kafka.bootstrap to a broker of yours"
         ) from error
+
+
+def _resolved(resolve: Callable[[], Path]) -> Path:
+    """A jar from its repository; one broken connection among sixty downloads is tried again."""
+    for pause_s in RETRIES_S:
+        with suppress(OSError):
+            return resolve()
+        time.sleep(pause_s)
+    return resolve()
 
 
 def _sha256(path: Path) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.engines.base import Completion
-from penstock.infra.engines.toy import ToyEngine
+from penstock.infra.engines.toy import ToyEngine, _Group
 from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.config.run_config import Config
 from penstock.topics import groups, rollouts
@@ -26,12 +26,17 @@ class SlowGroups(ToyEngine):
     """
 
     def step(self) -> list[Completion]:
-        for group in self.in_hand():
-            began = group.oldest_version
-            if group.group in SLOW_GROUPS and began is not None and self.version < began + min(group.tokens // 2, 2):
+        held = [group for group in self._drawing if self._waits(group)]
+        self._drawing = [group for group in self._drawing if group not in held]
+        try:  # the others go on: both slow groups could wait for versions that only the groups beside them can bring
+            if not self._drawing:
                 time.sleep(TOY["toy_delay_s"])
-                return []
-        return super().step()
+            return super().step()
+        finally:
+            self._drawing += held
+
+    def _waits(self, group: _Group) -> bool:
+        return group.request.group in SLOW_GROUPS and group.steps > 0 and self.version < group.spans[0].version + min(group.tokens // 2, 2)
 
 
 def config_in_flight(model: Path, directory: Path, **sections: Any) -> Config:

@@ -5,6 +5,7 @@ import http.server
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,20 @@ def test_a_fetched_jar_that_differs_from_its_pin_never_enters_the_cache(pins: Pa
         jars.class_path(progress=print, pins=pins, cache=tmp_path / "cache")
     assert one_line(caught, ".jar", "jars.sha256")
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(("broken", "fetched"), [(2, True), (3, False)])
+def test_a_download_that_breaks_off_is_tried_twice_again(broken: int, fetched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jars, "RETRIES_S", (0.0, 0.0))
+    answers = iter([ConnectionError("no name")] * broken)
+
+    def resolve() -> Path:
+        for error in answers:
+            raise error
+        return tmp_path
+
+    with nullcontext() if fetched else pytest.raises(ConnectionError, match="no name"):
+        assert jars._resolved(resolve) == tmp_path
 
 
 @pytest.mark.parametrize("choice", ["system", "bundled", ""])
