@@ -91,9 +91,7 @@ def test_a_fetched_jar_that_differs_from_its_pin_never_enters_the_cache(pins: Pa
 
 
 @pytest.mark.parametrize(("breaks", "fetched"), [(2, True), (3, False)])
-def test_a_download_that_breaks_off_is_tried_twice_more(
-    broken: int, fetched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_breaks_off_is_tried_twice_more(breaks: int, fetched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jars, "RETRIES_S", (0.0, 0.0))
     answers = iter([ConnectionError("no name")] * breaks)
 
