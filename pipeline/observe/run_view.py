@@ -34,6 +34,8 @@ KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
 """How many of the newest a view keeps that forgets; as many again may come before it does."""
 WORK = ("samples", "calls", "groups", "admitted", "step")
 """Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
+REWARD_ERRORS = 20
+"""Kinds of errors of rewards that are told apart."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
 Also = Callable[[Folded | None, Record], None]
@@ -65,6 +67,8 @@ class RunView:
     """The first evaluation of each version."""
     dead_letters: dict[tuple[str, int, int], str] = field(default_factory=dict)
     """Place of the refused record -> kind."""
+    reward_errors: Counter[str] = field(default_factory=Counter)
+    """Why rewards could not be computed -> groups."""
     duplicates: Counter[str] = field(default_factory=Counter)
     """Records that were ignored because an earlier one says the same, by topic."""
     mlflow: dict[str, str] = field(default_factory=dict)
@@ -202,6 +206,9 @@ class RunView:
         if place in self.dead_letters:
             return None
         self.dead_letters[place] = letter.kind
+        if letter.kind == "reward-failed":
+            error = letter.reason.partition(": ")[2]  # behind the group's number
+            self.reward_errors[error if error in self.reward_errors or len(self.reward_errors) < REWARD_ERRORS else "others"] += 1
         if letter.kind == "killer" and letter.topic.removeprefix(f"{self.run}.") in DECODED:
             self.killers.add(place)
         return letter

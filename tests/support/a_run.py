@@ -150,9 +150,9 @@ class Teller:
         plan = tuple(Planned(group=group, sha256="0" * 64, partition=0, offset=group) for group in members)
         return self.entry("step", step=step, version=step, plan=plan, metrics=found)
 
-    def letter(self, *, offset: int = 0, kind: str = "undecodable") -> Outgoing:
+    def letter(self, *, offset: int = 0, kind: str = "undecodable", reason: str = "not Arrow") -> Outgoing:
         record = Record(topic=f"{self.run}.groups", partition=0, offset=offset, timestamp_ms=0, key=None, headers=(), value=b"?")
-        found = dead_letters.from_record(record, kind=kind, reason="not Arrow", worker="trainer", time_ns=self._ns)
+        found = dead_letters.from_record(record, kind=kind, reason=reason, worker="trainer", time_ns=self._ns)
         return self._out("dead-letters", b"x", dead_letters.headers(found, run=self.run), dead_letters.encode(found))
 
     def whole(self) -> Iterator[Outgoing]:

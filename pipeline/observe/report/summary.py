@@ -261,6 +261,7 @@ def _dead_letters(view: RunView) -> dict[str, Any]:
         "total": len(kinds),
         "by_kind": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "by_topic": {topic: topics.count(topic) for topic in sorted(set(topics))},
+        "reward_errors": dict(view.reward_errors.most_common(3)),
     }
 
 

@@ -150,6 +150,7 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         *([("episodes", Text(episodes_line(report["episodes"])))] if report.get("episodes") else []),
         *([("rewards", Text(scoring_line(report["scoring"])))] if report.get("scoring") else []),
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
+        *[("", Text(f"{count:,} x {error}", style="yellow")) for error, count in letters.get("reward_errors", {}).items()],
     ]
     if rebased := report["rebased"]:
         lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.pipeline.observe.report.summary import as_text, summarise
 from penstock.pipeline.observe.report.text import BARS, duration, sparkline
 from penstock.pipeline.observe.run_status import tenth
-from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view import REWARD_ERRORS, RunView
 from penstock.topics.wire.record import Outgoing
 from tests.support.a_run import RUN, Teller, as_records
 
@@ -176,8 +176,24 @@ def test_what_was_refused_is_counted_once_and_by_kind() -> None:
     teller = Teller(steps=2)
     told = [*teller.whole(), teller.letter(offset=1), teller.letter(offset=1), teller.letter(offset=2, kind="foreign-run")]
     found = report_of(told)
-    assert found["dead_letters"] == {"total": 2, "by_kind": {"foreign-run": 1, "undecodable": 1}, "by_topic": {"groups": 2}}
+    counts = {"total": 2, "by_kind": {"foreign-run": 1, "undecodable": 1}, "by_topic": {"groups": 2}}
+    assert found["dead_letters"] == counts | {"reward_errors": {}}
     assert found["duplicates"] == 1
+
+
+def test_the_commonest_errors_of_the_reward_are_said_with_their_number() -> None:
+    teller, error = Teller(steps=2), "ZeroDivisionError: division by zero (rew.py line 3)"
+    reasons = ["KeyError: 'x' (rew.py line 9)", error, error]
+    letters = [teller.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: {reason}") for n, reason in enumerate(reasons)]
+    found = report_of([*teller.whole(), *letters])
+    assert list(found["dead_letters"]["reward_errors"].items()) == [(error, 2), (reasons[0], 1)]
+    assert f"2 x {error}" in as_text(found)
+
+
+def test_errors_that_name_something_new_each_time_are_told_apart_up_to_a_number() -> None:
+    teller = Teller(steps=2)
+    letters = [teller.letter(offset=n, kind="reward-failed", reason=f"reward of group {n}: no row {n}") for n in range(2 * REWARD_ERRORS)]
+    assert report_of([*teller.whole(), *letters])["dead_letters"]["reward_errors"]["others"] == REWARD_ERRORS
 
 
 def test_a_stale_group_is_stale_although_it_was_scored() -> None:
