@@ -2,7 +2,8 @@
 
 The trainer is a process of its own with a model of the shapes of Qwen2.5-0.5B in bfloat16. Steps of some ten seconds, forward and backward
 passes by PyTorch, alternate: one alone, one during which a version is published. Its stall is what the second takes longer, and the copy of
-the weights before it. Memory is the peak of the resident set (`VmHWM`) over what the process held before.
+the weights before it. Memory is the peak of the resident set (`VmHWM`): the trainer's over that of its steps alone, the reader's over what
+it held before.
 """
 
 import multiprocessing
@@ -51,12 +52,14 @@ def trainer(bootstrap: str, run: str, partitions: int, layers: int, changed: flo
         return time.perf_counter() - began
 
     step(1)
+    _forget_peak()
     passes = max(1, round(STEP_S / step(1)))
+    alone = _resident("VmHWM")
     log, manifests = KafkaLog(bootstrap), dict[int, Manifest]()
     publisher = WeightPublisher(log, run, WeightsSection(anchor_every=2), partitions)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     stalls: dict[str, list[float]] = {"full": [], "delta": []}
-    alone_s, held = [], _resident("VmRSS")
+    alone_s = []
     _forget_peak()
     for version in range(2 * rounds + 1):
         alone_s.append(step(passes))
@@ -78,7 +81,7 @@ def trainer(bootstrap: str, run: str, partitions: int, layers: int, changed: flo
     measured = {
         "step_s": statistics.median(alone_s),
         **{f"stall_{kind}_s": statistics.median(values) for kind, values in stalls.items()},
-        "trainer_bytes": float(peak - held - 2 * whole),
+        "trainer_bytes": float(peak - alone - 2 * whole),
     }
     return {"measured": measured, "manifests": manifests}
 

@@ -25,6 +25,8 @@ SILENCE_S = 60.0
 POLL_S = 0.2
 POLL_RECORDS = 8
 """Records taken at once: each may be as long as a chunk."""
+FETCH_BYTES = 1 << 20
+"""Asked of a partition at once: less than a chunk, so that an answer, and with it what lies in memory, is one chunk."""
 LOOK_AFTER_S = 1.0
 """After this long without a chunk it is asked whether the partitions still hold those that are missing."""
 EARLY_BYTES = 64 << 20
@@ -174,7 +176,7 @@ class ChunkReader:
         for partition, offset in sorted(left, reverse=True):  # the first chunk of each partition comes last
             starts[topic, partition] = offset
         if self._tail is None:
-            self._tail = self.log.tail(starts)
+            self._tail = self.log.tail(starts, fetch_bytes=FETCH_BYTES)
         elif moved := {at: offset for at, offset in starts.items() if not self._comes_to(self._tail, at, offset)}:
             self._tail.add(moved)
         self._followed |= {partition for _, partition in starts}
