@@ -172,8 +172,11 @@ class KafkaMember:
         try:
             offsets = private_api.fetch_committed(self._consumer, partitions, 2.0) if partitions else {}
             kept = self._consumer.beginning_offsets(partitions, timeout_ms=2000) if partitions else {}
-        except (errors.RetriableError, *edge.AWAY):
-            return  # the broker is away: try at the next turn
+        except (errors.RetriableError, KeyError, *edge.AWAY):  # KeyError: the client leaves out a partition that has no leader just now
+            # The broker is away, or a partition has another leader: the client would go on asking the old one, for the five minutes that
+            # metadata last, as nothing is fetched meanwhile. Try at the next turn.
+            private_api.ask_for_metadata(self._consumer)
+            return
         committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
         starts = self._start_at(committed) if self._start_at is not None else {}
         # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.

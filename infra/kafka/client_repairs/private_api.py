@@ -31,6 +31,11 @@ def ask_for_metadata_every(consumer: Any, backoff_ms: int) -> None:
     consumer._cluster.config["retry_backoff_ms"] = backoff_ms
 
 
+def ask_for_metadata(consumer: Any) -> None:
+    """Have the client ask for its topics' leaders anew, without waiting for the answer."""
+    consumer._cluster.request_update()
+
+
 def topic_id(consumer: Any, topic: str) -> str | None:
     """The id of a topic in the client's metadata, without asking the broker; None while they do not have it."""
     found = consumer._cluster.topic_id(topic)

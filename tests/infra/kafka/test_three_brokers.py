@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException, Producer
+from kafka import TopicPartition
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from penstock.infra.errors import LogError, Unrecoverable
+from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import FOLLOWING, Copies
 from penstock.pipeline.launch import doctor
 from penstock.pipeline.launch.stall_watchdog import unblock
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
-from tests.support.log_helpers import WAIT_S, outgoing
+from tests.support.log_helpers import WAIT_S, Heard, listen, outgoing
 from tests.support.three_brokers import NODES, ThreeBrokers
 
 LOSSY = Copies(replicas=2, in_sync=1, loss_allowed=True)
@@ -59,6 +62,30 @@ def coordinator(cluster: ThreeBrokers, transactional_id: str) -> int:
     with cluster.admin() as admin:
         (described,) = admin.describe_topics(["__transaction_state"])
     return cluster.leader("__transaction_state", (code & 0x7FFFFFFF) % len(described["partitions"]))
+
+
+def test_a_member_whose_partition_changes_its_leader_before_it_is_begun_finds_the_new_one(
+    cluster: ThreeBrokers, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic, fetch, moved = made(log, "moving"), private_api.fetch_committed, list[int]()
+    log.producer().send(outgoing(topic, b"first")).offset(WAIT_S)
+
+    def fetch_and_move(*arguments: Any) -> Any:
+        committed = fetch(*arguments)
+        if not moved:  # from now on what the client knows of the leader is out of date
+            moved.append(next(node for node in NODES if node != cluster.leader(topic, 0)))
+            with cluster.admin() as admin:
+                admin.alter_partition_reassignments({TopicPartition(topic, 0): moved})
+            cluster.wait(lambda: list(cluster.partition(topic, 0)["replica_nodes"]) == moved, f"{topic} is led by {moved[0]}")
+        return committed
+
+    monkeypatch.setattr(private_api, "fetch_committed", fetch_and_move)
+    heard = Heard(log.member("movers", [topic]))
+    try:
+        listen(heard, until=lambda: [record.value for record in heard.records] == [b"first"])
+    finally:
+        heard.member.close()
+    assert moved
 
 
 def test_an_election_that_loses_acknowledged_records_stops_their_writer_and_is_refused_unless_asked_for(
