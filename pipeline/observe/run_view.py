@@ -158,6 +158,8 @@ class RunView:
         worker = self.workers.setdefault(measurement.worker, WorkerView(worker=measurement.worker, role=measurement.role))
         before = [worker.total(name) for name in WORK]
         worker.add(measurement)
+        if measurement.role == "tracker" and measurement.kind == "final":  # it is the last to end
+            self.worked.stop(measurement.time_ns / 1e9)
         if measurement.kind == "eval" or [worker.total(name) for name in WORK] != before:
             self.moved_ms = max(self.moved_ms, record.timestamp_ms)
         if measurement.kind == "eval" and measurement.version is not None:

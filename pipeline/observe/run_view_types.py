@@ -4,7 +4,7 @@ The rule: plain values that add up; none of them knows where its records came fr
 """
 
 import functools
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +15,8 @@ from penstock.topics.metrics import Measurement
 
 PAUSE_S = 60.0
 """Workers report each second, and in long computations somebody still does: a longer silence of all is a pause."""
+SILENCE_S = 5.0
+"""Signs of life no farther apart than this are kept as one stretch: a stop that is heard of later can only be in a longer silence."""
 RATE_WINDOW = 10
 """Statuses, one a second, over which a worker's rates are taken."""
 
@@ -155,11 +157,14 @@ def _activity(labels: Mapping[str, str]) -> str:
 class WorkingTime:
     """The stretches in which a run was worked on, so that no clock counts a pause.
 
-    Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work.
+    Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work, unless
+    the run was stopped between them.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
-    """First and last moment of each stretch, in order."""
+    """First and last moment of each stretch without a silence of more than `SILENCE_S`, in order."""
+    stops: list[float] = field(default_factory=list)
+    """When the run was stopped, in order."""
 
     def add(self, moment_s: float) -> None:
         """Note a sign of life."""
@@ -167,11 +172,16 @@ class WorkingTime:
         if place and moment_s <= self.spans[place - 1][1]:
             return
         low = high = moment_s
-        if place < len(self.spans) and self.spans[place][0] - moment_s <= PAUSE_S:
+        if place < len(self.spans) and self.spans[place][0] - moment_s <= SILENCE_S:
             high = self.spans.pop(place)[1]
-        if place and moment_s - self.spans[place - 1][1] <= PAUSE_S:
+        if place and moment_s - self.spans[place - 1][1] <= SILENCE_S:
             low = self.spans.pop(place - 1)[0]
         insort(self.spans, (low, high))
+
+    def stop(self, moment_s: float) -> None:
+        """Note that the run was stopped: the silence after it is a pause, however short."""
+        if moment_s not in self.stops:
+            insort(self.stops, moment_s)
 
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
         """Seconds of work from one moment to another; None where one is not known.
@@ -181,13 +191,28 @@ class WorkingTime:
         """
         if first_s is None or last_s is None:
             return None
-        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self.spans)
+        return sum(max(0.0, min(high, last_s) - max(low, first_s)) for low, high in self._stretches())
 
     def until(self, now_s: float) -> float:
         """All seconds of work; up to `now_s`, if that is so soon after the last sign of life that there may still be some."""
         last = self.spans[-1][1] if self.spans else now_s
-        more = now_s - last if 0.0 < now_s - last <= PAUSE_S else 0.0
-        return sum(high - low for low, high in self.spans) + more
+        more = now_s - last if now_s > last and self._went_on(last, now_s) else 0.0
+        return sum(high - low for low, high in self._stretches()) + more
+
+    def _stretches(self) -> list[tuple[float, float]]:
+        """The spans, as one where there was work between them."""
+        joined: list[tuple[float, float]] = []
+        for low, high in self.spans:
+            if joined and self._went_on(joined[-1][1], low):
+                joined[-1] = (joined[-1][0], high)
+            else:
+                joined.append((low, high))
+        return joined
+
+    def _went_on(self, last_s: float, next_s: float) -> bool:
+        """Whether there was work between one sign of life and the next."""
+        stop = bisect_left(self.stops, last_s)
+        return next_s - last_s <= PAUSE_S and not (stop < len(self.stops) and self.stops[stop] < next_s)
 
 
 def together(tallies: Iterable[Tally]) -> Tally:

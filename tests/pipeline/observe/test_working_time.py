@@ -33,6 +33,17 @@ def test_what_is_under_way_counts_on_until_it_must_be_a_pause() -> None:
     assert worked.between(None, 20.0) is None
 
 
+@given(st.permutations([*(("sign", moment) for moment in (0.0, 2.0, 4.0, 30.0, 32.0, 60.0)), ("stop", 4.0)]))
+def test_a_pause_after_a_stop_is_none_of_the_work_however_short(told: list[tuple[str, float]]) -> None:
+    worked = WorkingTime()
+    for what, moment in told:
+        worked.add(moment) if what == "sign" else worked.stop(moment)
+    assert worked.between(0.0, 100.0) == 4.0 + 30.0
+    assert worked.until(70.0) == 4.0 + 30.0 + 10.0
+    worked.stop(60.0)
+    assert worked.until(70.0) == 4.0 + 30.0
+
+
 def test_start_training_and_end_add_up_to_the_time_of_a_run_that_was_paused_for_an_hour() -> None:
     teller = Teller(steps=4)
     told = [teller.record()]
