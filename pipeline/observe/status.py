@@ -14,6 +14,7 @@ from penstock.pipeline.observe.run_status import closing, config_of, fate_counts
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.reporting.time_uses import use_of
 from penstock.pipeline.runtime.roles import drawing
+from penstock.pipeline.scheduling.schedule import MODES
 
 WATCHED = ("ledger", "metrics", "groups", "prompts", "dead-letters")
 """Topics that `status` and the live view read: not the rollouts, which are most of a run's records."""
@@ -41,10 +42,12 @@ ADVICE = {
     "trainer": "give it more accelerators or threads, or larger micro-batches; more rollout workers gain nothing",
     "scorer": "raise scorer.workers or scorer.processes, or make the reward faster",
     "rollout": "start more rollout workers or raise rollout.concurrency",
-    "feeder": "raise rollout.slots, or look at what the feeder does with `penstock status`",
+    "feeder": "look at what the feeder does with `penstock status`",
     "turns": "let them overlap: schedule.mode = pipelined with steps_per_version > 1, or a mode with max_lag > 0",
 }
 """What to change for each bottleneck; `penstock plan --from-run` says how much another split would give."""
+OVERLAPPING = "have more on its way: raise rollout.slots, schedule.prompts_per_step or schedule.max_lag"
+"""What to change where rollout and training overlap already, and yet neither is busy."""
 
 
 def trainer_waiting_ratio(view: RunView, *, steps: int | None = RECENT_STEPS) -> float | None:
@@ -86,7 +89,15 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
         return _named("rollout", f"busy {generating:.0%}; the trainer waits {waiting:.0%}")
     if waiting >= MOSTLY and not whole and _lacks_prompts(view):
         return _named("feeder", f"rollout workers wait for prompts; the trainer waits {waiting:.0%}")
-    return _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+    found = _named("turns", f"rollout works {generating:.0%}, the trainer {1 - waiting:.0%} of the time")
+    return found._replace(advice=OVERLAPPING) if _overlap(view) else found
+
+
+def _overlap(view: RunView) -> bool:
+    """Whether the schedule lets rollout and training work at the same time."""
+    chosen = config_of(view).get("schedule", {})
+    allowed = chosen.get("max_lag")
+    return bool(MODES[chosen["mode"]].max_lag if allowed is None else allowed) if chosen.get("mode") in MODES else False
 
 
 def _slow_rewards(view: RunView) -> bool:
@@ -97,10 +108,10 @@ def _slow_rewards(view: RunView) -> bool:
 
 
 def _lacks_prompts(view: RunView) -> bool:
-    """Whether rollout workers wait for prompts although the window is not full."""
+    """Whether rollout workers wait for prompts although neither the window nor the workers' own places hold the feeder up."""
     doing = [(worker.role, worker.labels.get("doing", "")) for worker in view.workers.values() if not worker.ended]
-    full = any(role == "feeder" and use_of(text) in ("full_window", "done") for role, text in doing)
-    return not full and any((role, "waiting for prompts") in doing for role in drawing())
+    held_up = any(role == "feeder" and use_of(text) in ("full_window", "no_room", "done") for role, text in doing)
+    return not held_up and any((role, "waiting for prompts") in doing for role in drawing())
 
 
 def _named(who: str, why: str) -> Bottleneck:

@@ -11,6 +11,8 @@ from typing import Any
 NOISE = 2.0
 """Standard deviations of the differences between neighbouring points of the curve that a change must exceed."""
 LEAST_CHANGE = 0.01
+ADVICE_WITHOUT = {"advice": "more rollout workers would make it faster"}
+"""What is said where nothing tells which role the trainer waited for."""
 
 
 def verdict(report: Mapping[str, Any]) -> list[str]:
@@ -22,7 +24,8 @@ def verdict(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"{failed:,} groups failed, as their reward could not be computed; the dead letters hold the error.")
     waited = (report.get("time") or {}).get("trainer_waiting_ratio")
     if report["steps"] and waited is not None and waited > 0.6 and not report.get("waste"):
-        lines.append(f"The trainer waited {waited:.0%} of its time for samples: more rollout workers would make it faster.")
+        found = report.get("bottleneck") or ADVICE_WITHOUT
+        lines.append(f"The trainer waited {waited:.0%} of its time for samples: {found['advice']}.")
     return lines
 
 

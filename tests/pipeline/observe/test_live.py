@@ -1,6 +1,8 @@
 """The live view: what a person sees of a run, on a terminal and without one, and who is said to be the bottleneck."""
 
+import dataclasses
 import io
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -132,6 +134,29 @@ def test_nobody_is_missing_who_has_finished_or_while_workers_are_stopped() -> No
     stopped = teller.measured_by("feeder", "final", labels={"doing": "stopping", "status": "stopped"}, uptime_s=30.0)
     assert missing(view_of([*told, stopped]), now_s=teller.now_s + 5.0, silent={}) == []
     assert missing(view_of([*told, stopped]), now_s=teller.now_s + 300.0, silent={}) == ["feeder"]
+
+
+def test_a_feeder_that_waits_for_room_at_the_rollout_workers_is_not_the_bottleneck() -> None:
+    view, teller = shares(waits=0.8, generates=0.1, doing="waiting for prompts"), Teller()
+    for record in as_records([teller.measured_by("feeder", labels={"doing": "group 57 waits for a free rollout worker"})]):
+        view.fold(record)
+    assert bottleneck(view).who == "turns"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "advice"),
+    [
+        ({"mode": "synchronous"}, "let them overlap"),
+        ({"mode": "pipelined", "max_lag": None}, "let them overlap"),
+        ({"mode": "in_flight"}, "have more on its way"),
+        ({"mode": "bounded", "max_lag": 0}, "let them overlap"),
+    ],
+)
+def test_nobody_is_told_to_let_overlap_what_overlaps_already(schedule: dict[str, object], advice: str) -> None:
+    view = shares(waits=0.5, generates=0.5)
+    assert view.record is not None
+    view.record = dataclasses.replace(view.record, config=json.dumps({"schedule": schedule}))
+    assert bottleneck(view).advice.startswith(advice)  # type: ignore[union-attr]
 
 
 def test_quick_rewards_are_not_what_a_run_waits_for() -> None:

@@ -41,6 +41,8 @@ def test_held_out_accuracy_failures_waste_and_waiting_are_said() -> None:
     assert verdict(report(RISING, waste=waste))[1:] == ["90% of the groups are filtered: take easier prompts."]
     assert "3 groups failed" in verdict(report(RISING, groups={"failed": 3}))[1]
     assert "waited 80%" in verdict(report(RISING, time={"trainer_waiting_ratio": 0.8}))[1]
+    slowest = {"who": "scorer", "why": "busy 90%", "advice": "make the reward faster"}
+    assert verdict(report(RISING, time={"trainer_waiting_ratio": 0.8}, bottleneck=slowest))[1].endswith(": make the reward faster.")
     assert verdict(report(RISING, reward={"first": None, "last": None}, steps=0)) == ["No optimizer step was taken."]
 
 
