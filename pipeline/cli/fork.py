@@ -11,7 +11,10 @@ from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, em
 def fork(
     run: Run,
     *,
-    from_step: Annotated[int, typer.Option("--from-step", min=0, metavar="S", help="Go on from where the run stood after S steps.")],
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from-step", min=0, metavar="S", help="Go on from where the run stood after S steps; if absent, after its last."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
     ] = None,
@@ -45,7 +48,8 @@ def fork(
         finally:
             recording.close()
         new, origin = made.record.run, made.origin
-        say(f"{new} goes on from {origin['run']} after {from_step} steps, with the weights {origin['digest'][:16]}… in {made.directory}")
+        where = f"{origin['run']} after {origin['step']} steps"
+        say(f"{new} goes on from {where}, with the weights {origin['digest'][:16]}… in {made.directory}")
         if start:
             from penstock.pipeline.launch.launcher import resume
 

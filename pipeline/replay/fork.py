@@ -42,14 +42,15 @@ class Forked:
     """Directory of the fork's model and optimizer state."""
 
 
-def fork(recording: Recording, step: int, overrides: Sequence[str], *, run_id: str | None, say: Say) -> Forked:
-    """Register a run that goes on from `recording` after `step` steps, under changed settings if wanted.
+def fork(recording: Recording, after: int | None, overrides: Sequence[str], *, run_id: str | None, say: Say) -> Forked:
+    """Register a run that goes on from `recording` after so many steps, its last if None, under changed settings if wanted.
 
     Raises:
         ConfigError: a step that is not committed, a key that a fork cannot change, an id that cannot be or is taken, or no steps left.
         PenstockError: the parent cannot be brought there from its log.
     """
     log, count = recording.log, len(recording.steps)
+    step = count if after is None else after
     if step > count:
         raise ConfigError(f"{recording.run} has {count} committed steps; a fork begins after one of them, or at 0")
     config = _config(recording, step, overrides)
@@ -97,7 +98,8 @@ def _config(recording: Recording, step: int, overrides: Sequence[str]) -> Config
             raise ConfigError(f"--set {text}: a fork begins within the data; --set run.steps=N says how many steps it takes")
     left, given = recording.planned_steps - step, any(text.partition("=")[0].strip() == "run.steps" for text in overrides)
     if left < 1 and not given:
-        raise ConfigError(f"{recording.run} has no steps left after step {step}; --set run.steps=N says how many the fork takes")
+        ways = "--from-step S forks it earlier, --set run.steps=N says how many the fork takes"
+        raise ConfigError(f"{recording.run} has no steps left after step {step}; {ways}")
     counted = parent.model_copy(update={"run": parent.run.model_copy(update={"steps": max(left, 1), "epochs": None})})
     config = override(counted, overrides)
     if step and (config.trainer.weight_decay > 0) != (parent.trainer.weight_decay > 0):

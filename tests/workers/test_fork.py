@@ -112,12 +112,18 @@ def test_a_fork_may_change_what_follows_and_says_where_it_begins(log: MemoryLog,
 
 
 @pytest.mark.usefixtures("parent")
+def test_a_fork_that_is_not_told_where_begins_after_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forked(capsys, "--run-id", "longer", "--set", "run.steps=2")["forked_from"]["step"] == STEPS
+
+
+@pytest.mark.usefixtures("parent")
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
         (["--from-step", "2", "--run-id", "No Run"], 2, "--run-id: run id 'No Run'"),
         (["--from-step", "5"], 2, "has 4 committed steps"),
-        (["--from-step", "4"], 2, "no steps left after step 4; --set run.steps=N"),
+        (["--from-step", "4"], 2, "no steps left after step 4; --from-step S forks it earlier, --set run.steps=N"),
+        ([], 2, "no steps left after step 4"),
         (["--from-step", "2", "--set", "trainer.dtype=bfloat16"], 2, "was written under another trainer.dtype"),
         (["--from-step", "2", "--set", "model.path=/m"], 2, "a fork sets model.path itself"),
         (["--from-step", "2", "--run-id", "parent"], 2, "exists already"),
