@@ -100,7 +100,7 @@ def ask(tables: Tables, query: str) -> pa.Table:
     with _translated():
         statements = duckdb.extract_statements(query)
         if len(statements) != 1 or statements[0].type.name not in _ASKING:
-            raise ValueError("one question at a time: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN")
+            raise ValueError("one question at a time, which changes nothing: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN")
         connection = _connect(tables, _named(query))
         try:
             return connection.sql(_OURS if _SHOW.fullmatch(query) else query).to_arrow_table()

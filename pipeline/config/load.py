@@ -36,8 +36,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {file}: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{file}:{line}: not UTF-8 text (byte 0x{error.object[error.start]:02x}): save the file as UTF-8") from error
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -16,6 +16,8 @@ from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.run_config import Config, ConfigError
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
+MADE_HERE = ("tiny", "lake", "smollm2")
+"""What `penstock model` makes; the examples look for it in a folder of that name."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 MODES = ("auto", "on", "off")
 
@@ -152,10 +154,9 @@ def model_folder(model_directory: str | Path) -> Path:
     if not folder.is_dir():
         # Where the folder above is there, a directory is meant.
         hub = "" if folder.parent.is_dir() else f"a model of the hub is hf:{'/'.join(folder.parts[-2:])}; "
-        raise ConfigError(
-            f"model.path: there is no directory {folder}: {hub}"
-            f"`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
-        )
+        own = f"`penstock model {folder.name} {folder}` makes it" if folder.name in MADE_HERE else ""
+        made = own or "`penstock model tiny DIR` and `penstock model smollm2 DIR` make one without it"
+        raise ConfigError(f"model.path: there is no directory {folder}: {'' if own else hub}{made}")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"model.path: {folder} has no tokenizer.json: save one with AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -58,12 +58,13 @@ def folder_of(text: str) -> Path:
     return folders[matches[0]]
 
 
-def ask_to_stop(directory: Path, *, wait_s: float) -> bool:
-    """Ask the launcher of this folder to stop, in order; True once it has. Raises `ConfigError` without a launcher."""
+def ask_to_stop(directory: Path, *, wait_s: float, asked: Callable[[], None] = lambda: None) -> bool:
+    """Ask the launcher of this folder to stop, in order, and call `asked`; True once it has. Raises `ConfigError` without a launcher."""
     process = launcher_of(directory)
     if process is None:
         raise ConfigError(f"run {directory.name} has no launcher on this machine, so nothing is to be stopped here")
     os.kill(process, signal.SIGTERM)
+    asked()
     deadline = time.monotonic() + wait_s
     while (ended := launcher_of(directory) is None) is False and time.monotonic() < deadline:
         time.sleep(0.1)

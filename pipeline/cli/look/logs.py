@@ -52,8 +52,8 @@ def stop(run: Run) -> int:
     from penstock.pipeline.launch.attended import ask_to_stop, folder_of
 
     directory = folder_of(run)
-    say(f"stopping {directory.name}; its workers finish what they have in hand")
-    if not ask_to_stop(directory, wait_s=STOP_LIMIT_S):
+    asking = f"stopping {directory.name}; its workers finish what they have in hand"
+    if not ask_to_stop(directory, wait_s=STOP_LIMIT_S, asked=lambda: say(asking)):
         say(f"it has not stopped after {STOP_LIMIT_S:.0f} s; `penstock logs {directory.name}` shows what it does")
         return 1
     print(f"stopped; `penstock run --resume {directory.name}` goes on with it")

@@ -3,6 +3,7 @@
 The rule: a row that cannot be used is an error with its origin (`file:line`), never left out.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from penstock.pipeline.config.plugins import nearest
 
 RESERVED = ("prompts", "completions")
+SHOWN = 60
+"""Characters of a value that an error shows."""
 
 
 class DataError(ValueError):
@@ -152,13 +155,19 @@ def jsonable(value: Any, *, lenient: bool = False) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
+def _shown(value: Any) -> str:
+    """A value as its file has it: `null`, not `None`."""
+    text = "null" if value is None else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
 def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dict[str, Any]] | None]:
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
         return value, None
     if not isinstance(value, (list, tuple)):
-        raise DataError(f"{origin}: field {name!r} is a {type(value).__name__}; expected text or a list of messages")
+        raise DataError(f"{origin}: field {name!r} is {_shown(value)}; expected text or a list of messages")
     if not value:
         raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
     for message in value:

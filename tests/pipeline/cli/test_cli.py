@@ -183,6 +183,14 @@ def test_a_worker_is_not_left_waiting_for_a_run_id_that_cannot_be(capsys: pytest
     assert "'Not_An_Id'" in last_line(capsys)
 
 
+def test_a_configuration_in_another_encoding_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(config(tmp_path))
+    lines = file.read_bytes().count(b"\n")
+    file.write_bytes(file.read_bytes() + b"\n# caf\xe9\n")
+    assert cli.main(["run", str(file), "--dry-run"]) == USAGE
+    assert f"{file}:{lines + 2}: not UTF-8 text (byte 0xe9)" in last_line(capsys)
+
+
 def test_a_key_of_another_section_is_named_where_it_belongs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", config(tmp_path, trainer="steps = 3"), "--dry-run"]) == USAGE
     assert "'run.steps'" in last_line(capsys)

@@ -98,6 +98,8 @@ def test_what_a_model_directory_lacks_is_told_in_one_line(tmp_path: Path) -> Non
     for use in (Renderer, Decoder, digests):
         with pytest.raises(ValueError, match=r"model.path: there is no directory .*penstock model tiny"):
             use(tmp_path / "nowhere")
+        with pytest.raises(ValueError, match=r"there is no directory .*: `penstock model lake .*/lake` makes it$"):
+            use(tmp_path / "lake")
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=r"has no tokenizer.json: save one with"):
             use(tmp_path / "empty")

@@ -45,11 +45,15 @@ def test_a_run_with_a_launcher_is_named_by_broker_stop_and_ended_by_stop(home: P
     assert cli.main(["broker", "stop"]) == FAILED
     assert "at work: one; `penstock stop RUN`" in capsys.readouterr().err
     assert cli.main(["stop", "one"]) == OK
-    assert "penstock run --resume one" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "penstock run --resume one" in said.out
+    assert "stopping one" in said.err
     assert launcher.wait(10) == 0
     assert attended_runs() == []
     assert cli.main(["stop", "one"]) == USAGE
-    assert "has no launcher on this machine" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "has no launcher on this machine" in refused
+    assert "stopping" not in refused
 
 
 @pytest.mark.usefixtures("home")
