@@ -72,12 +72,13 @@ def pairs(values: Mapping[str, object]) -> Html:
 
 
 def chart(curves: Sequence[Curve], *, width: int = 640, height: int = 180, axes: bool = True) -> Html:
-    """Curves over the same range of values, each stretched over the whole width, as a picture with a key."""
+    """Curves over the same ranges of places and values, as a picture with a key: a shorter one ends where its places do."""
     known = [value for curve in curves for value in curve.values if value is not None]
     if not known:
         return Html('<span class="dim">no values yet</span>' if axes else "")
     low, high = min(known), max(known)
-    lines = [_line(curve, low, high, width, height, COLOURS[number % len(COLOURS)]) for number, curve in enumerate(curves)]
+    last = max(1, *(len(curve.values) - 1 for curve in curves))
+    lines = [_line(curve, low, high, last, width, height, COLOURS[number % len(COLOURS)]) for number, curve in enumerate(curves)]
     said = f"from {low:.3g} to {high:.3g}"
     frame = f'role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     picture = f"<svg {frame}><title>{said}</title>{''.join(lines)}</svg>"
@@ -91,9 +92,9 @@ def chart(curves: Sequence[Curve], *, width: int = 640, height: int = 180, axes:
     return Html(f'{picture}<p class="dim">{named}; {said}</p>')
 
 
-def _line(curve: Curve, low: float, high: float, width: int, height: int, colour: str) -> str:
-    """One curve; a single value is a dot."""
-    span, last = (high - low) or 1.0, max(1, len(curve.values) - 1)
+def _line(curve: Curve, low: float, high: float, last: int, width: int, height: int, colour: str) -> str:
+    """One curve of places up to `last`; a single value is a dot."""
+    span = (high - low) or 1.0
     points = [
         f"{4 + place * (width - 8) / last:.1f},{height - 4 - (value - low) / span * (height - 8):.1f}"
         for place, value in enumerate(curve.values)

@@ -75,9 +75,9 @@ def index(runs: Watching, _query: Query) -> bytes:
 
 
 def curve_of(runs: Watching, run: str) -> Sequence[float | None]:
-    """Mean reward by version."""
-    view = runs.view(run)
-    return [view.rewards[version].mean for version in sorted(view.rewards)]
+    """Mean reward by version, from version 0 on; None where nothing was drawn first under a version."""
+    rewards = runs.view(run).rewards
+    return [rewards[version].mean if version in rewards else None for version in range(max(rewards, default=-1) + 1)]
 
 
 def run(runs: Watching, query: Query) -> bytes:
@@ -106,7 +106,7 @@ def run(runs: Watching, query: Query) -> bytes:
         Html("<h2>Workers</h2>"),
         table(("worker", "now"), _workers(view)),
         Html("<h2>Groups</h2>"),
-        Html("<p>" + " ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in _newest_fates(view)) + "</p>"),
+        Html("<p>" + " · ".join(link(f"{number} {fate}", "group", id=name, group=number) for number, fate in _newest_fates(view)) + "</p>"),
     ]
     return page(name, body, refresh_s=None if has_ended(view) else REFRESH_S)
 
@@ -202,6 +202,7 @@ def compare(runs: Watching, query: Query) -> bytes:
     body = [
         Html(f"<nav>{link('runs', './')}</nav><h1>Compared</h1>"),
         chart([Curve(name, curve_of(runs, name)) for name in names], width=900, height=260),
+        Html('<p class="dim">mean reward of all scored samples, by each run\'s own version</p>'),
         table(
             ("run", "#reward", "#steps", "status"),
             [

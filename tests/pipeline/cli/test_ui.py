@@ -1,6 +1,7 @@
 """`penstock ui`: every page is there for who has the token, and for nobody else; a run's texts are never markup."""
 
 import http.client
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from penstock.pipeline.cli.ui.markup import Curve, chart
 from penstock.pipeline.cli.ui.server import Server
 from tests.support.a_run import RUN, Teller
 from tests.support.page_records import EVIL, log_with
@@ -98,6 +100,12 @@ def test_texts_of_an_address_are_never_markup(server: Server) -> None:
     page = asked(server, f"/secret/run?id={quote(EVIL)}")[1]
     assert "<script" not in page
     assert "<img" not in page
+
+
+def test_of_two_curves_the_shorter_ends_where_its_versions_do() -> None:
+    long, short = re.findall(r'points="([^"]*)"', chart([Curve("long", [0.0] * 11), Curve("short", [0.0, None, 1.0])], width=108))
+    assert [point.split(",")[0] for point in long.split()] == [f"{4 + 10 * place:.1f}" for place in range(11)]
+    assert [point.split(",")[0] for point in short.split()] == ["4.0", "24.0"]
 
 
 @pytest.mark.costly
