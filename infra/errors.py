@@ -13,6 +13,7 @@
     ├── EngineError          generation
     │   └── EngineRefused    settings or a model that an engine cannot work with
     ├── BackendError         training
+    │   └── Diverged         a gradient that is not finite
     ├── CheckpointError      a checkpoint cannot be written
     ├── Unrecoverable        starting again cannot help
     └── TrackingError        experiment tracking
@@ -75,6 +76,10 @@ class EngineRefused(EngineError, Unrecoverable):
 
 class BackendError(PenstockError):
     """Training failed or was asked for something it cannot do."""
+
+
+class Diverged(BackendError, Unrecoverable):
+    """A gradient is not finite: the same weights and samples give it again, so a restart would only take time."""
 
 
 class CheckpointError(PenstockError):

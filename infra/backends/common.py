@@ -24,7 +24,7 @@ from penstock.infra.backends.flops import FlopCount, peak_flops
 from penstock.infra.backends.logprobs.forward import choose_forward
 from penstock.infra.backends.lora import FOLDER, Adapters
 from penstock.infra.backends.settings import BackendSettings
-from penstock.infra.errors import BackendError
+from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes
 
@@ -305,9 +305,10 @@ def checked_denominator(denominator: float) -> float:
 
 
 def checked_norm(norm: float, *, step: int) -> float:
-    """The gradient norm; `BackendError` unless it is finite, because applying the gradient would destroy the weights."""
+    """The gradient norm; `Diverged` unless it is finite, because applying the gradient would destroy the weights."""
     if not np.isfinite(norm):
-        raise BackendError(f"the gradient of optimizer step {step} has the norm {norm}: lower trainer.lr or look at its samples")
+        advice = "look at its samples, or lower trainer.lr in a fork: `penstock fork RUN --from-step S --set trainer.lr=…`"
+        raise Diverged(f"the gradient of optimizer step {step} has the norm {norm}: {advice}")
     return norm
 
 
