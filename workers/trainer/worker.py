@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["follow", "main"]
 
+WITHOUT_DIFFERENCES = "nothing is learnt from equal rewards: take prompts of another difficulty, more samples a group or a denser reward"
 POLL_S = 0.5
 PUBLISHING_POLL_S = 0.02
 """The same while a version is on its way, which others wait for."""
@@ -309,8 +310,10 @@ class Trainer:
         when = "since the trainer was started" if self._tolerated > self._drops else f"since step {done - 1}" if done else "before step 0"
         reason = self.inbox.last_reason()
         last = f"; the last one: {reason}" if reason else ""
+        alike = sum(count for cause, count in drop_causes.items() if cause.startswith("filtered"))
+        advice = f"; {WITHOUT_DIFFERENCES}" if 2 * alike > dropped else ""
         mark(self.session.log, self.session.record, status="stopped")
-        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}")
+        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}{advice}")
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]
