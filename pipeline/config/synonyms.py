@@ -44,8 +44,12 @@ KEYS: Mapping[str, str | None] = {
     "use_peft": "trainer.lora_rank",
     "use_lora": "trainer.lora_rank",
     "lora_r": "trainer.lora_rank",
-    "report_to": None,
-    "wandb": None,
+    "tensor_parallel": "rollout.vllm.tensor_parallel_size",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "report_to": "wandb.enabled",
+    "wandb": "wandb.enabled",
+    "tensorboard": "tensorboard.enabled",
+    "push_to_hub": None,
 }
 """A key, or the last part of one -> ours."""
 

@@ -31,7 +31,9 @@ def test_every_key_that_a_synonym_leads_to_exists(ours: str) -> None:
         ("trainer", "gpu", "did you mean 'trainer.gpus'?"),
         ("rollout", "temperature", "did you mean 'sampling.temperature'?"),
         ("trainer", "use_peft", "did you mean 'trainer.lora_rank'?"),
-        ("trainer", "wandb", "there is nothing of the kind, see docs/configuration.md"),
+        ("trainer", "report_to", "did you mean 'wandb.enabled'?"),
+        ("rollout", "tensor_parallel", "did you mean 'rollout.vllm.tensor_parallel_size'?"),
+        ("run", "push_to_hub", "there is nothing of the kind, see docs/configuration.md"),
         ("algorithm", "foo", "unknown key; see docs/configuration.md"),
     ],
 )
