@@ -357,10 +357,10 @@ def test_views_say_what_the_tables_and_the_report_say_live_and_archived(log: Kaf
     for tables in (live, ArchivedTables(ArchivedLog(find_archive(tmp_path)))):
         for name, table in (("samples", samples(log, run_id)), ("groups", groups(log, run_id)), ("steps", steps(log, run_id))):
             found = ask(tables, f"select * from {name}")
-            assert found.column_names == table.column_names
             for column in table.column_names:
                 if not pa.types.is_timestamp(table.schema.field(column).type):
-                    assert found[column].to_pylist() == table[column].to_pylist(), column
+                    asked = "group_id" if column == "group" else column  # which is a word of SQL
+                    assert found[asked].to_pylist() == table[column].to_pylist(), column
         assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
         assert ask(tables, "select * from timeline").num_rows == timeline(log, run_id).num_rows
         assert ask(tables, "select count(*) n, max(lag) m, min(age_s) a from lag").to_pylist() == [{"n": 8 * STEPS, "m": 0, "a": 1.0}]
