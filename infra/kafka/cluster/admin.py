@@ -156,6 +156,8 @@ class Admin:
                     raise
                 existing = self.describe(list(specs))  # another process created some of them at the same time
             self.ask("topics have no leader yet", lambda client: client.wait_for_topics(list(missing), timeout_ms=20_000))
+            # Of several brokers another one may be asked next, which does not know of them yet.
+            self._counts |= {name: spec.partitions for name, spec in missing.items() if name not in existing}
         if existing:
             self._compare({name: spec for name, spec in specs.items() if name in existing}, existing)
         return [

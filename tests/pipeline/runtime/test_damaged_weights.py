@@ -214,7 +214,7 @@ def test_a_version_may_take_any_time_as_long_as_chunks_come(published: Published
     clock, follow = [0.0], published.log.tail
     poll_s = 0.6 * SILENCE_S
     monkeypatch.setattr(read, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(published.log, "tail", lambda starts: SlowTail(follow(starts), clock, poll_s=poll_s, silent=silent))
+    monkeypatch.setattr(published.log, "tail", lambda starts, **_: SlowTail(follow(starts), clock, poll_s=poll_s, silent=silent))
     if silent:
         with pytest.raises(LogError, match="weights of version 1: no chunk came for 60 s, 4 are missing"):
             bring(WeightCopy(), published.log, published.manifests, ANCHOR, run=RUN)
