@@ -206,17 +206,16 @@ def show_report(log: Log, run: str, *, json_out: bool) -> None:
 
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
-    directory, on_terminal = run_directory(run), sys.stdout.isatty() and not json_out
-    try:
-        written = (directory / REPORTS[json_out or on_terminal]).read_text(encoding="utf-8")
-        report = json.loads(written) if on_terminal else {}
-    except FileNotFoundError:
-        report = collect(log, run)
-        written = json.dumps(report, indent=2) if json_out else as_text(report, directory=directory)
-    if on_terminal:
+    directory = run_directory(run)
+    as_lines, as_data = (directory / name for name in REPORTS)
+    if sys.stdout.isatty() and not json_out:
+        report = json.loads(as_data.read_text(encoding="utf-8")) if as_data.exists() else collect(log, run)
         Console().print(render(report, directory=directory))
+    elif (written := as_data if json_out else as_lines).exists():
+        print(written.read_text(encoding="utf-8"))
     else:
-        print(written)
+        report = collect(log, run)
+        print(json.dumps(report, indent=2) if json_out else as_text(report, directory=directory))
 
 
 def _given_up(failure: Failure, run: str, *, say: Say) -> str:

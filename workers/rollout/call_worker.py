@@ -38,7 +38,6 @@ class CallWorker(DrawingLoop):
     tasks: CallTasks = field(default_factory=CallTasks)
     _seen: Tail | None = None
     """Reads `replies` of the owned partitions, for what others have answered."""
-    """Those partitions, and where it began."""
     _drawn: list[tuple[CallTask, Completion]] = field(default_factory=list)
     """Turns that ended and are not sent."""
     _waited_s: float = 0.0
