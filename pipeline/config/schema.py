@@ -92,7 +92,7 @@ class RewardSection(Section):
 class EnvironmentSection(Section):
     source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
-        description="a class (file.py:Class), gymnasium:ID, textarena:ID, tiny:lake or agent:COMMAND, for samples of several turns",
+        description="file.py:Class, gymnasium:ID, textarena:ID, openenv:ADDRESS, tiny:lake or agent:COMMAND: samples have several turns",
     )
     carrier: Literal["process", "log"] = Field("process", description="trajectories run in rollout workers, or in environment workers")
     processes: Positive = Field(2, description="child processes for environments, per worker that runs them")

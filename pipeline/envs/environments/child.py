@@ -20,7 +20,8 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Awaitable[An
     async def handle(payload: Mapping[str, Any]) -> Any:
         number, do = payload["session"], payload["do"]
         if do == "close":
-            episodes.pop(number, None)
+            if (episode := episodes.pop(number, None)) is not None:
+                await episode.close()
             return None
         if do == "reset":
             episode = episodes[number] = kind.episode()

@@ -1,7 +1,8 @@
 """The two interfaces of an environment, seen as one: `reset` and `step` in chat messages.
 
-A *text* environment has `reset(*, seed, **row) -> text` and `step(text) -> (text, reward, ended)`, as Gymnasium's. A *tool* environment
-has TRL's interface: `reset(**row) -> text | messages | None`, public methods with docstrings as tools, `get_reward()`.
+A *text* environment has `reset(*, seed, **row) -> text` and `step(text) -> (text, reward, ended)`, as Gymnasium's, and may have `close()`.
+A *tool* environment has TRL's interface: `reset(**row) -> text | messages | None`, public methods with docstrings as tools,
+`get_reward()`.
 The rule: what the policy did wrong is an answer to the policy; only what the environment itself did wrong is raised.
 """
 
@@ -55,6 +56,12 @@ class TextEpisode:
         """None: every step has its own."""
         return None
 
+    async def close(self) -> None:
+        """Tell the environment that its episode is over, if it has a method `close`."""
+        close = getattr(self._environment, "close", None)
+        if callable(close):
+            await _awaited(close())
+
 
 class ToolEpisode:
     """One episode of a tool environment; it ends with the policy's first turn without a tool call."""
@@ -79,6 +86,9 @@ class ToolEpisode:
     async def reward(self) -> float | None:
         """The episode's reward, at its end."""
         return _number(await _awaited(self._environment.get_reward()), "get_reward")
+
+    async def close(self) -> None:
+        """Nothing: every public method of such an environment is a tool."""
 
 
 Episode = TextEpisode | ToolEpisode

@@ -1,4 +1,6 @@
-"""Finds an environment by its name in the configuration: `file.py:Class`, `package:Class`, `gymnasium:ID`, `textarena:ID`, `tiny:lake`.
+"""Finds an environment by its name in the configuration.
+
+A name is `file.py:Class`, `package:Class`, `gymnasium:ID`, `textarena:ID`, `openenv:ws://HOST:PORT` or `tiny:lake`.
 
 The rule: what is loaded here runs in a child process only; `check` loads it once, in a child too, when a run is created.
 """
@@ -52,6 +54,14 @@ def _textarena(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     )
 
 
+def _openenv(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
+    _release("websockets")
+    from penstock.pipeline.envs.environments.openenv_text import OpenEnvText, ask_server
+
+    server = ask_server(name, options)
+    return EnvironmentKind(source=f"openenv:{name}", version=server.version, make=lambda: OpenEnvText(server), waits=True)
+
+
 def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
     if name != "lake":
         raise PluginError(f"'tiny:{name}' is no environment: there is 'tiny:lake'")
@@ -61,6 +71,7 @@ def _tiny(name: str, options: Mapping[str, Any]) -> EnvironmentKind:
 SCHEMES: Mapping[str, Callable[[str, Mapping[str, Any]], EnvironmentKind]] = {
     "gymnasium": _gymnasium,
     "textarena": _textarena,
+    "openenv": _openenv,
     "tiny": _tiny,
 }
 """Scheme of a source -> the function that opens it."""
