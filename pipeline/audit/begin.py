@@ -11,9 +11,18 @@ from penstock.topics import ledger, runs
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire import errors
 
+JUDGED = ("prompts", "calls", "replies", "rollouts", "groups", "weights", "metrics", "ledger", "dead-letters")
+"""Topics whose absent records are told from deleted ones."""
+NEEDED = {"ledger": "what became of the run's groups", "dead-letters": "which records nobody was to use"}
+"""Without the beginning of these nothing can be judged."""
+
 
 def begin(source: Source) -> Facts:
-    """Facts with the run's terms, from the register or else from the ledger's first entry."""
+    """Facts with the run's terms, from the register or else from the ledger's first entry. Raises `Unreadable`."""
+    begins = {(topic, partition): source.begin(topic, partition) for topic in JUDGED for partition in source.partitions(topic)}
+    for topic, says in NEEDED.items():
+        if first := begins.get((topic, 0), 0):
+            raise Unreadable(f"{source.run}.{topic}/0: the records at offsets 0 to {first - 1} were deleted, which said {says}")
     config_and_info: tuple[dict[str, Any], dict[str, Any]] | None = None
     registered, own = _said(source, RUNS_TOPIC), _said(source, "run")
     status = registered[-1].status if registered else None
@@ -32,7 +41,6 @@ def begin(source: Source) -> Facts:
     if config_and_info is None:
         raise Unreadable(f"neither the register of runs nor the ledger says how run {source.run} was configured")
     config, info = config_and_info
-    begins = {("weights", partition): source.begin("weights", partition) for partition in source.partitions("weights")}
     terms = terms_of(config, info)
     return Facts(
         run=source.run,

@@ -114,7 +114,7 @@ class Held:
 
 def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: Held) -> Recomputed:
     places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
-    if any(offset < facts.begins.get(("weights", partition), 0) for partition, offset in places):
+    if any(facts.deleted(Where("weights", *place)) for place in places):
         return Recomputed(None, None, released=True)
     if manifest.encoding == "delta" and held.version != manifest.base_version:
         return Recomputed(None, None, released=True)  # what it changes is released, or broken and said so

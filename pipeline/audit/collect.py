@@ -96,6 +96,8 @@ class Gatherer:
     def _end_of_groups(self) -> None:
         """Note the parts of groups whose other parts never came."""
         for records in self._parts.values():
+            if self.facts.deleted(Where("groups", records[0].partition, records[0].offset)):
+                continue  # the others may have been deleted behind it
             headers = groups.check(records[0], run=self.facts.run)
             problem = f"only {len(records)} of the {headers.parts} parts of group {headers.group} are there"
             for record in records:
@@ -127,6 +129,7 @@ class Gatherer:
         numbers = (prompt.group, prompt.slot, prompt.min_version, prompt.samples_per_prompt, prompt.created_ns)
         self._prompt_ids |= {prompt.group: prompt.token_ids} if self.facts.terms.turns_by_log else {}
         self.facts.prompts.add(PromptFact(where, *numbers, prompt_hash(prompt, prompt.token_ids), hash_of(record.value)))
+        self._kept(where, prompt.group)
 
     def _samples(self, record: Record, where: Where) -> None:
         samples = rollouts.read_all(record, run=self.facts.run)[1]
@@ -140,6 +143,7 @@ class Gatherer:
         versions = (oldest_trained([rollout]) or 0, int(max(rollout.span_versions)))
         fact = SampleFact(where, rollout.group, rollout.sample, *versions, timestamp_ms, rollout.worker, sample_hash(rollout))
         held = self.facts.samples
+        self._kept(where, rollout.group)
         if where in self.facts.killers:
             held.killers.append(fact)
         elif held.add(fact, rollout.started_ns) and rollout.broken is not None:
@@ -147,8 +151,15 @@ class Gatherer:
         held.most_sequences = max(held.most_sequences, len(rollout.segments or ((),)))
         if (flaw := trajectory_flaw(rollout)) is not None:
             held.flaws.append((fact, flaw))
-        if self._prompt_ids and (turns := drawn_turns(rollout, self._prompt_ids.get(rollout.group, ()))):
+        if (prompt_ids := self._prompt_ids.get(rollout.group)) is not None and (turns := drawn_turns(rollout, prompt_ids)):
             held.turns.append((fact, turns))
+
+    def _kept(self, where: Where, group: int) -> None:
+        """Note the first group of a partition whose beginning was deleted."""
+        facts, place = self.facts, where[:2]
+        begin = facts.begins.get(place)
+        if begin and begin <= where.offset and place not in facts.first_kept and (where.topic == "prompts" or group in facts.prompts.first):
+            facts.first_kept[place] = group
 
     def _call(self, record: Record, _: Where) -> None:
         key = calls.read(record, run=self.facts.run)[1].key
@@ -167,6 +178,8 @@ class Gatherer:
         if headers.part != len(held):
             if not held:
                 del self._parts[key]
+            if self.facts.begins.get(where[:2]) and where[:2] not in self.facts.first_kept:
+                return  # those before it were deleted
             self._set_aside(record, INCOMPLETE, f"part {headers.part} of group {headers.group} where part {len(held)} belongs")
             return
         held.append(record)
@@ -186,6 +199,7 @@ class Gatherer:
         samples = [sample.rollout for sample in group.samples]
         facts = (prompt_hash(group, group.prompt_ids), sha256.digest(), self._held(group, where), oldest_trained(samples))
         self.facts.outcomes.add(OutcomeFact(where, group.group, group.outcome, *facts))
+        self._kept(where, group.group)
 
     def _held(self, group: groups.Group, where: Where) -> HeldSamples:
         """Compare the samples of an outcome with their first records."""
@@ -228,6 +242,8 @@ class Gatherer:
         fresh = WorkerFact(
             measurement.worker, measurement.role, measurement.incarnation, measurement.labels.get("host"), measurement.time_ns
         )
+        if self.facts.begins.get(where[:2]):
+            fresh.seqs.below = measurement.seq  # those before may have been deleted
         worker = self.facts.workers.setdefault(key, fresh)
         worker.host = worker.host or measurement.labels.get("host")
         self._count_repeats("metrics", not worker.seqs.add(measurement.seq))

@@ -141,6 +141,9 @@ class Facts:
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Topic and partition -> the offset from which on everything is kept."""
+    first_kept: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Topic and partition whose beginning was deleted -> group of the first record there; in `rollouts` and `groups` one with a prompt."""
     prompts: Table[PromptFact] = field(default_factory=prompts_table)
     calls: set[TurnKey] = field(default_factory=set)
     replies: list[ReplyFact] = field(default_factory=list)
@@ -167,6 +170,14 @@ class Facts:
     def closed(self) -> Entry | None:
         """The entry that closed the run; None while it goes on."""
         return next((fact.entry for fact in self.entries if fact.entry.kind == "run-closed"), None)
+
+    def deleted(self, where: Where) -> bool:
+        """Whether the record that stood here was deleted."""
+        return where.offset < self.begins.get(where[:2], 0)
+
+    def cut(self, topic: str) -> list[tuple[str, int]]:
+        """The partitions of a topic whose beginning was deleted."""
+        return [place for place, begin in self.begins.items() if begin and place[0] == topic]
 
     def steps(self) -> list[EntryFact]:
         """The committed steps, in the ledger's order."""

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from penstock.pipeline.audit.checks.dead_letters import accounted, unaccounted
+from penstock.pipeline.audit.checks.gone import Gone
+from penstock.pipeline.audit.checks.groups import fates
 from penstock.pipeline.audit.checks.prompts import one_clock
 from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.audit.kept.samples import LaterSample
@@ -61,19 +63,31 @@ def _under_way(facts: Facts) -> Iterator[str]:
             yield f"{len(facts.unusable)} records cannot be used, {len(facts.letters)} dead letters are there so far"
 
 
+def _deleted(facts: Facts) -> Iterator[str]:
+    for topic in dict.fromkeys(topic for topic, _ in facts.begins):
+        # Of weights the note on digests says what is gone, but for the manifests.
+        places = [place for place in facts.cut(topic) if topic != "weights" or not place[1]]
+        if places:
+            where = ", ".join(f"{topic}/{partition} below {facts.begins[topic, partition]}" for _, partition in places)
+            yield f"records were deleted: {where}; what only they show is not judged"
+    if facts.cut("prompts") or facts.cut("groups"):
+        yield f"of {len(Gone(facts).groups())} groups the prompt is gone, of {fates(facts).get('gone', 0)} the fate"
+
+
 def _killers(facts: Facts) -> Iterator[str]:
     if facts.killers:
         yield f"{len(facts.killers)} records were set aside because they had ended their readers"
 
 
 def _silent_roles(facts: Facts) -> Iterator[str]:
-    if roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}:
+    if (roles := set(EVERY_RUN_HAS) - {worker.role for worker in facts.workers.values()}) and not facts.cut("metrics"):
         yield f"no measurement of: {', '.join(sorted(roles))}; what only they read was not read by anybody"
 
 
 def _clocks(facts: Facts) -> Iterator[str]:
     if not one_clock(facts):
-        yield "feeder and trainer were not on one machine: times of admission and of versions were not compared"
+        apart = "feeder and trainer were not on one machine"
+        yield f"{'measurements were deleted' if facts.cut('metrics') else apart}: times of admission and of versions were not compared"
 
 
 def _missing_measurements(facts: Facts) -> Iterator[str]:
@@ -82,8 +96,10 @@ def _missing_measurements(facts: Facts) -> Iterator[str]:
 
 
 def _lost_samples(facts: Facts) -> Iterator[str]:
+    gone = Gone(facts)
     places = [(facts.prompts.first.get(sample.group), sample) for sample in facts.samples.astray()]
-    if lost := sum(prompt is None or prompt.where.partition != sample.where.partition for prompt, sample in places):
+    absent = sum(prompt is None and not gone.prompt(sample.group) for prompt, sample in places)
+    if lost := absent + sum(prompt is not None and prompt.where.partition != sample.where.partition for prompt, sample in places):
         yield f"{lost} samples belong to no prompt of their partition"
 
 
@@ -121,6 +137,7 @@ def _rebased(facts: Facts) -> Iterator[str]:
 
 _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _under_way,
+    _deleted,
     _killers,
     _silent_roles,
     _clocks,

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.pipeline.audit.anchors import Anchor
 from penstock.pipeline.audit.check import Violation
+from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.checks.groups import fates
 from penstock.pipeline.audit.checks.registry import Result, examine
 from penstock.pipeline.audit.collect import gather
@@ -37,7 +38,7 @@ def audit(source: Source, anchors: Sequence[Anchor] = ()) -> Audit:
     """Read a run and judge it, also by what was read elsewhere before; raises `Unreadable`."""
     facts = gather(source)
     facts.anchors.extend(anchors)
-    if facts.closed is not None and not facts.workers:
+    if facts.closed is not None and not facts.workers and not facts.cut("metrics"):
         raise Unreadable(f"run {facts.run} is closed and no worker has measured anything in it: it holds nobody's work to judge")
     return Audit(facts=facts, results=tuple(examine(facts)))
 
@@ -50,7 +51,7 @@ def summary(audited: Audit) -> str:
     """
     facts, broken = audited.facts, sum(len(result.violations) for result in audited.results)
     counts = [
-        (len(facts.prompts.first), "group"),
+        (len(facts.prompts.first) + len(Gone(facts).groups()), "group"),
         (len({fact.entry.step for fact in facts.steps()}), "step"),
         (len(facts.first_manifests()), "version"),
         (sum(duplicates(facts).values()), "duplicate"),
@@ -71,6 +72,7 @@ def as_table(audited: Audit) -> dict[str, Any]:
         "summary": summary(audited),
         "records": dict(sorted(facts.counts.items())),
         "fates": fates(facts),
+        "deleted_below": {f"{topic}/{partition}": begin for (topic, partition), begin in facts.begins.items() if begin},
         "steps": len(facts.steps()),
         "versions": len(facts.first_manifests()),
         "duplicates": duplicates(facts),

@@ -24,7 +24,7 @@ class Source(Protocol):
         ...
 
     def begin(self, topic: str, partition: int) -> int:
-        """The first offset that is still kept."""
+        """The offset from which on everything is kept."""
         ...
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:

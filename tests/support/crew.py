@@ -155,7 +155,10 @@ def records_of(log: Log, topic: str) -> list[Record]:
 def audited(place: Place, run: str) -> Audit:
     """The audit of a run; on a broker it reads with its own client."""
     if isinstance(place, MemoryLog):
-        return audit(Listed(run, [record for topic in place.topics(f"{run}.") for record in records_of(place, topic)]))
+        topics = place.topics(f"{run}.")
+        begins = place.begin_offsets([(topic, partition) for topic in topics for partition in range(place.partitions(topic) or 0)])
+        plain = {(topic.removeprefix(f"{run}."), partition): begin for (topic, partition), begin in begins.items()}
+        return audit(Listed(run, [record for topic in topics for record in records_of(place, topic)], begins=plain))
     return audit(KafkaSource(place, run))
 
 

@@ -1,16 +1,16 @@
 """A run's records in a list, as a source of the audit."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.pipeline.audit.source import plain
 from penstock.topics.wire.record import Record
 
 
 class Listed:
-    """Records in a list."""
+    """Records in a list; `begins` has the first kept offset of each topic and partition whose earlier records were deleted."""
 
-    def __init__(self, run: str, records: Iterable[Record]) -> None:
-        self.run = run
+    def __init__(self, run: str, records: Iterable[Record], *, begins: Mapping[tuple[str, int], int] | None = None) -> None:
+        self.run, self._begins = run, begins or {}
         self._topics: dict[str, dict[int, list[Record]]] = {}
         for record in records:
             self._topics.setdefault(plain(record.topic, run), {}).setdefault(record.partition, []).append(record)
@@ -23,11 +23,11 @@ class Listed:
         return range(max(self._topics.get(topic, {}), default=-1) + 1)
 
     def begin(self, topic: str, partition: int) -> int:
-        """The offset of the first record."""
-        held = self._topics.get(topic, {}).get(partition)
-        return held[0].offset if held else 0
+        """The first offset that is kept."""
+        return self._begins.get((topic, partition), 0)
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
         """One partition after the other."""
         for partition in self.partitions(topic) if partitions is None else partitions:
-            yield from self._topics.get(topic, {}).get(partition, ())
+            held = self._topics.get(topic, {}).get(partition, ())
+            yield from (record for record in held if record.offset >= self.begin(topic, partition))

@@ -300,7 +300,7 @@ def a_version_before_its_step(told: EditedRun) -> None:
 
 
 def a_chunk_that_is_gone(told: EditedRun) -> None:
-    told.drop("chunks", version=2, index=0)  # not the first of its partition, which retention might have released
+    told.drop("chunks", version=2, index=0)
 
 
 def a_chunk_with_a_bit_turned(told: EditedRun) -> None:

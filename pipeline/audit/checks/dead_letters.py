@@ -6,6 +6,7 @@ The rule: a record without a dead letter is a violation only where the log prove
 from collections.abc import Callable, Iterator, Mapping
 
 from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, Unusable
 from penstock.pipeline.audit.kept.tables import Where
 from penstock.topics import weights
@@ -19,8 +20,8 @@ def true(facts: Facts) -> Iterator[Violation]:
         if letter.kind == SKIPPED:
             continue  # of what lies there nothing can be read
         body = facts.bodies.get(letter.about)
-        if letter.about.offset < facts.begins.get(letter.about[:2], 0):
-            continue  # released by retention
+        if facts.deleted(letter.about):
+            continue
         if body is None and letter.about.topic != RUNS_TOPIC:  # the register is compacted: the record may be deleted
             yield Violation(text=f"a dead letter about {letter.about}, where there is no record", where=letter.where)
         elif body is not None and body != letter.body:
@@ -30,6 +31,8 @@ def true(facts: Facts) -> Iterator[Violation]:
 def once(facts: Facts) -> Iterator[Violation]:
     """One process sets a record aside once; another process that takes over may do so again."""
     first_letters: dict[tuple[Where, str], LetterFact] = {}
+    if facts.cut("metrics"):
+        return  # which processes ran under a name is not known
     for letter in facts.letters:
         key = (letter.about, letter.worker)
         if key in first_letters and _processes(facts, letter) < 2:
@@ -63,7 +66,8 @@ def unaccounted(facts: Facts) -> list[Unusable]:
     left = [record for record in facts.unusable if record.where.topic != "dead-letters" and record.where not in named]
     if not left:
         return []
-    return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(facts, record)]
+    gone = Gone(facts)
+    return [record for record in left if record.kind != INCOMPLETE and not _dropped_unread(facts, record, gone)]
 
 
 def replaced_chunks(facts: Facts) -> set[Where]:
@@ -75,17 +79,19 @@ def replaced_chunks(facts: Facts) -> set[Where]:
     return listed - current
 
 
-def _dropped_unread(facts: Facts, record: Unusable) -> bool:
-    """True if its reader dropped it as a duplicate, by headers that were valid."""
+def _dropped_unread(facts: Facts, record: Unusable, gone: Gone) -> bool:
+    """True if its reader dropped it as a duplicate, by headers that were valid, or may have done so: what it repeats may be gone."""
     topic, partition, offset = record.where
     if record.group is None:
         return False
     outcome = facts.outcomes.first.get(record.group)
     if topic == "groups":
         # It is unknown which of two partitions was read first.
-        return outcome is not None and (outcome.where.partition != partition or outcome.where.offset < offset)
+        if outcome is None:
+            return gone.outcome(record.group)
+        return outcome.where.partition != partition or outcome.where.offset < offset
     if topic == "rollouts":
-        if outcome is not None and not outcome.samples.numbers:
+        if (outcome is not None and not outcome.samples.numbers) or gone.samples(partition, record.group):
             return True  # the group may have ended before the sample arrived
         firsts = [facts.samples.first(partition, record.group, sample) for sample in record.samples]
         return all(first is not None and first.where.offset < offset for first in firsts)

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import groupby
 
 from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts
 from penstock.pipeline.audit.kept.groups import OutcomeFact
 from penstock.pipeline.audit.rules import DROPS
@@ -45,14 +46,17 @@ def place(facts: Facts) -> Iterator[Violation]:
 
 def samples(facts: Facts) -> Iterator[Violation]:
     """An outcome holds the first K samples in `rollouts`, each as its first record; a failed or abandoned group holds none."""
-    admitted = facts.prompts.first
+    admitted, gone = facts.prompts.first, Gone(facts)
     for outcome in facts.outcomes:
         numbers, absent, differing = outcome.samples
         violation = partial(Violation, group=outcome.group, where=outcome.where)
         prompt = admitted.get(outcome.group)
         partition = prompt.where.partition if prompt else outcome.where.partition
-        if list(numbers) != (wanted := _wanted(facts, outcome, partition)):
+        unknown = gone.samples(partition, outcome.group)
+        if list(numbers) != (wanted := _wanted(facts, outcome, partition, unknown=unknown)):
             yield violation(text=f"{outcome.outcome} with samples {list(numbers)}, not {wanted}")
+        if unknown:
+            continue  # the first record of each may be gone
         for number in absent:
             yield violation(text=f"sample {number} stands nowhere in rollouts/{partition}")
         for number in differing:
@@ -61,11 +65,13 @@ def samples(facts: Facts) -> Iterator[Violation]:
             yield violation(text=f"sample {number} differs from its first record at {drawn.where}")
 
 
-def _wanted(facts: Facts, outcome: OutcomeFact, partition: int) -> list[int]:
-    """The numbers of the samples that an outcome has to hold."""
-    count = facts.terms.samples_per_prompt
+def _wanted(facts: Facts, outcome: OutcomeFact, partition: int, *, unknown: bool) -> list[int]:
+    """The numbers of the samples that an outcome has to hold; any K of those begun, where it is `unknown` which came first."""
+    count, numbers = facts.terms.samples_per_prompt, outcome.samples.numbers
     if outcome.outcome not in WITH_SAMPLES:
         return []
+    if unknown and facts.terms.oversample and len(set(numbers)) == len(numbers) == count:
+        return list(numbers)
     drawn = facts.samples.of_group(partition, outcome.group)[:count] if facts.terms.oversample else []
     return sorted(fact.sample for fact in drawn) if len(drawn) == count else list(range(count))
 
@@ -73,6 +79,7 @@ def _wanted(facts: Facts, outcome: OutcomeFact, partition: int) -> list[int]:
 def one_fate(facts: Facts) -> Iterator[Violation]:
     """Each admitted group is trained, filtered, stale, failed, abandoned or unused, and no other group has a fate."""
     admitted, outcomes, trained, stale = facts.prompts.first, facts.outcomes.first, facts.planned.first, facts.stale()
+    gone = Gone(facts)
     for group, _ in groupby(heapq.merge(admitted, outcomes, trained, sorted(stale))):
         outcome = outcomes.get(group)
         where = outcome.where if outcome else None
@@ -80,24 +87,29 @@ def one_fate(facts: Facts) -> Iterator[Violation]:
         fates = [f"trained in step {step}"] if step is not None else []
         fates += [f"stale in ledger entry {stale[group]}"] if group in stale else []
         fates += [outcome.outcome] if outcome and outcome.outcome in DROPS else []
-        if group not in admitted:
+        if group not in admitted and not gone.prompt(group):
             fate = ", ".join(fates) or (outcome.outcome if outcome else "")
             yield Violation(text=f"was never admitted and is {fate}", group=group, step=step, where=where)
         elif len(fates) > 1:
             yield Violation(text=f"has {len(fates)} fates: {', '.join(fates)}", group=group, step=step, where=where)
-        elif fates and outcome is None:
+        elif fates and outcome is None and not gone.outcome(group):
             yield Violation(text=f"is {fates[0]} without an outcome in groups", group=group, step=step)
 
 
 def fates(facts: Facts) -> dict[str, int]:
-    """Fate -> number of admitted groups; those without a fate are `unused` once the run is closed and `open` before."""
-    outcomes, trained, stale = facts.outcomes.first, facts.planned.first, facts.stale()
+    """Fate -> number of admitted groups; those without a fate are `unused` once the run is closed and `open` before.
+
+    `gone` are those whose fate may have been deleted.
+    """
+    outcomes, trained, stale, gone = facts.outcomes.first, facts.planned.first, facts.stale(), Gone(facts)
     undecided = "open" if facts.closed is None else "unused"
     counts = dict.fromkeys(("trained", "filtered", "stale", "failed", "abandoned", undecided), 0)
-    for group in facts.prompts.first:
+    for group in (*facts.prompts.first, *gone.groups()):
         outcome = outcomes.get(group)
-        dropped = outcome.outcome if outcome and outcome.outcome in DROPS else undecided
-        counts["trained" if group in trained else "stale" if group in stale else dropped] += 1
+        open_or_gone = "gone" if gone.drop(group) else undecided
+        dropped = outcome.outcome if outcome and outcome.outcome in DROPS else open_or_gone
+        fate = "trained" if group in trained else "stale" if group in stale else dropped
+        counts[fate] = counts.get(fate, 0) + 1
     return counts
 
 

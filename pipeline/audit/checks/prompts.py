@@ -3,11 +3,13 @@
 The rule: integers in the log decide what feeder and rollout workers may do; clocks are compared on one machine only.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 
 from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.audit.rules import DROPS
 
@@ -20,27 +22,35 @@ def numbers(facts: Facts) -> Iterator[Violation]:
         yield Violation(text=text, group=prompt.group, where=prompt.where)
     # While the run goes on, partitions end at different instants: what has an outcome was admitted well before.
     last = max(facts.outcomes.first if facts.closed is None else first, default=-1)
-    missing = next((number for number, group in enumerate(first) if number != group), len(first))
+    low = min(Gone(facts).prompts_below, last + 1)
+    kept = first.groups[bisect_left(first.groups, low) :]
+    missing = next((number for number, group in enumerate(kept, start=low) if number != group), low + len(kept))
     if missing < last:
         yield Violation(text=f"no prompt of group {missing}, although group {last} was admitted", group=missing)
 
 
 def arithmetic(facts: Facts) -> Iterator[Violation]:
     """Slot and oldest version follow from the groups dropped so far, K from the configuration."""
-    terms, stale, outcomes = facts.terms, facts.stale(), facts.outcomes.first
-    before, could = 0, 0
-    for group, prompt in facts.prompts.first.items():
+    terms, stale, outcomes, gone = facts.terms, facts.stale(), facts.outcomes.first, Gone(facts)
+    before, could, following = 0, 0, 0
+
+    def may_be_dropped(group: int) -> bool:
         outcome = outcomes.get(group)
+        return group in stale or (outcome is not None and outcome.outcome in DROPS) or gone.drop(group)
+
+    for group, prompt in facts.prompts.first.items():
+        could += sum(map(may_be_dropped, range(following, min(group, gone.prompts_below))))
+        following = group + 1
         counted = group - prompt.slot
         violation = partial(Violation, group=group, where=prompt.where)
         # While the run goes on, drops may lie behind the ends that were read: groups that have an outcome were admitted well before.
-        if counted > could and (facts.closed is not None or outcome is not None):
+        if counted > could and (facts.closed is not None or group in outcomes):
             yield violation(text=f"slot {prompt.slot} counts {counted} dropped groups, at most {could} were")
         elif counted < before:
             yield violation(text=f"slot {prompt.slot} counts {counted} dropped groups, an earlier prompt counted {before}")
         else:
             before = counted
-        could += group in stale or (outcome is not None and outcome.outcome in DROPS)
+        could += may_be_dropped(group)
         if prompt.min_version != (oldest := terms.min_version(prompt.slot)):
             yield violation(text=f"oldest version {prompt.min_version} where slot {prompt.slot} makes it {oldest}")
         if prompt.samples != terms.samples_per_prompt:
@@ -50,13 +60,15 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
 def backpressure(facts: Facts) -> Iterator[Violation]:
     """No prompt is published before the version that makes room for it, and none beyond what the run's steps need."""
     terms, published = facts.terms, facts.published_ns()
-    needed_slots, comparable = terms.steps * terms.prompts_per_step, one_clock(facts)
+    needed_slots, comparable, gone = terms.steps * terms.prompts_per_step, one_clock(facts), Gone(facts)
     for group, prompt in facts.prompts.first.items():
         violation = partial(Violation, group=group, where=prompt.where)
         needed = terms.needed_version(prompt.slot)
         if prompt.slot >= needed_slots:
             yield violation(text=f"slot {prompt.slot} where the run's steps need {needed_slots} groups")
         elif needed >= 0 and needed not in published:
+            if gone.version(needed):
+                continue
             yield violation(text=f"admitted for slot {prompt.slot}, which version {needed} makes room for; it was never published")
         elif needed >= 0 and comparable and prompt.created_ns < published[needed]:
             early = (published[needed] - prompt.created_ns) / 1e9
@@ -66,13 +78,15 @@ def backpressure(facts: Facts) -> Iterator[Violation]:
 
 def one_clock(facts: Facts) -> bool:
     """True if feeder and trainer ran on one machine, so that their times can be compared."""
+    if facts.cut("metrics"):
+        return False  # others may have measured before
     hosts = {role: {worker.host for worker in facts.workers.values() if worker.role == role} for role in ("feeder", "trainer")}
     return len(hosts["feeder"]) == 1 and hosts["feeder"] == hosts["trainer"] and None not in hosts["feeder"]
 
 
 def versions(facts: Facts) -> Iterator[Violation]:
     """Samples are drawn under versions that exist and that their prompt allows."""
-    manifests = facts.first_manifests()
+    manifests, gone = facts.first_manifests(), Gone(facts)
     for group, samples in groupby(facts.samples, key=lambda sample: sample.group):
         prompt = facts.prompts.first.get(group)
         for sample in samples:
@@ -81,7 +95,9 @@ def versions(facts: Facts) -> Iterator[Violation]:
                 text = f"sample {sample.sample} drawn under version {sample.version_min}, its prompt allows {prompt.min_version} and later"
                 yield violation(text=text, version=sample.version_min)
             for version in {sample.version_min, sample.version_max} - manifests.keys():
-                yield violation(text=f"sample {sample.sample} drawn under version {version}, which was never published", version=version)
+                if not gone.version(version):
+                    text = f"sample {sample.sample} drawn under version {version}, which was never published"
+                    yield violation(text=text, version=version)
 
 
 CHECKS = (

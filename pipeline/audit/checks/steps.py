@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks.gone import ANY, Gone
 from penstock.pipeline.audit.facts import EntryFact, Facts
 from penstock.pipeline.audit.kept.groups import OutcomeFact
 from penstock.pipeline.audit.rules import DROPS, as_object
@@ -37,7 +38,7 @@ def order(facts: Facts) -> Iterator[Violation]:
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
-    most = facts.samples.most_sequences
+    most = ANY if facts.cut("rollouts") else facts.samples.most_sequences
     for wanted, fact in enumerate(facts.steps()):
         entry = fact.entry
         violation = partial(Violation, step=entry.step, where=fact.where)
@@ -83,7 +84,7 @@ def submission(facts: Facts) -> Iterator[Violation]:
     if facts.terms.order != "submission":
         return
     stale, outcomes, admitted = facts.stale(), facts.outcomes.first, facts.prompts.first.groups
-    again, seen = {planned.group for planned in facts.planned.later()}, set[int]()
+    again, seen, gone = {planned.group for planned in facts.planned.later()}, set[int](), Gone(facts)
     reached, next_one = -1, 0
     for fact in facts.steps():
         for planned in facts.plan(fact):
@@ -96,7 +97,7 @@ def submission(facts: Facts) -> Iterator[Violation]:
                 continue
             while next_one < len(admitted) and (passed := admitted[next_one]) <= planned.group:
                 next_one += 1
-                dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or _drops(outcomes.get(passed))
+                dropped = stale.get(passed, fact.entry.seq) < fact.entry.seq or _drops(outcomes.get(passed)) or gone.drop(passed)
                 if passed < planned.group and not dropped:
                     yield violation(text=f"group {passed}, which was not dropped, was passed over for group {planned.group}")
             reached = planned.group
@@ -107,6 +108,8 @@ def plans(facts: Facts) -> Iterator[Violation]:
     for fact in facts.steps():
         for planned in facts.plan(fact):
             violation, where = partial(Violation, group=planned.group, step=fact.entry.step, where=fact.where), planned.where
+            if facts.deleted(where):
+                continue
             outcome = facts.outcomes.first.get(planned.group)
             if outcome is None or outcome.where != where:
                 outcome = next((found for found in facts.outcomes.at(where)), None)

@@ -6,6 +6,7 @@ The rule: what is trained is what the policy drew; what an environment said, or 
 from collections.abc import Iterator
 
 from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import Facts
 
 
@@ -17,8 +18,10 @@ def turns(facts: Facts) -> Iterator[Violation]:
 
 def broken(facts: Facts) -> Iterator[Violation]:
     """A sample whose environment broke is in no outcome."""
-    broken = facts.samples.broken
+    broken, gone = facts.samples.broken, Gone(facts)
     for outcome in facts.outcomes if broken else ():
+        if gone.samples(outcome.where.partition, outcome.group):
+            continue  # what counted may be gone, and this one be its repetition
         for number in outcome.samples.numbers:
             if (why := broken.get((outcome.where.partition, outcome.group, number))) is not None:
                 text = f"sample {number} counts, though its environment broke: {why[:120]}"
@@ -37,7 +40,7 @@ def answered(facts: Facts) -> Iterator[Violation]:
 
 def asked(facts: Facts) -> Iterator[Violation]:
     """Nothing was drawn that nobody had asked for."""
-    for reply in facts.replies:
+    for reply in () if facts.cut("calls") else facts.replies:
         if reply.key not in facts.calls:
             group, sample, turn, attempt, _ = reply.key
             text = f"a reply to turn {turn} of sample {sample}, attempt {attempt}, which is in no call"
@@ -45,8 +48,8 @@ def asked(facts: Facts) -> Iterator[Violation]:
 
 
 def _turns_are_kept(facts: Facts) -> bool:
-    """An archive has no turns beside their trajectories'."""
-    return bool(facts.replies or facts.calls)
+    """An archive has no turns beside their trajectories', and of a log they may be deleted."""
+    return bool(facts.replies or facts.calls) and not facts.cut("replies")
 
 
 CHECKS = (
@@ -75,7 +78,7 @@ CHECKS = (
         name="replies-asked",
         promise="no turn was drawn that nobody had asked for",
         counts="replies",
-        examined=lambda facts: len(facts.replies),
+        examined=lambda facts: 0 if facts.cut("calls") else len(facts.replies),
         rule=asked,
     ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
 from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
 from penstock.pipeline.audit.kept.tables import Where
 from penstock.topics.ledger import Entry
@@ -43,7 +44,8 @@ def _entry_flaws(
         yield f"version {version} came at step {entry.step} with {done} steps committed, it belongs to step {belongs}"
     manifest = manifests.get(version)
     if manifest is None:
-        yield f"version {version} has an entry in the ledger and no manifest"
+        if not Gone(facts).version(version):
+            yield f"version {version} has an entry in the ledger and no manifest"
     elif manifest.manifest.step != entry.step:
         yield f"the manifest of version {version} says step {manifest.manifest.step}"
 
@@ -67,8 +69,8 @@ def chunks(facts: Facts) -> Iterator[Violation]:
         for index, (partition, offset, size, sha256) in enumerate(listed):
             where = Where("weights", partition, offset)
             chunk, violation = facts.chunks.get(where), partial(Violation, version=version, where=where)
-            if offset < facts.begins.get(("weights", partition), 0):
-                continue  # released by retention
+            if facts.deleted(where):
+                continue
             if chunk is None:
                 yield violation(text=f"chunk {index} of version {version} is not there")
             elif (chunk.version, chunk.place) != (version, index):
@@ -80,10 +82,10 @@ def chunks(facts: Facts) -> Iterator[Violation]:
 
 def digests(facts: Facts) -> Iterator[Violation]:
     """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
-    manifests, broken = facts.first_manifests(), {violation.version for violation in chunks(facts)}
+    manifests, broken, gone = facts.first_manifests(), {violation.version for violation in chunks(facts)}, Gone(facts)
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
-        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests)):
+        for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, gone)):
             if text is not None:
                 yield Violation(text=text, version=version, where=fact.where)
     for entry, where in [(fact.entry, fact.where) for fact in facts.entries]:
@@ -102,9 +104,9 @@ def _digest_flaw(manifest: Manifest, recomputed: Recomputed | None) -> str | Non
     return None
 
 
-def _base_flaws(manifest: Manifest, manifests: Container[int]) -> Iterator[str]:
+def _base_flaws(manifest: Manifest, manifests: Container[int], gone: Gone) -> Iterator[str]:
     base = manifest.base_version
-    if base is not None and not (base < manifest.version and base in manifests):
+    if base is not None and not (base < manifest.version and (base in manifests or gone.version(base))):
         yield f"version {manifest.version} is to be applied to version {base}, which is not before it"
     if (base is None) != (manifest.encoding == "full"):
         yield f"encoding {manifest.encoding} with base version {base}"

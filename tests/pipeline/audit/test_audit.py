@@ -260,6 +260,19 @@ def test_the_oldest_trained_version_is_stated_anew(spans: list[tuple[int, list[b
     assert oldest_trained([]) is None
 
 
+def test_the_audit_finds_what_was_trained_too_old_although_its_headers_call_it_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "version_min", lambda rollouts: 1 if rollouts else None)
+    teller = a_teller()
+    told = [teller.record(), teller.opened(), teller.version(0)]
+    for step in range(2):
+        told += [*teller.group([0.0, 1.0, 0.0, 1.0], version=0), *teller.group([0.0, 1.0, 0.0, 1.0], version=0)]
+        told += [teller.step(step, [2 * step, 2 * step + 1], begun_s=teller.now_s), teller.version(step + 1)]
+    records = as_records(told)
+    assert {groups.check(record, run=RUN).policy_version_min for record in records if record.topic.endswith(".groups")} == {1}
+    found = {result.check.name: result.violations for result in audit(Listed(RUN, records)).results}
+    assert [(one.group, one.version) for one in found["lag"]] == [(2, 0), (3, 0)]
+
+
 def test_a_run_folder_says_how_far_the_ledger_had_come(tmp_path: Path) -> None:
     assert of_folder(tmp_path / "nowhere") == []
     (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)

@@ -37,6 +37,8 @@ def test_a_run_through_the_log_ends_in_the_same_weights_as_one_in_process(tiny_m
     assert len(set(answered)) == len(answered) and set(asked) == set(answered)
     assert broken_promises(logs["log"], "replies", lambda reply: replace(reply, token_ids=reply.token_ids + 1)) == {"turns-answered"}
     assert broken_promises(logs["log"], "calls", lambda call: replace(call, turn=call.turn + 9)) == {"replies-asked"}
+    for topic in ("calls", "replies", "prompts", "rollouts"):
+        assert broken_promises(logs["log"], topic, begin=2) == set()
     life = explain(logs["log"], "log", 0, say=lambda _: None)
     times = life["samples"][0]["turn_times"]
     assert [time["turn"] for time in times] == list(range(len(times))) and times[0]["worker"].startswith("rollout-")
@@ -46,11 +48,13 @@ def test_a_run_through_the_log_ends_in_the_same_weights_as_one_in_process(tiny_m
     assert len(answered) == round(played["turns_mean"] * played["trajectories"])
 
 
-def broken_promises(log: MemoryLog, topic: str, change: Callable[[Any], Any]) -> set[str]:
-    """The audit's checks that fail once the first record of a topic says something else."""
-    records, codec = [record for name in log.topics("log.") for record in records_of(log, name)], CODECS[topic]
-    at = next(number for number, record in enumerate(records) if record.topic == f"log.{topic}")
-    held = change(codec.read(records[at], run="log")[1])
-    value = codec.encode(held)
-    records[at] = replace(records[at], value=value, headers=codec.headers(held, run="log").encode(value))
-    return {result.check.name for result in audit_of(Listed("log", records)).results if result.violations}
+def broken_promises(log: MemoryLog, topic: str, change: Callable[[Any], Any] | None = None, *, begin: int = 0) -> set[str]:
+    """The audit's checks that fail once the first record of a topic says something else, or each partition has lost those below `begin`."""
+    records = [record for name in log.topics("log.") for record in records_of(log, name)]
+    if change is not None:
+        codec, at = CODECS[topic], next(number for number, record in enumerate(records) if record.topic == f"log.{topic}")
+        held = change(codec.read(records[at], run="log")[1])
+        value = codec.encode(held)
+        records[at] = replace(records[at], value=value, headers=codec.headers(held, run="log").encode(value))
+    begins = {(topic, partition): begin for partition in range(log.partitions(f"log.{topic}") or 0)}
+    return {result.check.name for result in audit_of(Listed("log", records, begins=begins)).results if result.violations}
