@@ -236,13 +236,13 @@ def place_of(record: Record | DeadLetter) -> Place:
     return record.topic, record.partition, record.offset
 
 
-def deleted(log: Log, name: str) -> list[str]:
-    """What retention has taken from the Kafka topic `name`, a line for each partition that has lost its beginning.
+def deleted(log: Log, *names: str) -> list[str]:
+    """What retention has taken from these Kafka topics, a line for each partition that has lost its beginning.
 
     Example:
         deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
     """
-    begins = log.begin_offsets(_partitions(log, name))
+    begins = log.begin_offsets([at for name in names for at in _partitions(log, name)])
     return [f"{topic}/{number}: the records at offsets 0 to {begin - 1} were deleted" for (topic, number), begin in begins.items() if begin]
 
 

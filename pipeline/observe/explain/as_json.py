@@ -53,6 +53,7 @@ def life(history: GroupHistory, *, say: Callable[[str], None], trust_code: bool 
         "times": [asdict(stage) for stage in stages(history.moments)],
         "moments": asdict(history.moments),
         "records": _records(history),
+        "gone": list(history.gone),
         "dead_letters": [_letter(letter) for letter in history.letters],
     }
 

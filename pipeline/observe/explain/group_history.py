@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.pipeline.observe.explain.stage_times import Moments, Standing, moments_of, waits_for
 from penstock.pipeline.observe.recorded_run import Letter, RecordedRun, no_prompt
-from penstock.pipeline.runtime.topic_reader import KILLER, Read, place_of
+from penstock.pipeline.runtime.topic_reader import KILLER, Read, deleted, place_of
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.fates import fate_of
 from penstock.topics.dead_letters import DeadLetter, claimed_group
@@ -36,6 +36,8 @@ class GroupHistory:
     stale: Entry | None
     version: Entry | None
     """The entry of the version that its step led to."""
+    gone: Sequence[str] = ()
+    """Which records were deleted, among which samples or the outcome of this group may have been."""
 
     @property
     def reads(self) -> list[Read[Any]]:
@@ -149,7 +151,7 @@ def read_group(run: RecordedRun, number: int, *, say: Callable[[str], None]) -> 
     entries = run.past.entries
     step = next((entry for entry in entries if entry.kind == "step" and any(planned.group == number for planned in entry.plan)), None)
     done = None if step is None else (step.step or 0) + 1
-    return GroupHistory(
+    history = GroupHistory(
         run=run,
         number=number,
         prompts=prompts,
@@ -159,10 +161,19 @@ def read_group(run: RecordedRun, number: int, *, say: Callable[[str], None]) -> 
         stale=next((entry for entry in entries if entry.kind == "stale" and number in entry.groups), None),
         version=next((entry for entry in entries if done is not None and entry.kind == "version" and (entry.step or 0) >= done), None),
     )
+    absent = {"rollouts": len(history.drawn) < history.wanted, "groups": history.outcome is None}
+    names = [f"{run.run}.{topic}" for topic, is_absent in absent.items() if is_absent]
+    history.gone = [line for name in names for line in deleted(reader.log, name) if line.startswith(f"{name}/{partition}:")]
+    return history
 
 
 def why(history: GroupHistory) -> str:
-    """The fate's reason, in one clause."""
+    """The fate's reason, in one clause, and what would make it another."""
+    undecided = history.fate in ("open", "unused") and history.outcome is None
+    return f"{_why(history)}, unless more is gone: {'; '.join(history.gone)}" if undecided and history.gone else _why(history)
+
+
+def _why(history: GroupHistory) -> str:
     run, step = history.run, history.step
     match history.fate:
         case "trained" if step is not None:

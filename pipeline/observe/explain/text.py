@@ -29,6 +29,7 @@ def as_page(life: Plain) -> str:
     lines += _section("weights", _version(life["version"], zero))
     lines += _section("time", [f"{stage['begins_s']:+9.3f} s  {stage['name']:<38} {stage['seconds']:9.3f} s" for stage in life["times"]])
     lines += _section("records", _records(life["records"], zero))
+    lines += _section("deleted", life["gone"])
     lines += _section("dead letters", [letter_line(letter) for letter in life["dead_letters"]])
     return "\n".join(lines)
 
@@ -57,7 +58,7 @@ def _prompt(prompt: Plain | None, group: int) -> list[str]:
 def _samples(life: Plain, zero: float | None) -> list[str]:
     samples = life["samples"]
     if not samples:
-        return ["none was drawn" if life["fate"] not in ("open",) else "none yet"]
+        return ["none is kept" if life["gone"] else "none was drawn" if life["fate"] not in ("open",) else "none yet"]
     head = ["sample", "by", "versions", "begun", "ended", "tokens", "finish", "place"]
     rows = [
         [

@@ -19,7 +19,7 @@ from penstock.pipeline.observe.html.html import assemble
 from penstock.pipeline.observe.html.pack import deflated, pack
 from penstock.pipeline.observe.html.run_history import RunHistory
 from penstock.pipeline.observe.html.token_texts import TokenTexts
-from penstock.pipeline.observe.report.summary import summarise
+from penstock.pipeline.observe.report.summary import gone_from, summarise
 from penstock.pipeline.observe.run_status import config_of
 from penstock.pipeline.observe.run_view import read_view
 from penstock.pipeline.runtime.topic_reader import RunReader
@@ -82,7 +82,7 @@ def build(
     advantages = Advantages(config_of(view), trust_code=trust_code)
     groups = GroupPages(reader=reader, view=view, wanted=wanted, texts=TokenTexts.of(view), advantages=advantages)
     groups.read()
-    report = summarise(view) | dict(mlflow or {})
+    report = summarise(view, gone=gone_from(log, run)) | dict(mlflow or {})
     facts, columns = index.index(groups, history, report=report)
     ids = sorted(groups.chunks.ids)
     vocabulary = _vocabulary(ids, groups.texts.one_by_one(ids))

@@ -33,11 +33,14 @@ from penstock.pipeline.observe.run_view import RunView, load
 from penstock.pipeline.observe.run_view_types import StepFacts, together
 from penstock.pipeline.observe.status import bottleneck, bottleneck_as_json
 from penstock.pipeline.runtime.roles import HELPERS
+from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
 from penstock.pipeline.scheduling.schedule import MODES
 
 __all__ = ["as_text", "collect", "render", "summarise"]
 
+COUNTED = ("ledger", "prompts", "rollouts", "groups", "metrics")
+"""Topics from which the figures are."""
 COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
 
@@ -53,10 +56,15 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None) -> dict[str
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     if mlflow_run_id is not None:
         view.mlflow["run_id"] = mlflow_run_id
-    return summarise(view)
+    return summarise(view, gone=gone_from(log, run))
 
 
-def summarise(view: RunView) -> dict[str, Any]:
+def gone_from(log: Log, run: str) -> list[str]:
+    """Which records are missing from the figures because they were deleted, a line for each partition."""
+    return deleted(log, *(f"{run}.{topic}" for topic in COUNTED))
+
+
+def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a run that was read: the keys and their definitions are those of `report --json`."""
     steps = [view.steps[number] for number in sorted(view.steps)]
     report: dict[str, Any] = {
@@ -94,6 +102,7 @@ def summarise(view: RunView) -> dict[str, Any]:
         "examples": examples(view),
         "dead_letters": _dead_letters(view),
         "duplicates": sum(view.duplicates.values()),
+        "gone": list(gone),
         "resumed": resumptions(view),
         "restarts": _restarts(view),
         "mlflow_run_id": view.mlflow.get("run_id"),

@@ -28,6 +28,8 @@ STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "run
 CURVE_WIDTH = 32
 TEXT_WIDTH = 110
 EXAMPLE_WIDTH = 72
+SHOWN_GONE = 3
+"""Partitions without their beginning that are named; `report --json` has all."""
 
 
 def render(report: Mapping[str, Any], *, directory: Path | None = None) -> RenderableType:
@@ -152,6 +154,10 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         ("refused", Text(refused, style="yellow" if letters["total"] else "")),
         *[("", Text(f"{count:,} x {error}", style="yellow")) for error, count in letters.get("reward_errors", {}).items()],
     ]
+    if gone := report.get("gone"):
+        more = [f"and so in {len(gone) - SHOWN_GONE} partitions more"] if len(gone) > SHOWN_GONE else []
+        text = "\n".join(["the figures are of what is kept; groups that seem open or unused may have ended", *gone[:SHOWN_GONE], *more])
+        lines.append(("deleted", Text(text, style="yellow")))
     if rebased := report["rebased"]:
         lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))
     if empty := report["empty_steps"]:

@@ -50,7 +50,7 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
     check(config)
     comparison, shown = Comparison(wish.threshold), time.monotonic()
     origin = {"run": run, "reward": described["after"], "was": described["before"]}
-    gone = [line for topic in ("prompts", "rollouts", "groups") for line in deleted(log, f"{run}.{topic}")]
+    gone = deleted(log, *(f"{run}.{topic}" for topic in ("prompts", "rollouts", "groups")))
     begun = NewRun.begin(log, source, wish.write, config, origin=origin) if wish.write else nullcontext()
     with begun as new:
         say(f"judging the groups of {run}")

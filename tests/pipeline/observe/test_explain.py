@@ -20,6 +20,7 @@ from penstock.pipeline.observe.explain import as_json, text
 from penstock.pipeline.observe.explain.gradient_share import left_out, shares
 from penstock.pipeline.observe.explain.stage_times import Moments, stages
 from penstock.pipeline.observe.records import browse, format
+from penstock.pipeline.observe.report.summary import collect
 from penstock.topics import dead_letters, groups, rollouts
 from penstock.topics.catalogue import RUNS_SPEC, topics_of
 from penstock.topics.groups import Group, ScoredSample
@@ -249,6 +250,26 @@ def test_a_prompt_that_retention_has_deleted_is_gone_and_not_unknown(monkeypatch
         as_json.explain(log, RUN, 0, say=quiet)
     with pytest.raises(ValueError, match=r"group 9 was never admitted: the highest group of run demo-1 is 1"):
         as_json.explain(log, RUN, 9, say=quiet)
+
+
+def test_a_group_whose_samples_and_outcome_were_deleted_is_not_said_to_wait_for_them() -> None:
+    teller = Teller()
+    told = [
+        teller.record(),
+        teller.opened(),
+        *teller.group([0.0, 1.0], version=0, outcome="filtered"),
+        *teller.group([0.0, 1.0], version=0),
+    ]
+    log = written(told)
+    log.delete_records({(f"{RUN}.rollouts", 0): 2, (f"{RUN}.groups", 0): 1})
+    found = as_json.explain(log, RUN, 0, say=quiet)
+    lines = [f"{RUN}.rollouts/0: the records at offsets 0 to 1 were deleted", f"{RUN}.groups/0: the records at offsets 0 to 0 were deleted"]
+    assert found["gone"] == lines
+    assert found["why"].endswith(f", unless more is gone: {'; '.join(lines)}")
+    page = text.as_page(found)
+    assert "none is kept" in page and f"deleted\n  {lines[0]}" in page
+    assert as_json.explain(log, RUN, 1, say=quiet)["gone"] == []
+    assert collect(log, RUN)["gone"] == lines
 
 
 def test_a_ledger_without_its_beginning_is_said_instead_of_groups_that_seem_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,19 @@ def report() -> dict[str, Any]:
     return report_of(list(Teller(steps=10).whole()))
 
 
+def test_a_report_of_a_run_whose_first_records_were_deleted_says_so_and_names_three_places() -> None:
+    view, told = RunView(run=RUN), list(Teller(steps=2).whole())
+    for record in as_records(told):
+        view.fold(record)
+    gone = [f"{RUN}.groups/{partition}: the records at offsets 0 to 41 were deleted" for partition in range(5)]
+    found = summarise(view, gone=gone)
+    assert found["gone"] == gone
+    lines = " ".join(as_text(found).split())
+    assert "deleted the figures are of what is kept; groups that seem open or unused may have ended" in lines
+    assert gone[2] in lines and gone[3] not in lines and "and so in 2 partitions more" in lines
+    assert "deleted" not in as_text(summarise(view))
+
+
 def test_every_admitted_group_has_exactly_one_fate(report: dict[str, Any]) -> None:
     assert report["groups"] == {
         "admitted": 22, "trained": 20, "filtered": 1, "stale": 0, "failed": 0, "abandoned": 0, "unused": 1, "open": 0
