@@ -171,8 +171,9 @@ class ArchivedSource:
         return range(self._log.partitions(topic) or 0)
 
     def begin(self, topic: str, partition: int) -> int:
-        """The first offset that was kept."""
-        return self._log.begin_offsets([(topic, partition)])[topic, partition]
+        """The offset from which on nothing is missing: what was deleted between two exports is missing as what was deleted before."""
+        begin = self._log.begin_offsets([(topic, partition)])[topic, partition]
+        return max(begin, self._log.archive.gap_end(kind_of(topic, partition), partition))
 
     def read(self, topic: str, partitions: Sequence[int] | None = None) -> Iterator[Record]:
         """One partition after the other."""

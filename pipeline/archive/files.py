@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ UNFINISHED = ".part"
 """Ends the names of files that are being written."""
 NEXT = b"penstock.next_offset"
 _LAST_OFFSET = 2**63 - 1
+MOST_PARTITIONS = 10_000
+"""Of a topic: an import makes as many as the note says, so one that was damaged or forged must not ask for any number."""
 
 ROW_GROUP_BYTES = 48 << 20
 ROW_GROUP_ROWS = 100_000
@@ -89,7 +92,11 @@ class Archive:
             raise ValueError(f"{self.path / NOTE} is not JSON: {error}") from error
         if told.get("format") != FORMAT:
             raise ValueError(f"{self.path / NOTE}: format {told.get('format')!r}, this version reads {FORMAT}")
-        return Note(**told)
+        note = Note(**told)
+        for topic, count in note.partitions.items():
+            if not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
+                raise ValueError(f"{self.path / NOTE}: {topic} with {count!r} partitions, a topic has 1 to {MOST_PARTITIONS}")
+        return note
 
     def write_note(self, note: Note) -> None:
         """Replace the note at once."""
@@ -127,10 +134,14 @@ class Archive:
         files = self.files(kind, partition)
         if not files:
             return None
-        told = pq.read_metadata(files[-1]).metadata or {}
-        if NEXT not in told:
+        if (reached := _reaches(files[-1])) is None:
             raise ValueError(f"{files[-1]} does not say how far it reaches; a file that was written anew has to keep its metadata")
-        return int(told[NEXT])
+        return reached
+
+    def gap_end(self, kind: Kind, partition: int) -> int:
+        """The offset behind the last records of a partition that were deleted before they could be exported; 0 where none were."""
+        ends = ((_reaches(file), int(later.stem)) for file, later in pairwise(self.files(kind, partition)))
+        return max((first for reached, first in ends if reached is not None and reached < first), default=0)
 
     def partitions(self, kind: Kind) -> list[int]:
         """The partitions of a table that have files."""
@@ -171,6 +182,12 @@ def find_archive(directory: Path) -> Archive:
     if len(runs) > 1:
         raise ValueError(f"{directory} holds the runs {', '.join(runs[:8])}: name one, as {directory / runs[0]}")
     return Archive(directory, runs[0])
+
+
+def _reaches(path: Path) -> int | None:
+    """The offset after what a file holds; None where somebody has written it anew without saying so."""
+    told = (pq.read_metadata(path).metadata or {}).get(NEXT)
+    return None if told is None else int(told)
 
 
 def _offsets(row_group: pq.RowGroupMetaData) -> tuple[int, int]:

@@ -5,6 +5,7 @@ The rule: a question sees the run's tables and nothing else, neither files nor t
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -19,7 +20,13 @@ from penstock.pipeline.archive.archived_log import ArchivedLog
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.archive.views import RAW, TABLES, VIEWS
+from penstock.pipeline.observe.report.summary import COUNTED
+from penstock.pipeline.runtime.topic_reader import deleted
+from penstock.topics.catalogue import RUNS_TOPIC
 
+MEMORY = "2GiB"
+"""Of one question, beside the tables that it is about: it may be asked beside the workers of a run."""
+AGAIN_S = 0.1
 ALIASES = tuple(name for name in RAW if name not in TABLES)
 """Tables of `raw` that can be named without it."""
 _ASKING = {"SELECT", "EXPLAIN", "RELATION", "PRAGMA"}
@@ -103,9 +110,29 @@ def ask(tables: Tables, query: str) -> pa.Table:
             raise ValueError("one question at a time, which changes nothing: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN")
         connection = _connect(tables, _named(query))
         try:
-            return connection.sql(_OURS if _SHOW.fullmatch(query) else query).to_arrow_table()
+            return _computed(connection, _OURS if _SHOW.fullmatch(query) else query)
         finally:
             connection.close()
+
+
+def _computed(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
+    """The answer, by a thread of its own: while DuckDB computes, it lets no signal through. Ctrl-C ends it."""
+    with ThreadPoolExecutor(1, thread_name_prefix="sql") as thread:
+        answer = thread.submit(lambda: connection.sql(query).to_arrow_table())
+        try:
+            return answer.result()
+        except KeyboardInterrupt:
+            while not answer.done():  # one that has not begun yet is not interrupted
+                connection.interrupt()
+                wait([answer], AGAIN_S)
+            raise
+
+
+def gone_from(tables: Tables, query: str) -> list[str]:
+    """Which records of the topics that a question is about were deleted, a line for each partition; none for one about no table."""
+    named = _named(query)
+    topics = {KINDS[table].topic for name, table in RAW.items() if name in named} | (set(COUNTED) if named & TABLES.keys() else set())
+    return deleted(tables.log, *(f"{tables.run}.{topic}" for topic in sorted(topics - {RUNS_TOPIC})))
 
 
 def views() -> dict[str, list[tuple[str, str]]]:
@@ -132,6 +159,7 @@ def _connect(tables: Tables | None, named: set[str]) -> duckdb.DuckDBPyConnectio
     """A database in memory with all tables and views; the tables that were named have rows."""
     connection = duckdb.connect()
     connection.execute("create schema raw; set python_enable_replacements = false; set timezone = 'UTC'")
+    connection.execute(f"set memory_limit = '{MEMORY}'; set temp_directory = ''")
     for name, table in RAW.items():
         rows = tables.rows(table) if tables is not None and name in named else KINDS[table].schema.empty_table()
         connection.register(f"_{name}", rows)
@@ -151,6 +179,10 @@ def _connect(tables: Tables | None, named: set[str]) -> duckdb.DuckDBPyConnectio
 def _translated() -> Iterator[None]:
     try:
         yield
+    except duckdb.OutOfMemoryException as error:
+        raise ValueError(
+            f"the answer takes more than {MEMORY} to compute: ask for less at once, or put the question to an export with DuckDB itself"
+        ) from error
     except duckdb.Error as error:
         text = re.split(r"\n\s*LINE \d+:", str(error))[0]
         if re.search(r"syntax error.*[,\"]", text) and re.search(r"\bgroup\b(?!\s+by)", str(error), re.IGNORECASE):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,7 +32,7 @@ def sql(
 ) -> None:
     """Ask a run in SQL: samples, groups, steps, lag, rewards, timeline."""
     from penstock.pipeline.archive.archived_log import ArchivedLog
-    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, views
+    from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
     from penstock.pipeline.config.load import ConfigError
 
     if csv and json:
@@ -45,8 +45,13 @@ def sql(
         with reading(run, bootstrap, security) as (log, run_id):
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
             answer = ask(tables, text)
+            for line in gone_from(tables, text):
+                say(f"the answer is of what is kept; {line}")
     except ValueError as error:  # a query that fails
         raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        say("interrupted, there is no answer")
+        raise
     if csv:
         _print_csv(answer)
     elif json:

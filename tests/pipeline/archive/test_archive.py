@@ -25,7 +25,7 @@ from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.paths import run_directory
 from penstock.pipeline.archive import export as exporting
-from penstock.pipeline.archive.archived_log import ArchivedLog
+from penstock.pipeline.archive.archived_log import ArchivedLog, ArchivedSource
 from penstock.pipeline.archive.delete import delete, plan_deletion
 from penstock.pipeline.archive.export import Exported, export, follow
 from penstock.pipeline.archive.files import UNFINISHED, Archive, find_archive
@@ -290,7 +290,9 @@ def remove_below(log: KafkaLog, topic: str, partition: int, offset: int) -> None
         future.result(30)
 
 
-def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(
+    log: KafkaLog, broker: str, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tell(log, run_id, list(Teller(run_id, steps=STEPS).whole()))
     topic = f"{run_id}.rollouts"
     offsets = [record.offset for record in scan(log, topic) if record.partition == 0]
@@ -302,12 +304,74 @@ def test_records_that_were_deleted_are_named_with_the_first_one_that_is_kept(log
         log.read(topic, 0, [0, 1, offsets[3], offsets[5]])
     with pytest.raises(LogError, match=rf"{topic}/0 has no committed record at offset 9000"):
         log.read(topic, 0, [offsets[5], 9000])
+    assert main(["sql", run_id, "select count(*) n from rollouts", "--json", "--bootstrap", broker]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == [{"n": len(offsets) - 4}]
+    assert f"the answer is of what is kept; {topic}/0: the records at offsets 0 to {offsets[4] - 1} were deleted" in said.err
+    assert main(["sql", run_id, "select count(*) n from metrics", "--json", "--bootstrap", broker]) == 0
+    assert "deleted" not in capsys.readouterr().err
     # What an export has is not lost, what a new one cannot have an import has not.
     assert written(log, run_id, tmp_path).gone == []
     written(log, run_id, tmp_path / "late")
     other = f"{run_id}-b"
     import_run(log, find_archive(tmp_path / "late"), becomes=other)
     assert [record.offset for record in everything(log, other)["rollouts"] if record.partition == 0] == list(range(len(offsets) - 4))
+
+
+def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    victim, other = f"{run_id}-victim", f"{run_id}-b"
+    for run in (victim, run_id):
+        tell(log, run, list(Teller(run, steps=1).whole()))
+    written(log, run_id, tmp_path)
+    (path,) = find_archive(tmp_path).files(KINDS["runs"], 0)
+    table = pq.read_table(path)
+    record = replace(runs.decode(Teller(victim, steps=1).record().value), status="failed", updated_ns=2**62)
+    value = runs.encode(record)
+    crafted = table.slice(0, 1).to_pylist()[0] | {
+        "offset": table["offset"][0].as_py() - 1,
+        "key": victim.encode(),
+        "headers": [{"name": name, "value": text} for name, text in runs.headers(record).encode(value)],
+        "raw": value,
+        "problem": None,
+    }
+    pq.write_table(pa.concat_tables([pa.Table.from_pylist([crafted], schema=table.schema), table]), path)
+    before, registered = find(log, victim), [r for r in scan(log, RUNS_TOPIC) if r.key == victim.encode()]
+    import_run(log, find_archive(tmp_path), becomes=other)
+    assert find(log, victim) == before
+    assert [r for r in scan(log, RUNS_TOPIC) if r.key == victim.encode()] == registered
+
+
+@pytest.mark.parametrize("count", [10**9, 0, "8", None])
+def test_an_archive_that_claims_any_number_of_partitions_is_refused_in_one_line(
+    tmp_path: Path, count: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "export.json").write_text(json.dumps({"run": "x", "created_ns": 1, "partitions": {"groups": count}, "format": 1}))
+    for command in (["audit", str(tmp_path)], ["report", str(tmp_path)], ["sql", str(tmp_path), "select 1"]):
+        assert main(command) != 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"export.json: groups with {count!r} partitions, a topic has 1 to 10000")
+
+
+def test_what_was_deleted_between_two_exports_is_known_to_the_audit_of_the_archive(log: KafkaLog, run_id: str, tmp_path: Path) -> None:
+    told = list(Teller(run_id, steps=STEPS).whole())
+    tell(log, run_id, told[: len(told) // 2])
+    written(log, run_id, tmp_path)
+    archive, topic = find_archive(tmp_path), f"{run_id}.rollouts"
+    source = ArchivedSource(ArchivedLog(archive))
+    assert source.begin("rollouts", 0) == 0
+    exported = archive.next_offset(KINDS["rollouts"], 0)
+    assert exported
+    tell(log, run_id, told[len(told) // 2 :], seed=1)
+    later = [record.offset for record in scan(log, topic) if record.partition == 0 and record.offset >= exported]
+    remove_below(log, topic, 0, later[2])
+    assert written(log, run_id, tmp_path).gone == [
+        f"{topic}/0: offsets {exported} to {later[2] - 1} were deleted before they were exported"
+    ]
+    assert source.begin("rollouts", 0) == later[2]
+    assert source.begin("rollouts", 1) == source.begin("groups", 0) == 0
+    kept = [record.offset for record in ArchivedSource(ArchivedLog(archive)).read("rollouts", [0])]
+    assert any(offset < exported for offset in kept) and later[2] in kept
 
 
 def test_a_run_is_deleted_with_its_record_once_it_is_at_rest(
