@@ -29,6 +29,9 @@ GATHER_BELOW = 64
 GATHER_BYTES = 256 << 10
 """Likewise for one that returned more bytes: a large record is worth a round trip of its own."""
 
+WHAT_IS_THERE_S = 5.0
+"""For an error that is certain, a partition's ends are asked for no longer than this: a broker that has lost it may not answer."""
+
 _SPIN_S, _AWAY_S = 0.02, 0.2
 """Pause after a poll that waited less than this and returned nothing; the second one applies while no broker is connected."""
 
@@ -134,9 +137,13 @@ def _damage(consumer: Any, error: Exception) -> str:
 
 def _not_there(consumer: Any) -> str:
     """Say which offset a consumer wants that its partition does not hold, and which ones it holds."""
-    places = list(consumer.assignment())
-    begins, ends = consumer.beginning_offsets(places), consumer.end_offsets(places)
+    places, limit_ms = list(consumer.assignment()), int(1000 * WHAT_IS_THERE_S)
     wanted = {tp: private_api.position(consumer, tp) for tp in places}
+    try:
+        begins, ends = consumer.beginning_offsets(places, timeout_ms=limit_ms), consumer.end_offsets(places, timeout_ms=limit_ms)
+    except (errors.KafkaError, KeyError) as error:  # KeyError: the client leaves out a partition that has no leader just now
+        at = ", ".join(f"{tp.topic}/{tp.partition} at offset {at}" for tp, at in sorted(wanted.items()) if at is not None)
+        return f"a record that is wanted is not there, and which are is not known ({edge.one_line(error)}): this reader stands in {at}"
     lost = [
         f"{tp.topic}/{tp.partition}: offset {at} is wanted, {begins[tp]} to {ends[tp] - 1} are there"
         for tp, at in wanted.items()

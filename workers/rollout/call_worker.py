@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.log import Assigned, Partition, Producer, Start, Tail
+from penstock.infra.log import Assigned, Producer, Tail
 from penstock.pipeline.runtime import commit_notes
 from penstock.pipeline.runtime.commit_notes import CallNote
 from penstock.pipeline.runtime.drawing.drawing_loop import DrawingLoop
@@ -81,11 +81,11 @@ class CallWorker(DrawingLoop):
         notes = {at: commit_notes.decode(CallNote, committed.metadata) for (_, at), committed in event.partitions.items()}
         if self._seen is not None:
             self._seen.close()
-        starts: dict[Partition, Start] = {(answers, at): note.replies if note else 0 for at, note in notes.items()}
-        self._seen = self.session.log.tail(starts) if notes else None
+        kept = self.session.log.begin_offsets((answers, at) for at in notes)
+        starts = {at: max(kept[answers, at], note.replies if note else 0) for at, note in notes.items()}
+        self._seen = self.session.log.tail({(answers, at): start for at, start in starts.items()}) if notes else None
         for (_, at), committed in event.partitions.items():
-            start = notes[at].replies if notes[at] else 0  # type: ignore[union-attr]
-            self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=start)
+            self.tasks.assign(at, offset=committed.offset or 0, inherited_end=ends[topic, at], replies_end=starts[at])
         self._read_answered()
         for task in self.tasks.gone():
             self._drop(task)

@@ -29,10 +29,11 @@ class PublishedSamples:
         self._tail: Tail | None = None
 
     def follow(self, starts: Mapping[int, int]) -> list[Published]:
-        """Follow these partitions instead, each from its start; returns what is in them."""
+        """Follow these partitions instead, each from its start or from the first record that is kept; returns what is in them."""
         self.close()
         if starts:
-            first: dict[Partition, Start] = {(self._topic, partition): start for partition, start in starts.items()}
+            kept = self._log.begin_offsets((self._topic, partition) for partition in starts)
+            first: dict[Partition, Start] = {at: max(begin, starts[at[1]]) for at, begin in kept.items()}
             self._tail = self._log.tail(first)
         return self.read_new()
 

@@ -1,12 +1,13 @@
 """An offset that a partition does not hold is an error with both numbers, never a silent jump; nobody makes topics by asking for them."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
-from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition, errors
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka import settings
+from penstock.infra.kafka import consumer, settings
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Member, Records, Tail
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
@@ -33,6 +34,31 @@ def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, l
         start.close()
     with pytest.raises(LogError, match="the records at offsets 1 were deleted, the first one that is kept is 4"):
         log.read(topic, 0, [1, 5])
+
+
+class Lost:
+    """A consumer whose next record is not there; nobody says in time which are."""
+
+    limits_ms: ClassVar[list[int]] = []
+
+    def assignment(self) -> set[TopicPartition]:
+        return {TopicPartition("t", 3)}
+
+    def beginning_offsets(self, places: object, timeout_ms: int) -> None:
+        del places
+        self.limits_ms.append(timeout_ms)
+        raise errors.KafkaTimeoutError("timed out")
+
+
+def test_a_reader_whose_next_record_is_gone_says_so_even_if_no_broker_says_in_time_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_range(*_: object) -> None:
+        raise errors.OffsetOutOfRangeError({TopicPartition("t", 3): 7})
+
+    monkeypatch.setattr(consumer.private_api, "poll_once", out_of_range)
+    monkeypatch.setattr(consumer.private_api, "position", lambda *_: 7)
+    with pytest.raises(LogError, match=r"not there, and which are is not known \(.*timed out.*\): this reader stands in t/3 at offset 7$"):
+        consumer.poll(Lost(), 1.0, 10)
+    assert Lost.limits_ms == [1000 * consumer.WHAT_IS_THERE_S]
 
 
 def polled(tail: Tail) -> None:
@@ -118,6 +144,6 @@ def test_readers_of_a_topic_that_somebody_deletes_say_so_also_when_it_is_made_ag
 
 
 def test_a_consumer_makes_no_topic_by_asking_for_it(log: KafkaLog) -> None:
-    consumer = KafkaConsumer(**settings.consumer(log.connection, group=None, committed=True))
-    assert consumer.config["allow_auto_create_topics"] is False
-    consumer.close()
+    made = KafkaConsumer(**settings.consumer(log.connection, group=None, committed=True))
+    assert made.config["allow_auto_create_topics"] is False
+    made.close()

@@ -169,6 +169,22 @@ def test_two_calls_for_one_turn_after_different_words_are_both_answered() -> Non
     assert len(set(site.answered())) == 2
 
 
+def test_a_new_owner_reads_replies_from_the_first_that_is_kept() -> None:
+    site = Site()
+    site.join()
+    site.workers[0]._committed = float("inf")
+    site.ask(1)
+    while not site.answered():
+        site.workers[0].turn()
+    place = (f"{RUN}.replies", 1)
+    site.log.delete_records(site.log.end_offsets([place]))
+    site.die(0)
+    site.ask(1, 1)
+    site.join()  # nothing was committed: it would begin at offset 0
+    site.finish()
+    assert len(site.answered()) == 2
+
+
 def test_answered_calls_are_forgotten_once_the_offset_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_tasks, "KEPT", 2)
     site = Site()

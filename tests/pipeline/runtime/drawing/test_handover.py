@@ -169,6 +169,20 @@ def test_groups_in_hand_whose_partition_went_to_a_joiner_are_dropped_and_drawn_o
     assert old.session.reporter.values["dropped_groups"] == 3
 
 
+def test_a_new_owner_reads_samples_from_the_first_that_is_kept() -> None:
+    site = Site()
+    site.prompt(3)
+    first = site.join()
+    site.finish(commit=False)
+    place = (f"{RUN}.rollouts", 3)
+    site.log.delete_records(site.log.end_offsets([place]))
+    site.prompt(3)
+    site.evict(first)
+    site.workers = [site.join()]  # nothing was committed: it would begin at offset 0
+    site.finish(commit=False)
+    assert len(published(site.log)) == 2 * SAMPLES
+
+
 def test_samples_that_were_still_on_their_way_at_the_assignment_are_not_drawn_again() -> None:
     made = drawn_alone(groups=2)
     site = Site()
