@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Partition, Start, Tail
 from penstock.pipeline.envs.datasets.configured import Data, open_data
 from penstock.pipeline.envs.datasets.rows import Row
@@ -16,7 +16,7 @@ from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import read_on
+from penstock.pipeline.runtime.topic_reader import deleted, read_on
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import WorkingClock
 from penstock.topics import prompts
@@ -99,12 +99,18 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
 
 
 def _catch_up(session: Session, state: Admission) -> Tail:
-    """Read the run's records so far, from the offsets of an earlier feeder; returns the tail for the following ones."""
+    """Read the run's records so far, from the offsets of an earlier feeder; returns the tail for the following ones.
+
+    Raises `Unrecoverable` where there is no such feeder and its records are gone.
+    """
     group, count = f"{session.run}.feeder", session.config.partitions
     asked: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
     ended: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
     past, tail = session.log.tail(asked, group=group), session.log.tail(ended, group=group)
     starts = state.begin({**past.committed(), **tail.committed()})
+    if not starts and (gone := deleted(session.log, session.topic("prompts"), session.topic("groups"))):
+        # Whoever counts only what is left admits other prompts than the rules allow.
+        raise Unrecoverable(f"how many groups were admitted and dropped is not known, no earlier feeder has noted it: {'; '.join(gone)}")
     for partition, offset in starts.items():
         (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
     said: dict[Partition, Start] = {(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"}
