@@ -259,3 +259,19 @@ def test_a_dead_broker_is_struck_off_when_its_controller_is_in_office_and_the_la
 )
 def test_a_controller_that_says_nothing_that_is_known_about_a_broker_has_struck_off_nobody(said: str, struck_off: bool) -> None:
     assert fencing.is_struck_off(f"{said}\nPerforming controller activation.\n") == struck_off
+
+
+def test_the_controller_has_written_only_where_its_newest_segment_grew_or_another_one_follows(tmp_path: Path) -> None:
+    directory = tmp_path / "data" / "__cluster_metadata-0"
+    directory.mkdir(parents=True)
+    assert fencing._newest(tmp_path) == ("", 0)
+    older, newest = directory / "00000000000000000000.log", directory / "00000000000000000100.log"
+    older.write_bytes(b"x" * 1000)
+    newest.write_bytes(b"x")
+    before = fencing._newest(tmp_path)
+    older.unlink()
+    assert fencing._newest(tmp_path) == before  # less is there, and nothing was lost of what was written
+    newest.write_bytes(b"xx")
+    assert fencing._newest(tmp_path) > before
+    (directory / "00000000000000000200.log").touch()
+    assert fencing._newest(tmp_path) > before

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,26 @@ def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_ho
     assert "the broker stopped while starting" in given_up
     assert "2 times in a row, run.max_restarts = 1" in given_up
     assert not any("was stopped" in line for line in said)
+
+
+def test_a_keeper_passes_on_what_a_start_after_a_kill_may_have_cost(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    keeper = keeper_of("127.0.0.1:9", said)
+    found = embedded.BrokerInfo(
+        bootstrap="127.0.0.1:9",
+        pid=1,
+        running=True,
+        home=Path(),
+        log_file=Path(),
+        started_s=1.0,
+        risk="a transaction may hang",
+    )
+    monkeypatch.setattr(embedded, "start", lambda: found)
+    keeper._start()
+    assert said == ["a transaction may hang"]
+    monkeypatch.setattr(embedded, "start", lambda: replace(found, risk=None))
+    keeper._start()
+    assert len(said) == 1
 
 
 def test_another_broker_is_somebody_elses():
