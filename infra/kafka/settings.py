@@ -43,6 +43,9 @@ SECURITY_KEYS = frozenset(
     }
 )
 
+MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER")
+"""What both clients can do; librdkafka's wheels are built without GSSAPI."""
+
 _SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
@@ -62,7 +65,10 @@ class Connection:
         for host, port in self.servers():
             if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
                 raise ValueError(f"kafka.bootstrap {self.bootstrap!r} is not HOST:PORT[,HOST:PORT...]")
-        if str(self.security.get("sasl_mechanism")).upper() == "OAUTHBEARER" and not _has_token(self):
+        mechanism = self.security.get("sasl_mechanism", "PLAIN")
+        if str(mechanism).upper() not in MECHANISMS:
+            raise ValueError(f"kafka security setting sasl_mechanism={mechanism!r} is not supported; known are {', '.join(MECHANISMS)}")
+        if str(mechanism).upper() == "OAUTHBEARER" and not _has_token(self):
             raise ValueError(f"kafka security setting sasl_mechanism=OAUTHBEARER needs {TOKEN_FILE} or {TOKEN_COMMAND}")
         if "ssl_check_hostname" in self.security:
             # The command line and TOML give strings, and "false" is true to a client.

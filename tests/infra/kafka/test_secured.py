@@ -78,6 +78,18 @@ def test_a_token_that_cannot_be_had_is_one_line_that_does_not_hold_it(tmp_path: 
         KafkaLog("127.0.0.1:9092", security={"sasl_mechanism": "OAUTHBEARER"})
 
 
+@pytest.mark.parametrize("mechanism", ["GSSAPI", "AWS_MSK_IAM", "", "scram"])
+def test_a_mechanism_that_only_one_of_the_clients_has_is_refused_before_anybody_connects(mechanism: str) -> None:
+    with pytest.raises(ValueError, match=rf"sasl_mechanism='{mechanism}' is not supported; known are PLAIN, SCRAM-SHA-256, "):
+        KafkaLog("127.0.0.1:1", security={"security_protocol": "SASL_SSL", "sasl_mechanism": mechanism})
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+def test_a_mechanism_that_is_not_refused_is_one_that_librdkafka_was_built_with(mechanism: str) -> None:
+    security = {"security_protocol": "SASL_SSL", "sasl_mechanism": mechanism, "sasl_plain_username": "a", "sasl_plain_password": "b"}
+    Consumer({**librdkafka(Connection(bootstrap="h:1", client_id="c", security=security)), "group.id": "x"}).close()
+
+
 def test_the_end_of_a_token_is_read_from_it() -> None:
     assert expires_s(unsecured_token("ann")) == pytest.approx(time.time() + 600, abs=30)
     assert [expires_s(text) for text in ("", "opaque", "a.b.c", "a.e30.c")] == [None] * 4
