@@ -242,8 +242,9 @@ def deleted(log: Log, *names: str) -> list[str]:
     Example:
         deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
     """
-    begins = log.begin_offsets([at for name in names for at in _partitions(log, name)])
-    return [f"{topic}/{number}: the records at offsets 0 to {begin - 1} were deleted" for (topic, number), begin in begins.items() if begin]
+    partitions = [at for name in names for at in _partitions(log, name)]
+    begins = log.begin_offsets(partitions)
+    return [f"{topic}/{p}: the records at offsets 0 to {begins[topic, p] - 1} were deleted" for topic, p in partitions if begins[topic, p]]
 
 
 def scan(log: Log, *names: str, since: Mapping[Partition, int] = _ALL) -> Iterator[Record]:

@@ -34,6 +34,7 @@ def sql(
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
     from penstock.pipeline.config.load import ConfigError
+    from penstock.pipeline.observe.report.text import some_of
 
     if csv and json:
         raise ConfigError("give either --csv or --json")
@@ -45,8 +46,8 @@ def sql(
         with reading(run, bootstrap, security) as (log, run_id):
             tables = ArchivedTables(log) if isinstance(log, ArchivedLog) else LiveTables(cast("KafkaLog", log), run_id)
             answer = ask(tables, text)
-            for line in gone_from(tables, text):
-                say(f"the answer is of what is kept; {line}")
+            if gone := some_of(gone_from(tables, text)):
+                say("\n".join(["the answer is of what is kept:", *gone]))
     except ValueError as error:  # a query that fails
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:

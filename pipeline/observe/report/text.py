@@ -84,6 +84,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
+def some_of(gone: Sequence[str]) -> list[str]:
+    """Of the lines about deleted records those that are shown."""
+    more = [f"and so in {len(gone) - SHOWN_GONE} partitions more"] if len(gone) > SHOWN_GONE else []
+    return [*gone[:SHOWN_GONE], *more]
+
+
 def _learning(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     reward, trained, lines = report["reward"], report["reward_trained"], []
     schedule, planned = report["schedule"], report["steps_planned"]
@@ -155,9 +161,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         *[("", Text(f"{count:,} x {error}", style="yellow")) for error, count in letters.get("reward_errors", {}).items()],
     ]
     if gone := report.get("gone"):
-        more = [f"and so in {len(gone) - SHOWN_GONE} partitions more"] if len(gone) > SHOWN_GONE else []
-        text = "\n".join(["the figures are of what is kept; groups that seem open or unused may have ended", *gone[:SHOWN_GONE], *more])
-        lines.append(("deleted", Text(text, style="yellow")))
+        said = "the figures are of what is kept; groups that seem open or unused may have ended"
+        lines.append(("deleted", Text("\n".join([said, *some_of(gone)]), style="yellow")))
     if rebased := report["rebased"]:
         lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))
     if empty := report["empty_steps"]:
