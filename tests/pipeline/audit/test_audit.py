@@ -23,7 +23,7 @@ from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.audit import chunk_digests
 from penstock.pipeline.audit.anchors import of_folder
 from penstock.pipeline.audit.kafka_reader import KafkaSource
-from penstock.pipeline.audit.report import as_table, as_text, audit, summary
+from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, summary
 from penstock.pipeline.audit.rules import LAG_OF_MODE, Terms, oldest_trained, terms_of
 from penstock.pipeline.audit.source import Unreadable
 from penstock.pipeline.observe.metrics.points import Line
@@ -126,6 +126,28 @@ def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: 
     found = [record for topic in ("prompts", "rollouts", "groups", "ledger", "metrics") for record in source.read(topic)]
     assert {(record.topic, record.partition, record.offset): record for record in found} == ours
     assert ours
+
+
+def test_what_was_deleted_on_a_broker_is_no_loss_and_what_lies_behind_it_is_judged(broker: str, run: str) -> None:
+    log, teller = KafkaLog(broker, client_id="test"), Teller(run, config=a_teller().config)
+    producer, lost = log.producer(), 4
+    for outgoing in [teller.made(), teller.opened(), *(told for _ in range(6) for told in teller.group([0.0, 1.0] * 2, version=0))]:
+        if not (outgoing.topic.endswith(".prompts") and outgoing.key == b"%d" % lost):
+            producer.send(outgoing)
+    producer.flush(30.0)
+    log.delete_records({(f"{run}.prompts", 0): 2, (f"{run}.rollouts", 0): 8})
+    found = audit(KafkaSource(broker, run))
+    assert as_table(found)["deleted_below"] == {"prompts/0": 2, "rollouts/0": 8}
+    assert accused(found, "prompt-numbers", "one-fate", "group-samples") == {lost}, as_text(found)
+    log.delete_records({(f"{run}.prompts", 0): 5})
+    assert accused(audit(KafkaSource(broker, run)), "prompt-numbers", "one-fate", "group-samples") == set()
+    producer.close()
+    log.close()
+
+
+def accused(found: Audit, *checks: str) -> set[int | None]:
+    """The groups of which these checks report something."""
+    return {violation.group for result in found.results if result.check.name in checks for violation in result.violations}
 
 
 # --- digests -----------------------------------------------------------------------------------------------------------------------
