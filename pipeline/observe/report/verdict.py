@@ -1,15 +1,18 @@
 """What a run came to, in a sentence or two: did it learn, what held it back, what to try.
 
-The rule: a pure function of the report; a change within the noise of the curve is called none.
+The rule: a pure function of the report; a change within the noise of the curve is called none, and a few points are called too few.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
-NOISE = 2.0
-"""Standard deviations of the differences between neighbouring points of the curve that a change must exceed."""
+NOISE = 2.5
+"""Standard errors that the change between the curve's ends must exceed: rewards that only fluctuate do so in less than 5 % of runs."""
+LEAST_POINTS = 8
+"""Points of the curve below which their scatter says too little about the noise."""
 LEAST_CHANGE = 0.01
 ADVICE_WITHOUT = {"advice": "more rollout workers would make it faster"}
 """What is said where nothing tells which role the trainer waited for."""
@@ -40,7 +43,9 @@ def _learned(report: Mapping[str, Any]) -> str:
     change = last - first
     span, advice = f" in {report['steps']:,} steps{held}", ""
     known = [value for value in reward.get("curve") or () if value is not None]
-    if len(known) < 3 or abs(change) <= max(LEAST_CHANGE, NOISE * noise(known)):
+    if len(known) < LEAST_POINTS:
+        said = f"Too short to tell: the reward was {first:.3f} at first and {last:.3f} at last"
+    elif abs(change) <= max(LEAST_CHANGE, NOISE * standard_error(known)):
         said = f"No clear change: the reward was {first:.3f} at first and {last:.3f} at last"
     elif change > 0:
         said = f"It learned: the reward rose from {first:.3f} to {last:.3f}"
@@ -48,6 +53,11 @@ def _learned(report: Mapping[str, Any]) -> str:
         said = f"It got worse: the reward fell from {first:.3f} to {last:.3f}"
         advice = "; try a smaller trainer.lr"
     return f"{said}{span}{advice}."
+
+
+def standard_error(curve: list[float]) -> float:
+    """That of the difference between the means of the curve's first and last tenth, under noise alone."""
+    return noise(curve) * math.sqrt(2 / math.ceil(len(curve) / 10))
 
 
 def noise(curve: list[float]) -> float:

@@ -1,16 +1,21 @@
 """A run's verdict: what it learned, what held it back; noise is no change."""
 
+import math
+import random
+import statistics
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.pipeline.observe.report.summary import summarise
-from penstock.pipeline.observe.report.verdict import noise, verdict
+from penstock.pipeline.observe.report.verdict import LEAST_POINTS, noise, verdict
 from penstock.pipeline.observe.run_view import RunView
 from tests.support.a_run import RUN, Teller, as_records
 
-RISING = [0.1, 0.2, 0.3, 0.4, 0.5]
-NOISY = [0.30, 0.38, 0.29, 0.40, 0.33]
+RISING = [0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5]
+NOISY = [0.30, 0.38, 0.29, 0.40, 0.33, 0.41, 0.28, 0.38, 0.33]
 
 
 def report(curve: list[float], **changes: Any) -> dict[str, Any]:
@@ -25,11 +30,28 @@ def report(curve: list[float], **changes: Any) -> dict[str, Any]:
         (RISING, "It learned: the reward rose from 0.100 to 0.500 in 40 steps."),
         (RISING[::-1], "It got worse: the reward fell from 0.500 to 0.100 in 40 steps; try a smaller trainer.lr."),
         (NOISY, "No clear change: the reward was 0.300 at first and 0.330 at last in 40 steps."),
-        ([0.2, 0.2, 0.2, 0.2], "No clear change: the reward was 0.200 at first and 0.200 at last in 40 steps."),
+        ([0.2] * 12, "No clear change: the reward was 0.200 at first and 0.200 at last in 40 steps."),
+        ([0.1, 0.5, 0.9], "Too short to tell: the reward was 0.100 at first and 0.900 at last in 40 steps."),
     ],
 )
 def test_the_first_sentence_says_whether_it_learned(curve: list[float], said: str) -> None:
     assert verdict(report(curve)) == [said]
+
+
+@pytest.mark.parametrize("points", [8, 10, 20, 60])
+def test_rewards_that_only_fluctuate_are_seldom_called_a_change(points: int) -> None:
+    draw, ends = random.Random(7), math.ceil(points / 10)
+    bold = 0
+    for _ in range(500):
+        curve = [draw.gauss(0.5, 0.1) for _ in range(points)]
+        reward = {"first": statistics.fmean(curve[:ends]), "last": statistics.fmean(curve[-ends:]), "curve": curve}
+        bold += not verdict(report(curve, reward=reward))[0].startswith("No clear change")
+    assert bold <= 500 * 0.07  # 5 %, and three standard errors of a share of 500
+
+
+@given(curve=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=LEAST_POINTS - 1))
+def test_a_few_points_are_too_short_whatever_they_are(curve: list[float]) -> None:
+    assert verdict(report(curve))[0].startswith("Too short to tell")
 
 
 def test_held_out_accuracy_failures_waste_and_waiting_are_said() -> None:
