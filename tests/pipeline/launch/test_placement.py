@@ -28,8 +28,9 @@ def test_the_map_names_every_worker_that_has_gpus() -> None:
 def test_an_evaluator_without_an_engine_of_its_own_has_no_gpu_and_two_do_for_the_example() -> None:
     example = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
     assert str(place(load(example, gpus=2), ["0", "1"])) == "trainer: GPU 0; rollout-0: GPU 1; the others: none"
-    with pytest.raises(ConfigError, match=r"2 GPUs are wanted \(trainer 1 \+ rollout-0 1\), 1 are visible here; lower"):
-        place(load(example, gpus=1), ["0"])
+    for here in ([], ["0"]):
+        with pytest.raises(ConfigError, match=rf"2 GPUs are wanted \(trainer 1 \+ rollout-0 1\), {len(here)} are visible here; lower"):
+            place(load(example, gpus=len(here)), here)
     shared = load(example, ["trainer.gpus=0", "rollout.gpus_per_worker=0"], gpus=1)
     assert place(shared, ["0"]).environment("rollout-0") == {} and ROLES["evaluator"].workers(shared) == 0
 
