@@ -34,6 +34,7 @@ def init(
         base=(output.parent if output is not None else Path()).resolve(),
         prompt_field=prompt_field,
         answer_field=answer_field,
+        say=say,
     )
     if output is not None:
         output.write_text(text, encoding="utf-8")

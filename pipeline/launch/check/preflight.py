@@ -74,7 +74,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores = trial.judge_answers(config)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
-    drawn = _samples(config, info, note) if samples else []
+    drawn = _samples(config, info, note, say) if samples else []
     return Checked(lines, info, drawn)
 
 
@@ -130,7 +130,8 @@ def memory_line(config: Config) -> str:
     return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
 
 
-def _samples(config: Config, info: Mapping[str, Any], note: Tell) -> list[dict[str, Any]]:
+def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    say(f"loading the model into the {config.rollout.engine} engine, to draw two samples")
     environment = place(config, visible_gpus()).environment("rollout-0")
     drawn = trial.draw(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
     samples: list[dict[str, Any]] = drawn["samples"]

@@ -5,82 +5,43 @@ checks of any configuration.
 """
 
 import json
-import math
-import os
 import re
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.pipeline.config.fields import absolute_source
-from penstock.pipeline.config.hub import is_hub_name, local_model
+from penstock.pipeline.config.hub import is_hub_name
 from penstock.pipeline.config.load import Config, ConfigError, from_table
-from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets import Dataset, open_dataset
-from penstock.pipeline.envs.tokenization import Renderer, chat_template_of, model_folder
-from penstock.pipeline.launch.check.disk import parameters
-from penstock.pipeline.launch.placement import visible_gpus
+from penstock.pipeline.launch.check.inputs import UNKNOWN, Inputs, look
 from penstock.pipeline.runtime.factories import check_engine
-
-PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text")
-ANSWERS = ("answer", "solution", "target", "label", "expected", "ground_truth", "output", "response")
-FILES = (".jsonl", ".parquet")
-ROWS_MEASURED = 1_000
-HELD_OUT = 64
-HEADROOM = 1.25
-"""Room above the longest prompt that was measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a model, data and this machine are, as far as a configuration depends on it."""
-
-    rows: int
-    prompt_field: str
-    answer_field: str
-    longest_prompt: int
-    """Tokens."""
-    context: int | None
-    count: int | None
-    """Parameters of the model."""
-    template: bool
-    held_out: int
-    """Rows at the end of the data that are not trained on."""
-    gpus: int
-    cores: int
-    bfloat16: bool
-
-    @property
-    def prompt_room(self) -> int:
-        """Tokens for a prompt: a quarter more than the longest that was measured, as far as the model's context allows."""
-        room = 8 * math.ceil(self.longest_prompt * HEADROOM / 8)
-        return room if self.context is None else min(room, max(self.longest_prompt, self.context // 2))
-
-    @property
-    def completion_room(self) -> int:
-        """Tokens for a completion."""
-        return 256 if self.context is None else max(1, min(256, self.context - self.prompt_room))
 
 
 def propose(
-    model: str, data: str, functions: Sequence[str], *, base: Path, prompt_field: str | None = None, answer_field: str | None = None
+    model: str,
+    data: str,
+    functions: Sequence[str],
+    *,
+    base: Path,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> str:
     """The text of a configuration file that lies in the folder `base`; the columns are guessed from their names where none is given.
+
+    `say` is told what takes a while.
 
     Raises:
         ConfigError: the model, the data or the reward cannot be used as they are named.
         ValueError: the same, from the part that reads them.
     """
-    found = _look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field)
+    inputs = look(model, data, functions, base=base, prompt_field=prompt_field, answer_field=answer_field, say=say)
     engine = "vllm"
     try:
-        check_engine(_loaded(_text(model, data, functions, found, engine=engine, steps=100), base))
+        check_engine(_loaded(_text(model, data, functions, inputs, engine=engine, steps=100), base))
     except ConfigError:
         engine = "transformers"
-    text = _text(model, data, functions, found, engine=engine, steps=100)
+    text = _text(model, data, functions, inputs, engine=engine, steps=100)
     _loaded(text, base)
     return text
 
@@ -93,62 +54,16 @@ def _loaded(text: str, base: Path) -> Config:
     return from_table(table)
 
 
-def _look(model: str, data: str, functions: Sequence[str], *, base: Path, prompt_field: str | None, answer_field: str | None) -> Found:
-    folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
-    source = absolute_source(data, base)
-    names = open_dataset(source, prompt_field="", answer_field="").names
-    prompt = _field("prompt", prompt_field, PROMPTS, names, source)
-    answer = "" if answer_field is None and not set(ANSWERS) & set(names) else _field("answer", answer_field, ANSWERS, names, source)
-    dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
-    scoring = rewards.resolve([absolute_source(name, base) for name in functions])
-    scoring.check(dataset[0].columns)
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    gpus = len(visible_gpus())
-    return Found(
-        rows=len(dataset),
-        prompt_field=prompt,
-        answer_field=answer,
-        longest_prompt=_longest(folder, dataset),
-        context=settings.get("max_position_embeddings"),
-        count=parameters(folder),
-        template=chat_template_of(folder, "auto") is not None,
-        held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0,
-        gpus=gpus,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        bfloat16=gpus > 0 or bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", _cpu())),
-    )
-
-
-def _field(what: str, given: str | None, known: Sequence[str], names: Sequence[str], source: str) -> str:
-    """The given column, else the first that has a usual name."""
-    if given is not None and given not in names:
-        raise ConfigError(f"--{what}-field {given}: the rows have {', '.join(names)}{nearest(given, names)}")
-    name = given or next((name for name in known if name in names), None)
-    if name is None:
-        raise ConfigError(f"{source}: no column looks like a {what} (the rows have: {', '.join(names)}); name one with --{what}-field")
-    return name
-
-
-def _longest(folder: Path, dataset: Dataset) -> int:
-    renderer = Renderer(folder, max_prompt_tokens=10**9)
-    return max(len(renderer.render(dataset[index])[1]) for index in range(min(len(dataset), ROWS_MEASURED)))
-
-
-def _cpu() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-
-
-def _text(model: str, data: str, functions: Sequence[str], found: Found, *, engine: str, steps: int) -> str:
+def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, engine: str, steps: int) -> str:
     """The file: every section that a person is likely to change, each line with its reason."""
     sections = (
-        _beginning(model, found, steps=steps),
-        _data(data, found),
+        _beginning(model, inputs, steps=steps),
+        _data(data, inputs),
         _reward(functions),
-        _schedule(found, engine=engine),
-        _rollout(found, engine=engine),
-        _trainer(found),
-        _eval(data, found),
+        _schedule(inputs, engine=engine),
+        _rollout(inputs, engine=engine),
+        _trainer(inputs),
+        _eval(data, inputs),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -158,8 +73,8 @@ def _line(key: str, value: Any, why: str = "") -> str:
     return f"{text:<36}# {why}" if why else text
 
 
-def _beginning(model: str, found: Found, *, steps: int) -> list[str]:
-    size = f"{found.count / 1e6:,.1f} million parameters" if found.count else "size unknown"
+def _beginning(model: str, inputs: Inputs, *, steps: int) -> list[str]:
+    size = f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"
     return [
         "# Written by `penstock init`. Every key: docs/configuration.md. Paths are relative to this file.",
         "# `penstock check` tries all of it and draws two samples; `penstock run` starts it.",
@@ -177,20 +92,20 @@ def _name(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", Path(model).name.lower()).strip("-")[:24] or "run"
 
 
-def _data(data: str, found: Found) -> list[str]:
+def _data(data: str, inputs: Inputs) -> list[str]:
     lines = [
         "[data]",
-        _line("source", data, f"{found.rows:,} rows"),
-        _line("prompt_field", found.prompt_field),
-        _line("answer_field", found.answer_field, "reward functions get it as `answer`" if found.answer_field else "there is none"),
+        _line("source", data, f"{inputs.rows:,} rows"),
+        _line("prompt_field", inputs.prompt_field),
+        _line("answer_field", inputs.answer_field, "reward functions get it as `answer`" if inputs.answer_field else "there is none"),
     ]
-    if found.held_out:
-        lines.append(_line("limit", found.rows - found.held_out, f"the last {found.held_out} rows are held out, see [eval]"))
-    template = "the model's chat template" if found.template else "the model has no chat template: prompts go in as they are"
+    if inputs.held_out:
+        lines.append(_line("limit", inputs.rows - inputs.held_out, f"the last {inputs.held_out} rows are held out, see [eval]"))
+    template = "the model's chat template" if inputs.template else "the model has no chat template: prompts go in as they are"
     return [
         *lines,
         _line("chat_template", "auto", template),
-        _line("max_prompt_tokens", found.prompt_room, f"the longest of the first rows has {found.longest_prompt}"),
+        _line("max_prompt_tokens", inputs.prompt_room, f"the longest of the first rows has {inputs.longest_prompt}"),
     ]
 
 
@@ -202,16 +117,16 @@ def _reward(functions: Sequence[str]) -> list[str]:
     ]
 
 
-def _schedule(found: Found, *, engine: str) -> list[str]:
+def _schedule(inputs: Inputs, *, engine: str) -> list[str]:
     mode, why = ("in_flight", "new weights between two decode steps") if engine == "vllm" else ("pipelined", "draws ahead of the trainer")
     return [
         "[schedule]",
         _line("mode", mode, f"{why}; docs/schedules.md"),
-        _line("prompts_per_step", 32 if found.gpus else 4, "groups in an optimizer step"),
+        _line("prompts_per_step", 32 if inputs.gpus else 4, "groups in an optimizer step"),
         _line("samples_per_prompt", 8, "completions in a group; more where rewards are seldom"),
         "",
         "[sampling]",
-        _line("max_new_tokens", found.completion_room, "what is longer is cut off; costs time in proportion"),
+        _line("max_new_tokens", inputs.completion_room, "what is longer is cut off; costs time in proportion"),
         _line("temperature", 1.0),
         "",
         "[algorithm]",
@@ -219,51 +134,51 @@ def _schedule(found: Found, *, engine: str) -> list[str]:
     ]
 
 
-def _rollout(found: Found, *, engine: str) -> list[str]:
-    dtype = "bfloat16" if found.bfloat16 and engine == "vllm" else "float32"
-    workers = max(1, found.gpus - 1)  # all but the trainer's
+def _rollout(inputs: Inputs, *, engine: str) -> list[str]:
+    dtype = inputs.dtype if inputs.gpus or engine == "vllm" else "float32"
+    workers = max(1, inputs.gpus - 1)  # all but the trainer's
     lines = [
         "[rollout]",
         _line("engine", engine, "draws all samples side by side" if engine == "vllm" else "vLLM is not here, or cannot load this model"),
         _line("workers", workers),
         _line("dtype", dtype),
     ]
-    if found.gpus > 1:
+    if inputs.gpus > 1:
         lines.append(_line("gpus_per_worker", 1))
-    elif found.gpus == 1 and engine == "vllm":
+    elif inputs.gpus == 1 and engine == "vllm":
         lines += ["", "[rollout.vllm]", _line("gpu_memory_utilization", 0.4, "trainer and engine share the one GPU")]
-    elif not found.gpus:
-        lines.append(_line("threads", max(1, found.cores // 2), f"half of {found.cores} cores"))
+    elif not inputs.gpus:
+        lines.append(_line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores"))
     return lines
 
 
-def _trainer(found: Found) -> list[str]:
-    count = found.count or 10**9
+def _trainer(inputs: Inputs) -> list[str]:
+    count = inputs.count or UNKNOWN
     lr = 5e-4 if count < 10**7 else 1e-5 if count < 10**9 else 1e-6
     lines = [
         "[trainer]",
         _line("lr", lr, "by the model's size; halve it if the reward collapses"),
         _line("warmup_steps", 5),
-        _line("dtype", "bfloat16" if found.bfloat16 and count >= 10**7 else "float32", "weights; sums and moments are float32"),
-        _line("micro_batch_tokens", 16_384 if found.gpus else 2_048, "halve it when memory runs out"),
+        _line("dtype", inputs.dtype, "weights; sums and moments are float32"),
+        _line("micro_batch_tokens", 16_384 if inputs.gpus else 2_048, "halve it when memory runs out"),
         _line("checkpoint_every", 25, "steps; a resumed run repeats those after the newest"),
     ]
-    if found.gpus > 1:
+    if inputs.gpus > 1:
         lines.append(_line("gpus", 1))
-    elif not found.gpus:
-        lines.append(_line("threads", max(1, found.cores - found.cores // 2)))
+    elif not inputs.gpus:
+        lines.append(_line("threads", max(1, inputs.cores - inputs.cores // 2)))
     return lines
 
 
-def _eval(data: str, found: Found) -> list[str]:
-    if not found.held_out:
+def _eval(data: str, inputs: Inputs) -> list[str]:
+    if not inputs.held_out:
         return []
     return [
         "[eval]",
         _line("source", data),
-        *([_line("engine", "rollout", "a rollout worker lends its engine, so that evaluations need no GPU")] if found.gpus else []),
-        _line("start", found.rows - found.held_out),
-        _line("limit", found.held_out, "held-out prompts"),
+        *([_line("engine", "rollout", "a rollout worker lends its engine, so that evaluations need no GPU")] if inputs.gpus else []),
+        _line("start", inputs.rows - inputs.held_out),
+        _line("limit", inputs.held_out, "held-out prompts"),
         _line("every", 25, "versions; the first and the last are always evaluated"),
         _line("samples", 1, "beside the greedy one"),
         "# threshold = 1.0                   # reward from which a completion counts as solved",

@@ -258,7 +258,9 @@ def test_init_prints_a_configuration_and_nothing_else_on_stdout(
 ) -> None:
     monkeypatch.chdir(project(tmp_path))
     assert cli.main(["init", "--model", "model", "--data", "rows.jsonl", "--reward", "rew.py:right"]) == OK
-    (tmp_path / "my.toml").write_text(capsys.readouterr().out, encoding="utf-8")
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[0].endswith("measuring prompts and answers of 50 rows with the model's tokenizer")
+    (tmp_path / "my.toml").write_text(captured.out, encoding="utf-8")
     assert load(tmp_path / "my.toml").data.source == str(tmp_path / "rows.jsonl")
 
 
@@ -272,8 +274,9 @@ def test_check_draws_two_samples_by_the_engine_and_judges_them(tmp_path: Path, e
 
         model = make_tiny_model(tmp_path / "tiny", steps=1)
     config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})
-    told: dict[str, str] = {}
-    checked = preflight.check(config, tell=told.__setitem__, samples=True)
+    told, said = dict[str, str](), list[str]()
+    checked = preflight.check(config, tell=told.__setitem__, samples=True, say=said.append)
+    assert said[-1] == f"loading the model into the {engine} engine, to draw two samples"
     assert [sample["answer"] for sample in checked.samples] == ["0", "2"]
     assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)
     assert "What is 1 plus 1?" in told["sample 2"]

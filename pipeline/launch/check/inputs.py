@@ -1,0 +1,140 @@
+"""What a model, data and this machine are, and the defaults that follow from that: for `penstock init`.
+
+The rule: every default is a property of `Inputs`, a function of what was read and of nothing else.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.pipeline.config.cpu_defaults import this_cpu
+from penstock.pipeline.config.fields import absolute_source
+from penstock.pipeline.config.hub import is_hub_name, local_model
+from penstock.pipeline.config.load import ConfigError
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs.datasets import Dataset, open_dataset
+from penstock.pipeline.envs.tokenization import Decoder, Renderer, chat_template_of, model_folder
+from penstock.pipeline.launch.check.disk import parameters
+from penstock.pipeline.launch.placement import visible_gpus
+
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text")
+ANSWERS = ("answer", "solution", "target", "label", "expected", "ground_truth", "output", "response")
+FILES = (".jsonl", ".parquet")
+ROWS_MEASURED = 1_000
+HELD_OUT = 64
+HEADROOM = 1.25
+"""Room above the longest prompt that was measured."""
+USUAL_GPU, USUAL_CPU, USUAL_SMALL = 1024, 256, 32
+"""Tokens of a completion: on a GPU, on a CPU, and of a model that is too small to reason."""
+UNKNOWN = 10**9
+"""Parameters that a model is taken to have where its weights are not there to be counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a model, data and this machine are, as far as a configuration depends on it."""
+
+    rows: int
+    prompt_field: str
+    answer_field: str
+    longest_prompt: int
+    """Tokens."""
+    longest_answer: int
+    """Tokens; 0 without answers."""
+    context: int | None
+    count: int | None
+    """Parameters of the model."""
+    half: bool
+    """Whether the model was saved in a format of 16 bits."""
+    template: bool
+    held_out: int
+    """Rows at the end of the data that are not trained on."""
+    gpus: int
+    cores: int
+    bfloat16: bool
+
+    @property
+    def prompt_room(self) -> int:
+        """Tokens for a prompt: a quarter more than the longest that was measured, as far as the model's context allows."""
+        room = 8 * math.ceil(self.longest_prompt * HEADROOM / 8)
+        return room if self.context is None else min(room, max(self.longest_prompt, self.context // 2))
+
+    @property
+    def completion_room(self) -> int:
+        """Tokens for a completion: as many as this machine draws in reasonable time, at least the longest answer, within the context."""
+        usual = USUAL_SMALL if self.small else USUAL_GPU if self.gpus else USUAL_CPU
+        room = 8 * math.ceil(max(usual, self.longest_answer + 1) / 8)
+        return room if self.context is None else max(1, min(room, self.context - self.prompt_room))
+
+    @property
+    def small(self) -> bool:
+        """Whether the model is too small to reason, and its updates too fine for bfloat16."""
+        return (self.count or UNKNOWN) < 10**7
+
+    @property
+    def dtype(self) -> str:
+        """The model's own format where the machine multiplies it; from a billion parameters on bfloat16 whatever it was saved in."""
+        half = self.half or (self.count or UNKNOWN) >= 10**9
+        return "bfloat16" if self.bfloat16 and half and not self.small else "float32"
+
+
+def look(
+    model: str,
+    data: str,
+    functions: Sequence[str],
+    *,
+    base: Path,
+    prompt_field: str | None,
+    answer_field: str | None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Inputs:
+    """Read the model, the data and the reward, with paths relative to `base`. Raises `ConfigError` or `ValueError` as `propose` does."""
+    folder = model_folder(local_model(model) if is_hub_name(model) else base / Path(model).expanduser())
+    source = absolute_source(data, base)
+    names = open_dataset(source, prompt_field="", answer_field="").names
+    prompt = _field("prompt", prompt_field, PROMPTS, names, source)
+    answer = "" if answer_field is None and not set(ANSWERS) & set(names) else _field("answer", answer_field, ANSWERS, names, source)
+    dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
+    scoring = rewards.resolve([absolute_source(name, base) for name in functions])
+    scoring.check(dataset[0].columns)
+    say(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings = {**settings, **(settings.get("text_config") or {})}
+    gpus, cpu = len(visible_gpus()), this_cpu()
+    longest_prompt, longest_answer = _longest(folder, dataset)
+    return Inputs(
+        rows=len(dataset),
+        prompt_field=prompt,
+        answer_field=answer,
+        longest_prompt=longest_prompt,
+        longest_answer=longest_answer,
+        context=settings.get("max_position_embeddings"),
+        count=parameters(folder),
+        half=str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float16"),
+        template=chat_template_of(folder, "auto") is not None,
+        held_out=min(HELD_OUT, len(dataset) // 10) if len(dataset) >= 40 and source.endswith(FILES) else 0,
+        gpus=gpus,
+        cores=cpu.cores,
+        bfloat16=gpus > 0 or cpu.bfloat16,
+    )
+
+
+def _field(what: str, given: str | None, known: Sequence[str], names: Sequence[str], source: str) -> str:
+    """The given column, else the first that has a usual name."""
+    if given is not None and given not in names:
+        raise ConfigError(f"--{what}-field {given}: the rows have {', '.join(names)}{nearest(given, names)}")
+    name = given or next((name for name in known if name in names), None)
+    if name is None:
+        raise ConfigError(f"{source}: no column looks like a {what} (the rows have: {', '.join(names)}); name one with --{what}-field")
+    return name
+
+
+def _longest(folder: Path, dataset: Dataset) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest answer of the first rows."""
+    renderer, decoder = Renderer(folder, max_prompt_tokens=10**9), Decoder(folder)
+    rows = [dataset[index] for index in range(min(len(dataset), ROWS_MEASURED))]
+    answers = [str(row.columns["answer"]) for row in rows if row.columns.get("answer") is not None]
+    return max(len(renderer.render(row)[1]) for row in rows), max((len(decoder.encode(text)) for text in answers), default=0)
