@@ -176,9 +176,11 @@ def find_archive(directory: Path) -> Archive:
     """The archive that DIR or DIR/RUN is. Raises `ValueError` for none, and for several."""
     if (directory / NOTE).is_file():
         return Archive(directory.absolute().parent, directory.absolute().name)
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}; name the one that `penstock topics export RUN DIR` has written")
     runs = sorted(note.parent.name for note in directory.glob(f"*/{NOTE}"))
     if not runs:
-        raise ValueError(f"{directory} holds no export; `penstock topics export RUN {directory}` makes one")
+        raise ValueError(f"{directory} holds no export; name the directory that `penstock topics export RUN DIR` has written")
     if len(runs) > 1:
         raise ValueError(f"{directory} holds the runs {', '.join(runs[:8])}: name one, as {directory / runs[0]}")
     return Archive(directory, runs[0])

@@ -82,7 +82,10 @@ def _free(log: Log, run: str) -> str:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if find(log, run) is not None:
-        raise ConfigError(f"run {run!r} exists already on this broker; import under another --run-id, or delete it first")
+        raise ConfigError(
+            f"run {run!r} exists already on this broker: import under another --run-id; `penstock topics delete {run}` says what it would "
+            "delete to make room"
+        )
     if left := log.topics(f"{run}."):
         raise ConfigError(
             f"topics of a run {run!r} that is not registered are on this broker, such as {left[0]}; "

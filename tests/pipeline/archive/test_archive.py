@@ -487,4 +487,6 @@ def test_a_table_of_every_topic_is_named(tmp_path: Path) -> None:
     assert {kind.topic for kind in KINDS.values()} == {RUNS_TOPIC, *TOPICS}
     with pytest.raises(ValueError, match="holds no export"):
         find_archive(tmp_path)
+    with pytest.raises(ValueError, match="there is no directory"):
+        find_archive(tmp_path / "mistyped")
     assert Archive(tmp_path, "x").note() is None
