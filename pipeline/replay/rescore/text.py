@@ -3,7 +3,7 @@
 The rule: it says nothing that `--json` does not; long lists are cut and say how long they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from penstock.pipeline.observe.live.completions import without_template
@@ -35,11 +35,13 @@ def _details(report: Plain) -> list[str]:
 
 def _summary(report: Plain) -> list[str]:
     reward = report["reward"]
-    before, after = _functions(reward["before"]), _functions(reward["after"])
+    edited = _edited(reward)
+    before, after = (_functions(reward[when], edited) for when in ("before", "after"))
+    since = "; edited since the run was created" if edited else ""
     lines = [
         f"run {report['run']}: {report['judged']} of {report['groups']} groups judged again",
         f"  before  {before}",
-        f"  after   {after}{_edited(reward)}",
+        f"  after   {after}{since}",
         "",
         f"rewards   {_change(report)}",
     ]
@@ -55,21 +57,16 @@ def _summary(report: Plain) -> list[str]:
     return lines
 
 
-def _edited(reward: Plain) -> str:
-    """Which functions of the same name have another source than when the run was created."""
+def _edited(reward: Plain) -> set[str]:
+    """The functions that have another source than when the run was created, under the same name."""
     before, after = reward["before"]["sources"] or {}, reward["after"]["sources"] or {}
-    names = [name.rpartition("/")[2] for name in before if name in after and before[name] != after[name]]
-    return f"; edited since the run was created: {', '.join(names)}" if names else ""
+    return {name for name in before if name in after and before[name] != after[name]}
 
 
 def _change(row: Plain) -> str:
     share = row["changed"] / row["samples"] if row["samples"] else 0.0
     means = f"mean {_number(row['mean_before'])} -> {_number(row['mean_after'])}"
     return f"{row['changed']} of {row['samples']} changed ({share:.1%}); {means}"
-
-
-def _list(name: str, rows: Sequence[str]) -> list[str]:
-    return ["", name, *_cut(rows)] if rows else []
 
 
 def _cut(rows: Sequence[str]) -> list[str]:
@@ -92,8 +89,10 @@ def _prompt(row: Plain, known: list[str]) -> str:
     return f"row {row['row']} {_short(without_template(row['prompt'], known))}: {row['changed']} of {row['samples']} rewards, mean {means}"
 
 
-def _functions(reward: Plain) -> str:
-    return ", ".join(f"{name} x {weight:g}" for name, weight in zip(reward["functions"], reward["weights"], strict=True))
+def _functions(reward: Plain, edited: Collection[str]) -> str:
+    """The functions with their weights, and of one whose source was edited the beginning of its digest."""
+    names = [f"{name} ({reward['sources'][name][:8]})" if name in edited else name for name in reward["functions"]]
+    return ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, reward["weights"], strict=True))
 
 
 def _because(reason: str | None) -> str:

@@ -31,9 +31,12 @@ def report(*, now: str) -> dict[str, Any]:
     }
 
 
-def test_a_reward_of_the_same_name_that_was_edited_is_named() -> None:
-    assert "after   /home/me/rew.py:number x 1; edited since the run was created: rew.py:number" in as_page(report(now="b" * 64))
-    assert "edited" not in as_page(report(now="a" * 64))
+def test_a_reward_that_was_edited_under_the_same_name_is_told_apart_by_its_digest() -> None:
+    page = as_page(report(now="b" * 64))
+    assert "before  /home/me/rew.py:number (aaaaaaaa) x 1\n" in page
+    assert "after   /home/me/rew.py:number (bbbbbbbb) x 1; edited since the run was created\n" in page
+    unchanged = as_page(report(now="a" * 64))
+    assert "edited" not in unchanged and "(aaaaaaaa)" not in unchanged
 
 
 def test_the_summary_stands_below_the_details() -> None:
