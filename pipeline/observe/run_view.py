@@ -157,6 +157,8 @@ class RunView:
         self.worked.add(measurement.time_ns / 1e9)
         worker = self.workers.setdefault(measurement.worker, WorkerView(worker=measurement.worker, role=measurement.role))
         before = [worker.total(name) for name in WORK]
+        if worker.incarnations and measurement.incarnation not in worker.incarnations:
+            self.worked.begin_again(measurement.time_ns / 1e9)
         worker.add(measurement)
         if measurement.role == "tracker" and measurement.kind == "final":  # it is the last to end
             self.worked.stop(measurement.time_ns / 1e9)

@@ -158,7 +158,7 @@ class WorkingTime:
     """The stretches in which a run was worked on, so that no clock counts a pause.
 
     Made of signs of life, in seconds since 1970 and in any order: between two of them at most `PAUSE_S` apart there was work, unless
-    the run was stopped between them.
+    the run was stopped between them, or the later one is the first of a worker that had to begin again.
     """
 
     spans: list[tuple[float, float]] = field(default_factory=list)
@@ -182,6 +182,10 @@ class WorkingTime:
         """Note that the run was stopped: the silence after it is a pause, however short."""
         if moment_s not in self.stops:
             insort(self.stops, moment_s)
+
+    def begin_again(self, moment_s: float) -> None:
+        """Note the first sign of a worker that began again: a silence that it ends is a pause, as after a launcher that was killed."""
+        self.stop(moment_s - 1e-3)
 
     def between(self, first_s: float | None, last_s: float | None) -> float | None:
         """Seconds of work from one moment to another; None where one is not known.

@@ -44,6 +44,21 @@ def test_a_pause_after_a_stop_is_none_of_the_work_however_short(told: list[tuple
     assert worked.until(70.0) == 4.0 + 30.0
 
 
+@pytest.mark.parametrize(("again", "worked_s"), [("b", 3.0 + 3.0), ("a", 3.0 + 30.0 + 3.0)])
+def test_a_silence_that_a_restarted_worker_ends_is_a_pause_and_one_that_goes_on_is_none(again: str, worked_s: float) -> None:
+    teller, told = Teller(steps=4), []
+    for incarnation, silence_s in (("a", 0.0), (again, 30.0)):
+        teller.now_s += silence_s
+        for _ in range(4):
+            told.append(teller.measured_by("scorer-0", incarnation=incarnation))
+            teller.now_s += 1.0
+        teller.now_s -= 1.0
+    view = RunView(run=RUN)
+    for record in as_records(told):
+        view.fold(record)
+    assert view.worked.between(0.0, teller.now_s) == pytest.approx(worked_s)
+
+
 def test_start_training_and_end_add_up_to_the_time_of_a_run_that_was_paused_for_an_hour() -> None:
     teller = Teller(steps=4)
     told = [teller.record()]
