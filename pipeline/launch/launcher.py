@@ -186,6 +186,7 @@ class Watching:
     def stop(self, *, status: str | None) -> None:
         """End the workers and leave the last picture on the screen, with this status where the log does not say it yet."""
         away = not self.broker.up or self.view.outage_s > 0
+        self.view.status = None if status is None else "stopping"
         try:
             self.supervisor.stop(limit_s=HURRY_S if away else STOP_LIMIT_S, look=dict if away else self._doing)
             self.view.poll(0.0)  # their last words

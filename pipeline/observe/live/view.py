@@ -45,7 +45,8 @@ class LiveView:
         self._heard: dict[str, float] = {}
         self._letters: Counter[str] = Counter()
         self._completions = Completions(run)
-        self._status: str | None = None
+        self.status: str | None = None
+        """Shown instead of what the log says, by a launcher that knows more."""
         drawn = console.is_terminal and not plain
         terminal = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False) if drawn else None
         self._live: Live | NotebookScreen | None = screen or terminal
@@ -82,12 +83,12 @@ class LiveView:
         return {worker: now - heard for worker, heard in self._heard.items()}
 
     def tell(self, text: str, *, style: str = "") -> None:
-        """Print a line above the picture, or among the plain lines."""
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        """Print a line above the picture, or among the plain lines; a terminal would break it within words, a file does not break it."""
+        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
 
     def close(self, *, status: str | None = None) -> None:
         """Show the last state, leave it on the screen, and stop reading; `status` is said where the log does not know it yet."""
-        self._status = status
+        self.status = status
         if self._live is not None:
             self._draw()
             self._live.stop()
@@ -158,7 +159,7 @@ class LiveView:
             width=width,
             height=height,
             completions=self._completions.shown(),
-            status=self._status,
+            status=self.status,
         )
 
     def _draw(self) -> None:

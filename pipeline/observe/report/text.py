@@ -24,7 +24,7 @@ from penstock.pipeline.observe.report.time_spent import as_line
 from penstock.pipeline.observe.report.verdict import verdict
 
 BARS = "▁▂▃▄▅▆▇█"
-STATUS_STYLES = {"finished": "green", "stopped": "yellow", "failed": "red", "running": "cyan"}
+STATUS_STYLES = {"finished": "green", "stopping": "yellow", "stopped": "yellow", "failed": "red", "running": "cyan"}
 CURVE_WIDTH = 32
 TEXT_WIDTH = 110
 EXAMPLE_WIDTH = 72

@@ -179,6 +179,26 @@ def test_a_run_that_its_launcher_has_stopped_is_shown_as_stopped() -> None:
     assert "demo-1 stopped" in shown(view_of(told), status="stopped")
 
 
+@pytest.mark.parametrize("status", ["stopping", None])
+def test_while_its_launcher_stops_a_run_it_is_shown_as_stopping_until_the_last_picture(status: str | None) -> None:
+    log, out = a_log(), io.StringIO()
+    live = LiveView(log, RUN, console=Console(file=out, width=120, force_terminal=True, color_system=None), plain=False)
+    write(log, begun()[1])
+    live.status = status
+    live.poll(0.1)
+    assert f"{RUN} {status or 'running'}" in out.getvalue()
+    live.close(status="stopped")
+    assert f"{RUN} stopped" in out.getvalue()
+
+
+@pytest.mark.parametrize(("terminal", "lines"), [(True, ["trainer: stopping: writes", "a checkpoint"]), (False, None)])
+def test_a_long_line_is_broken_between_words_and_only_on_a_terminal(terminal: bool, lines: list[str] | None) -> None:
+    said, out = "trainer: stopping: writes a checkpoint", io.StringIO()
+    live = LiveView(a_log(), RUN, console=Console(file=out, width=26, force_terminal=terminal), plain=True)
+    live.tell(said)
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == (lines or [said])
+
+
 def test_the_best_and_the_newest_completion_are_shown_without_what_all_prompts_share() -> None:
     log, out = a_log(), io.StringIO()
     live = LiveView(log, RUN, console=Console(file=out, width=100, force_terminal=True, color_system=None), plain=False)
