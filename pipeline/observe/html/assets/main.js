@@ -5,6 +5,7 @@ function buildHead() {
   $("run").textContent = data.run;
   $("status").textContent = found.status;
   $("status").classList.add(found.status);
+  $("verdict").append(...data.verdict.map((line) => el("p", {}, line)));
   const planned = found.steps_planned && found.steps_planned !== found.steps ? ` of ${count(found.steps_planned)}` : "";
   const loss = data.algorithm.loss ? ` · loss ${data.algorithm.loss}` : "";
   $("about").textContent = `${data.model ?? "no model"} · ${data.data ?? ""} · ${schedule.mode}, order ${schedule.order}, U = ${schedule.prompts_per_step}, K = ${schedule.samples_per_prompt}, S = ${schedule.steps_per_version ?? 1}, lag at most ${schedule.max_lag}${loss}`;
