@@ -21,6 +21,7 @@ from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.archive.views import RAW, TABLES, VIEWS
 from penstock.pipeline.observe.report.summary import COUNTED
+from penstock.pipeline.observe.tables.samples_groups_steps import RunTables
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 
@@ -146,13 +147,17 @@ def views() -> dict[str, list[tuple[str, str]]]:
 
 
 def _named(query: str) -> set[str]:
-    """The views and tables that a question may need; rather one too many."""
+    """The views and tables whose rows a question may need, those of `raw` as `raw.NAME`; rather one too many."""
     try:
         names = duckdb.connect().get_table_names(query, qualified=True)
     except duckdb.Error:
         names = set()
-    words = {word for name in names for word in _WORD.findall(name.partition(" AS ")[0])} or set(_WORD.findall(query))
-    return words | {table for view, (_, needed) in VIEWS.items() if view in words for table in needed}
+    paths = [_WORD.findall(name.partition(" AS ")[0].lower()) for name in names]
+    tables = {f"raw.{path[-1]}" if "raw" in path or path[-1] in ALIASES else path[-1] for path in paths if path}
+    if not tables:
+        words = set(_WORD.findall(query.lower()))
+        tables = words | {f"raw.{word}" for word in (words if "raw" in words else words & set(ALIASES))}
+    return tables | {table for view, (_, needed) in VIEWS.items() if view in tables for table in needed}
 
 
 def _connect(tables: Tables | None, named: set[str]) -> duckdb.DuckDBPyConnection:
@@ -161,14 +166,15 @@ def _connect(tables: Tables | None, named: set[str]) -> duckdb.DuckDBPyConnectio
     connection.execute("create schema raw; set python_enable_replacements = false; set timezone = 'UTC'")
     connection.execute(f"set memory_limit = '{MEMORY}'; set temp_directory = ''")
     for name, table in RAW.items():
-        rows = tables.rows(table) if tables is not None and name in named else KINDS[table].schema.empty_table()
+        rows = tables.rows(table) if tables is not None and f"raw.{name}" in named else KINDS[table].schema.empty_table()
         connection.register(f"_{name}", rows)
         connection.execute(f"create view raw.{name} as select * from _{name}")
         if name in ALIASES:
             connection.execute(f"create view {name} as select * from _{name}")
+    made = None if tables is None else RunTables(tables.log, tables.run)
     for name, (schema, make) in TABLES.items():
         own = f"_{name}_table" if name in VIEWS else name
-        connection.register(own, make(tables.log, tables.run) if tables is not None and name in named else schema.empty_table())
+        connection.register(own, make(made) if made is not None and name in named else schema.empty_table())
     for name, (query, _) in VIEWS.items():
         connection.execute(f"create view {name} as {query}")
     connection.execute("set enable_external_access = false; set lock_configuration = true")

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 
 import pyarrow as pa
 
-from penstock.infra.log import Log
-from penstock.pipeline.observe.tables import samples_groups_steps as tables
+from penstock.pipeline.observe.tables.samples_groups_steps import GROUPS as GROUP_COLUMNS
+from penstock.pipeline.observe.tables.samples_groups_steps import SAMPLES as SAMPLE_COLUMNS
+from penstock.pipeline.observe.tables.samples_groups_steps import STEPS, RunTables
 from penstock.pipeline.observe.tables.timeline import TIMELINE, timeline
 from penstock.pipeline.observe.tables.turns import TURNS, turns
 
@@ -26,14 +27,14 @@ RAW = {
 }
 """Table `raw.NAME` -> the archive's table: one row a record."""
 
-TABLES: Mapping[str, tuple[pa.Schema, Callable[[Log, str], pa.Table]]] = {
-    "samples": (tables.SAMPLES, tables.samples),
-    "groups": (tables.GROUPS, tables.groups),
-    "steps": (tables.STEPS, tables.steps),
-    "turns": (TURNS, turns),
-    "timeline": (TIMELINE, timeline),
+TABLES: Mapping[str, tuple[pa.Schema, Callable[[RunTables], pa.Table]]] = {
+    "samples": (SAMPLE_COLUMNS, RunTables.samples),
+    "groups": (GROUP_COLUMNS, RunTables.groups),
+    "steps": (STEPS, RunTables.steps),
+    "turns": (TURNS, lambda of: turns(of.log, of.run)),
+    "timeline": (TIMELINE, lambda of: timeline(of.log, of.run)),
 }
-"""Table -> the columns it always has, and what makes it."""
+"""Table -> the columns it always has, and what makes it; samples come before groups, which then need not be decoded again."""
 
 LAG = """
 with trained as (select step, version, committed, unnest(groups) as "group" from steps)

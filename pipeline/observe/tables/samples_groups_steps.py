@@ -13,6 +13,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.observe.html.advantages import Advantages
 from penstock.pipeline.observe.run_status import fates
 from penstock.pipeline.observe.run_view import read_view
+from penstock.pipeline.observe.status import WATCHED
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader
 from penstock.pipeline.scheduling.fates import OPEN
@@ -82,63 +83,87 @@ STEPS = pa.schema(
 """What every step has; its metrics follow as float64 columns, by name."""
 
 
-def samples(log: Log, run: str) -> pa.Table:
-    """`SAMPLES`: every finished sample; completion, reward, its components and its advantage are null until its group is scored.
+class RunTables:
+    """The tables of one run as it is at the first question; what two of them need is read once."""
 
-    The advantage is the trainer's; null where it is a user's own function, which is not run for looking, or leaves the sample out.
-    """
-    reader, scored = RunReader(log, run), dict[tuple[int, int], tuple[Any, ...]]()
-    record = find(log, run)
-    advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
-    for read in reader.groups():
-        if (group := read.payload) is not None:
-            taken = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
-            for sample, advantage in zip(group.samples, taken, strict=True):
-                scored[group.group, sample.rollout.sample] = (sample.completion, sample.reward, sample.components, advantage)
-    drawn = {(read.payload.group, read.payload.sample): read.payload for read in reader.samples() if read.payload is not None}
-    rows = [
-        _attributes(rollout, SAMPLE_COLUMNS)
-        | dict(zip(JUDGED_COLUMNS, scored.get(key, (None,) * len(JUDGED_COLUMNS)), strict=True))
-        | {"tokens": len(rollout.token_ids)}
-        for key, rollout in sorted(drawn.items(), key=lambda item: item[0])
-    ]
-    return _table(rows, SAMPLES)
+    def __init__(self, log: Log, run: str) -> None:
+        self.log, self.run = log, run
+        self._reader = RunReader(log, run)
+        self._outcomes: dict[int, dict[str, Any]] | None = None
+
+    def samples(self) -> pa.Table:
+        """`SAMPLES`: every finished sample; completion, reward, its components and its advantage are null until its group is scored.
+
+        The advantage is the trainer's; null where it is a user's own function, which is not run for looking, or leaves the sample out.
+        """
+        outcomes, scored = dict[int, dict[str, Any]](), dict[tuple[int, int], tuple[Any, ...]]()
+        record = find(self.log, self.run)
+        advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
+        for read in self._reader.groups():
+            if (group := read.payload) is not None:
+                outcomes[group.group] = _outcome_columns(group, read)
+                taken = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
+                for sample, advantage in zip(group.samples, taken, strict=True):
+                    scored[group.group, sample.rollout.sample] = (sample.completion, sample.reward, sample.components, advantage)
+        self._outcomes = outcomes
+        drawn = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
+        rows = [
+            _attributes(rollout, SAMPLE_COLUMNS)
+            | dict(zip(JUDGED_COLUMNS, scored.get(key, (None,) * len(JUDGED_COLUMNS)), strict=True))
+            | {"tokens": len(rollout.token_ids)}
+            for key, rollout in sorted(drawn.items(), key=lambda item: item[0])
+        ]
+        return _table(rows, SAMPLES)
+
+    def groups(self) -> pa.Table:
+        """`GROUPS`: every admitted group; `fate` as in the report, `open` while the run goes on."""
+        fate_of = fates(read_view(self._reader, topics=WATCHED))
+        if (outcomes := self._outcomes) is None:
+            payloads = ((read.payload, read) for read in self._reader.groups())
+            outcomes = {group.group: _outcome_columns(group, read) for group, read in payloads if group is not None}
+        admitted = {read.payload.group: read.payload for read in self._reader.prompts() if read.payload is not None}
+        nothing = dict.fromkeys(OUTCOME_COLUMNS)
+        rows = [
+            {**_attributes(admitted[number], PROMPT_COLUMNS), **outcomes.get(number, nothing), "fate": fate_of.get(number, OPEN)}
+            for number in sorted(admitted)
+        ]
+        return _table(rows, GROUPS)
+
+    def steps(self) -> pa.Table:
+        """`STEPS` and the metrics of the steps."""
+        committed: dict[int, Entry] = {}
+        for entry in self._reader.entries():
+            if entry.kind == "step" and entry.step is not None:
+                committed.setdefault(entry.step, entry)
+        names = sorted({name for entry in committed.values() for name in entry.metrics} - set(STEPS.names))
+        rows = [
+            {
+                "step": entry.step,
+                "version": entry.version,
+                "committed": entry.time_ns,
+                "groups": [planned.group for planned in entry.plan],
+                "boundaries": entry.boundaries,
+                "digest": entry.digest,
+                **{name: entry.metrics.get(name) for name in names},
+            }
+            for _, entry in sorted(committed.items())
+        ]
+        return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
+
+
+def samples(log: Log, run: str) -> pa.Table:
+    """The samples of a run, as `RunTables` says."""
+    return RunTables(log, run).samples()
 
 
 def groups(log: Log, run: str) -> pa.Table:
-    """`GROUPS`: every admitted group; `fate` as in the report, `open` while the run goes on."""
-    reader = RunReader(log, run)
-    fate_of = fates(read_view(reader))
-    outcomes = {read.payload.group: _outcome_columns(read.payload, read) for read in reader.groups() if read.payload is not None}
-    admitted = {read.payload.group: read.payload for read in reader.prompts() if read.payload is not None}
-    nothing = dict.fromkeys(OUTCOME_COLUMNS)
-    rows = [
-        {**_attributes(admitted[number], PROMPT_COLUMNS), **outcomes.get(number, nothing), "fate": fate_of.get(number, OPEN)}
-        for number in sorted(admitted)
-    ]
-    return _table(rows, GROUPS)
+    """The groups of a run, as `RunTables` says."""
+    return RunTables(log, run).groups()
 
 
 def steps(log: Log, run: str) -> pa.Table:
-    """`STEPS` and the metrics of the steps."""
-    committed: dict[int, Entry] = {}
-    for entry in RunReader(log, run).entries():
-        if entry.kind == "step" and entry.step is not None:
-            committed.setdefault(entry.step, entry)
-    names = sorted({name for entry in committed.values() for name in entry.metrics} - set(STEPS.names))
-    rows = [
-        {
-            "step": entry.step,
-            "version": entry.version,
-            "committed": entry.time_ns,
-            "groups": [planned.group for planned in entry.plan],
-            "boundaries": entry.boundaries,
-            "digest": entry.digest,
-            **{name: entry.metrics.get(name) for name in names},
-        }
-        for _, entry in sorted(committed.items())
-    ]
-    return _table(rows, pa.schema([*STEPS, *(pa.field(name, pa.float64()) for name in names)]))
+    """The steps of a run, as `RunTables` says."""
+    return RunTables(log, run).steps()
 
 
 ATTRIBUTES = {

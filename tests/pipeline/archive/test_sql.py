@@ -1,63 +1,63 @@
-"""The limits of a question in SQL: of memory, and of a person's patience."""
+"""Questions in SQL read what they name, and that once."""
 
-import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive import sql
-from penstock.pipeline.cli import main
-from penstock.pipeline.cli.look import sql as command
+from penstock.pipeline.archive.layout import KINDS
+from penstock.pipeline.archive.sql import ask
+from penstock.topics import groups
+from tests.support.a_run import RUN, Teller
+from tests.support.page_records import log_with
 
-ENDLESS = "select count(*) from range(10000000) a, range(10000000) b where a.range + b.range = 7"
+STEPS, GROUPS = 3, 8
 
 
-class NoTables:
-    """A run of which nothing is asked."""
+class InMemory:
+    """A run in memory; of the tables of `raw` it only says which were wanted."""
 
-    log, run = MemoryLog(), "r"
+    def __init__(self) -> None:
+        self.log: MemoryLog = log_with(list(Teller(steps=STEPS).whole()))
+        self.run, self.wanted = RUN, list[str]()
 
     def rows(self, name: str) -> Any:
-        raise AssertionError(name)
+        self.wanted.append(name)
+        return KINDS[name].schema.empty_table()
 
 
-def interrupt_once_it_computes() -> None:
-    while not any(thread.name.startswith("sql") for thread in threading.enumerate()):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, read = list[int](), groups.read
+
+    def counted(*records: Any, run: str) -> Any:
+        found = read(*records, run=run)
+        decoded.append(found[1].group)
+        return found
+
+    monkeypatch.setattr(groups, "read", counted)
+    tables = InMemory()
+    answer = ask(tables, "select fate, count(*) n, count(reward) rewards from samples group by fate order by fate").to_pylist()
+    assert answer == [
+        {"fate": fate, "n": 4 * count, "rewards": 4 * count} for fate, count in (("filtered", 1), ("trained", 6), ("unused", 1))
+    ]
+    assert sorted(decoded) == list(range(GROUPS))
+    assert tables.wanted == []
 
 
-def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
-    presser = threading.Thread(target=interrupt_once_it_computes)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        sql.ask(NoTables(), ENDLESS)
-    presser.join()
-    assert sql.ask(NoTables(), "select 41 + 1 as answer")["answer"].to_pylist() == [42]
+@pytest.mark.parametrize(
+    ("query", "wanted"),
+    [
+        ("select count(*) from raw.groups", ["groups"]),
+        ("select * from ledger join raw.prompts p on true", ["prompts", "ledger"]),
+        ("select * from groups g join Samples s using (group_id)", []),
+        ("select 1", []),
+    ],
+)
+def test_a_table_of_records_is_read_where_it_is_named(query: str, wanted: list[str]) -> None:
+    tables = InMemory()
+    ask(tables, query)
+    assert tables.wanted == wanted
 
 
-def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    @contextmanager
-    def reading(*_: object) -> Iterator[tuple[MemoryLog, str]]:
-        yield NoTables.log, NoTables.run
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "reading", reading)
-    monkeypatch.setattr(sql, "ask", interrupted)
-    assert main(["sql", "r", "select 1"]) == 130
-    assert capsys.readouterr().err.splitlines() == ["interrupted, there is no answer"]
-
-
-def test_an_answer_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "MEMORY", "32MiB")
-    with pytest.raises(ValueError, match=r"^the answer takes more than 32MiB to compute: ask for less at once") as raised:
-        sql.ask(NoTables(), "select count(*) from (select distinct range from range(5000000))")
-    assert "\n" not in str(raised.value)
+def test_a_view_has_its_rows_however_its_name_is_written() -> None:
+    assert ask(InMemory(), 'select count(*) n from "Groups"').to_pylist() == [{"n": GROUPS}]

@@ -1,0 +1,63 @@
+"""The limits of a question in SQL: of memory, and of a person's patience."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.archive import sql
+from penstock.pipeline.cli import main
+from penstock.pipeline.cli.look import sql as command
+
+ENDLESS = "select count(*) from range(10000000) a, range(10000000) b where a.range + b.range = 7"
+
+
+class NoTables:
+    """A run of which nothing is asked."""
+
+    log, run = MemoryLog(), "r"
+
+    def rows(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+def interrupt_once_it_computes() -> None:
+    while not any(thread.name.startswith("sql") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
+    presser = threading.Thread(target=interrupt_once_it_computes)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        sql.ask(NoTables(), ENDLESS)
+    presser.join()
+    assert sql.ask(NoTables(), "select 41 + 1 as answer")["answer"].to_pylist() == [42]
+
+
+def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    @contextmanager
+    def reading(*_: object) -> Iterator[tuple[MemoryLog, str]]:
+        yield NoTables.log, NoTables.run
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "reading", reading)
+    monkeypatch.setattr(sql, "ask", interrupted)
+    assert main(["sql", "r", "select 1"]) == 130
+    assert capsys.readouterr().err.splitlines() == ["interrupted, there is no answer"]
+
+
+def test_an_answer_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "MEMORY", "32MiB")
+    with pytest.raises(ValueError, match=r"^the answer takes more than 32MiB to compute: ask for less at once") as raised:
+        sql.ask(NoTables(), "select count(*) from (select distinct range from range(5000000))")
+    assert "\n" not in str(raised.value)
