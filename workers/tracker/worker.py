@@ -22,6 +22,7 @@ from penstock.pipeline.observe.metrics.points import Line, Points
 from penstock.pipeline.observe.report.summary import as_text, collect
 from penstock.pipeline.observe.run_status import status_of
 from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.ledger import Entry
@@ -40,7 +41,7 @@ LOADING = frozenset({"starting", "loading the model"})
 LOADING_S = 120.0
 """The same limit for a worker that imports libraries or loads a model, during which it cannot report, such as a late evaluator."""
 CLOSED_S = 3.0
-"""Minimum wait after the run was closed: a worker may not have reported yet."""
+"""Minimum wait after the run was closed while a worker of the configuration is missing: it may not have reported yet."""
 SETTLE_S = 2.0
 """Time for groups scored before a version was published to arrive, before that version's reward is called final."""
 MLFLOW_END_S = 60.0
@@ -84,6 +85,7 @@ class Tracker:
         counts = {name: session.log.partitions(name) or 0 for name in names}
         self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
         self._tail = session.log.tail(dict.fromkeys(self._partitions, "earliest"))
+        self._configured = {role.worker(slot) for role in ROLES.values() for slot in range(role.workers(session.config))} - {session.worker}
         self._views = ViewWriter(session.log, session.producer, session.worker)
         self._last_report: dict[str, float] = {}
         self._published: deque[tuple[float, int]] = deque()
@@ -225,9 +227,9 @@ class Tracker:
         if not self._ended():
             return False
         self._closed_at = self._closed_at or now
-        if now - self._closed_at < CLOSED_S:
-            return False
         others = [worker for worker in self.view.workers.values() if worker.worker != self.session.worker]
+        if now - self._closed_at < CLOSED_S and not self._configured <= {worker.worker for worker in others}:
+            return False
         return all(worker.ended or now - self._last_report.get(worker.worker, 0.0) > _patience_s(worker.labels) for worker in others)
 
     def _ended(self) -> bool:

@@ -224,6 +224,19 @@ def test_it_waits_for_the_last_words_of_workers_that_still_report(log: MemoryLog
     assert report["eval"][-1]["version"] == STEPS + 1
 
 
+@pytest.mark.parametrize(("missing", "waits"), [(0, False), (1, True)], ids=["everybody has ended", "the scorer has not been heard of"])
+def test_only_a_worker_that_was_never_heard_of_is_given_time_after_the_end(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch, followed: Callable[[], threading.Thread], missing: int, waits: bool
+) -> None:
+    monkeypatch.setattr(worker, "CLOSED_S", 60.0)
+    config = {"rollout": {"workers": 1}, "eval": {"source": "tiny:successor"}, **WITHOUT_MLFLOW}
+    records = [record for record in told(**config)[1] if not missing or record.key != b"scorer-0"]
+    write(log, records)
+    thread = followed()
+    thread.join(1.0 if waits else 30.0)
+    assert thread.is_alive() == waits
+
+
 @pytest.fixture
 def followed(log: MemoryLog) -> Iterator[Callable[[], threading.Thread]]:
     """Start a tracker that is told to stop at the end of the test."""
