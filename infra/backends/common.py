@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
+from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.infra.backends.base import LossFunction
 from penstock.infra.backends.batch import TokenBatch
@@ -35,6 +37,17 @@ LARGE_BLOCK_BYTES = 2**26
 LARGE_MODEL_BYTES = 2**28
 """Of weights: to map their gradients anew takes little of so large a model's step, to keep them costs as much memory again."""
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
+
+
+def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path) -> None:
+    """Write a model with these weights, by name and once each, as `save_pretrained` does.
+
+    That one would look for wrappers of DeepSpeed and import it for it, which takes seconds.
+    """
+    model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    save_torch_state_dict(revert_weight_conversion(model, weights), directory, max_shard_size="50GB")
 
 
 def choose_device(device: str) -> torch.device:
@@ -218,8 +231,7 @@ class LocalModel:
         """Write these weights and the tokenizer in Hugging Face format; the current adapters are written beside them."""
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        state = {tensor.name: from_bytes(tensor) for tensor in tensors}
-        self.model.save_pretrained(target, state_dict=state)
+        save_model(self.model, {tensor.name: from_bytes(tensor) for tensor in tensors}, target)
         for pattern in TOKENIZER_FILES:
             for file in sorted(Path(self.settings.model_path).glob(pattern)):
                 shutil.copyfile(file, target / file.name)
