@@ -27,7 +27,7 @@ from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
 BATCH = 500
-POLL_S = 0.2
+POLL_S = 0.02
 """A transaction's marker at the end of a partition is passed without a record: the position is checked this often."""
 SILENCE_S = 600.0
 """A broker that answers, but sends no record for this long although there are more, is given up."""

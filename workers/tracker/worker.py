@@ -35,6 +35,8 @@ from penstock.workers.tracker.metrics_file import MetricsFile
 from penstock.workers.tracker.sinks import sinks
 
 POLL_S = 0.5
+LOOK_S = 0.05
+"""The same while existing records are read: a transaction's marker at the end of a partition is passed without a record."""
 QUIET_S = 10.0
 """A live worker reports each second; after this much silence it will not send its last measurement."""
 LOADING = frozenset({"starting", "loading the model"})
@@ -147,7 +149,7 @@ class Tracker:
         while not self._reached(ends):
             if self._out_of_time():
                 return False
-            self._take(self._tail.poll(POLL_S))
+            self._take(self._tail.poll(LOOK_S))
             self.session.reporter.status()
         return True
 
