@@ -32,6 +32,8 @@ GATHER_BYTES = 256 << 10
 WHAT_IS_THERE_S = 5.0
 """For an error that is certain, a partition's ends are asked for no longer than this: a broker that has lost it may not answer."""
 
+_METADATA_MS = 5
+"""How soon after its first answer, which knows no topic, a reader asks for its topics' leaders; while there is none, once a poll."""
 _SPIN_S, _AWAY_S = 0.02, 0.2
 """Pause after a poll that waited less than this and returned nothing; the second one applies while no broker is connected."""
 
@@ -61,7 +63,7 @@ def make_consumer(
     if session_s is not None:
         configs |= settings.membership(session_s, assignor_of(pools))
     consumer = edge.make(KafkaConsumer, connection, configs)
-    private_api.ask_for_metadata_every(consumer, configs["retry_backoff_ms"])
+    private_api.ask_for_metadata_every(consumer, _METADATA_MS if session_s is None else configs["retry_backoff_ms"])
     costs.spend("io_s", time.thread_time() - began)
     costs.watch(private_api.io_thread(consumer), "io_s")
     return consumer
