@@ -18,12 +18,16 @@
     ├── Unrecoverable        starting again cannot help
     └── TrackingError        experiment tracking
 
-Foreign errors are translated into this tree once, where they arise.
+Foreign errors are translated into this tree once, where they arise. `ConfigError`, a person's mistake, stands beside it.
 """
 
 
 class PenstockError(Exception):
     """An error whose message is one line for a person; the command line prints it and exits 1."""
+
+
+class ConfigError(ValueError):
+    """A person's mistake in the configuration or on the command line, in one line; the command line prints it and exits 2."""
 
 
 class LogError(PenstockError):

@@ -71,7 +71,7 @@ def see_through(
     """Create a run, attend it to its end, and report on it from the log. Raises as `penstock.launch`."""
     loaded = configured(config, overrides, reward)
     checked = check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
-    log = connect(loaded.kafka, say=say)
+    log = connect(loaded.kafka.bootstrap, loaded.kafka.security, say=say)
     try:
         record = create(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
         if launcher.watch(log, record, loaded, say=say, live=False, quiet=True, screen=notebook_screen()) != 0:

@@ -9,7 +9,6 @@ import pyarrow as pa
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
 from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
-from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps, turns
@@ -30,7 +29,7 @@ class Run:
         """The run that an id, a unique prefix or `latest` names, or the one archived in a folder. Raises as `penstock.open`."""
         if (archived := open_archive(run)) is not None:
             return cls(cast(Log, archived), archived.run)
-        log = connect(KafkaSection(bootstrap=bootstrap, security=dict(security)), say=lambda _: None, start=False)
+        log = connect(bootstrap, security, say=lambda _: None, start=False)
         try:
             return cls(log, resolve(log, run))
         except BaseException:

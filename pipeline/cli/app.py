@@ -45,6 +45,8 @@ MEANT = {
 """What others call a command -> what it is here."""
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+GC_OBJECTS = 20_000
+"""New objects between two collections: what the imports of a command make stays, and looking through it again and again takes 0.1 s."""
 
 
 class Grouped(typer.core.TyperGroup):
@@ -112,6 +114,7 @@ def _root(
 
 def console() -> int:
     """The console script: run the command of this process's arguments and return the exit status."""
+    gc.set_threshold(GC_OBJECTS)
     status = main()
     if "duckdb" not in sys.modules:  # which lists on stderr whatever of its own is not collected at the end
         gc.freeze()  # otherwise the interpreter's end goes through every object of the libraries

@@ -5,7 +5,7 @@ The rule: results go to stdout and messages to stderr, so that `--json` prints J
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,7 +15,6 @@ import typer
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.log import Log
-    from penstock.pipeline.config.services import KafkaSection
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run id, a unique prefix of one, or `latest`.")]
@@ -58,7 +57,7 @@ def emit(value: object) -> None:
 
 def security_settings(given: list[str] | None) -> dict[str, str]:
     """The settings in `KEY=VALUE` words. Raises `ConfigError` for a password, which every user of the machine could read."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.config.security import refuse_password
 
     settings = {}
@@ -72,14 +71,14 @@ def security_settings(given: list[str] | None) -> dict[str, str]:
 
 
 @contextmanager
-def connected(kafka: "KafkaSection", *, attends: bool = False, start: bool = True) -> Iterator["KafkaLog"]:
+def connected(bootstrap: str, security: Mapping[str, str], *, attends: bool = False, start: bool = True) -> Iterator["KafkaLog"]:
     """A log at the given broker, closed at the end; with `attends` it stays silent on outages, which the run's view reports.
 
     Without `start`, this machine's own broker is not started.
     """
     from penstock.pipeline.launch.broker_keeper import connect
 
-    log = connect(kafka, say=say, start=start)
+    log = connect(bootstrap, security, say=say, start=start)
     if not attends:
         log.wait_out(AWAY_S, say=say)
     try:
@@ -90,10 +89,7 @@ def connected(kafka: "KafkaSection", *, attends: bool = False, start: bool = Tru
 
 def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, start: bool = False) -> AbstractContextManager["KafkaLog"]:
     """A log at the broker given on the command line, closed at the end; only what works on a run starts this machine's own."""
-    from penstock.pipeline.config.services import KafkaSection
-
-    kafka = KafkaSection(bootstrap=bootstrap, security=security_settings(security))
-    return connected(kafka, attends=attends, start=start or attends)
+    return connected(bootstrap, security_settings(security), attends=attends, start=start or attends)
 
 
 @contextmanager
@@ -113,8 +109,8 @@ def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tu
 
 def refuse_folder(log: "Log", what: str) -> None:
     """Raise `ConfigError` for an archive, where `what` needs a broker."""
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.archived_log import ArchivedLog
-    from penstock.pipeline.config.load import ConfigError
 
     if isinstance(log, ArchivedLog):
         raise ConfigError(f"{what} needs a broker: `penstock topics import {log.archive.path}` brings the run to one")

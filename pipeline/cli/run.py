@@ -85,7 +85,7 @@ def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = N
     from penstock.pipeline.launch.placement import visible_gpus
 
     loaded = load(config, overrides or [], gpus=len(visible_gpus()), cpu=this_cpu())
-    with connected(loaded.kafka) as log:
+    with connected(loaded.kafka.bootstrap, loaded.kafka.security) as log:
         checked = preflight.check(loaded, tell=lambda _name, _text: None, samples=False, say=say)
         record = register(loaded, log=log, run_id=run_id, checked=checked.info, say=say)
     if json:

@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.cpu_defaults import Cpu, with_cpu_defaults
 from penstock.pipeline.config.device_defaults import on_gpu, with_device_defaults
 from penstock.pipeline.config.fields import Resolve, Section
-from penstock.pipeline.config.run_config import Config, ConfigError
+from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.config.security import refuse_password
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.wire.secrets import without_passwords

@@ -30,10 +30,6 @@ from penstock.topics.catalogue import DELETED_SEGMENT_BYTES, KEPT_SEGMENT_BYTES
 from penstock.topics.weights import FIRST
 
 
-class ConfigError(ValueError):
-    """A person's mistake in the configuration, in one line."""
-
-
 def source_name(source: str) -> str:
     """What a data source is called among measurements.
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.pipeline.config.run_config import ConfigError
+from penstock.infra.errors import ConfigError
 
 VARIABLE = "PENSTOCK_SECURITY"
 PASSWORDS = ("sasl_plain_password", "ssl_password")

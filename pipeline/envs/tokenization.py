@@ -12,8 +12,9 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.hub import local_model
-from penstock.pipeline.config.run_config import Config, ConfigError
+from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
 MADE_HERE = ("tiny", "lake", "smollm2")

@@ -6,15 +6,13 @@ one that died is restarted at the same address, and the reason is reported.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.infra.broker import embedded
-from penstock.infra.errors import BrokerError, PenstockError
+from penstock.infra.errors import BrokerError, ConfigError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.security import credentials
-from penstock.pipeline.config.services import KafkaSection
 from penstock.pipeline.launch import restart_policy
 from penstock.pipeline.launch.restart_policy import Death, Rules
 from penstock.pipeline.runtime.exit_status import FAILED
@@ -114,20 +112,22 @@ class BrokerKeeper:
             self._refusal = str(error)
 
 
-def connect(kafka: KafkaSection, *, say: Say, start: bool = True) -> KafkaLog:
-    """Connect to the configured broker; without `start` one of this machine that does not run is left alone.
+def connect(bootstrap: str, security: Mapping[str, str], *, say: Say, start: bool = True) -> KafkaLog:
+    """Connect to a broker, with these settings of the client over those of the environment.
+
+    `embedded` is this machine's own, which is started where it does not run, unless `start` is false.
 
     Raises:
         ConfigError: the address or a security setting is malformed.
         PenstockError: no broker can be reached or started.
     """
-    bootstrap, security = kafka.bootstrap, credentials(kafka.security)
+    settings = credentials(security)
     if bootstrap == "embedded":
         found = embedded.start(progress=say) if start or embedded.status().running else None
         if found is None:
             raise PenstockError("the broker of this machine does not run; start it: `penstock broker start`")
-        bootstrap, security = found.bootstrap, {}
+        bootstrap, settings = found.bootstrap, {}
     try:
-        return KafkaLog(bootstrap, security=security, client_id="penstock")
+        return KafkaLog(bootstrap, security=settings, client_id="penstock")
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -307,11 +307,10 @@ def _broker(bootstrap: str) -> Finding:
 
 
 def _durability(bootstrap: str) -> Iterator[Finding]:
-    from penstock.pipeline.config.services import KafkaSection
     from penstock.pipeline.launch.broker_keeper import connect
 
     try:
-        log = connect(KafkaSection(bootstrap=bootstrap), say=lambda _: None)
+        log = connect(bootstrap, {}, say=lambda _: None)
         try:
             found = log.weaknesses()
         finally:

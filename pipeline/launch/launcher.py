@@ -54,7 +54,7 @@ def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str 
     """Create a run and attend it to its end; returns the exit status."""
     state_directory()  # where nothing can be written, no disk is full
     checked = check(config, tell=lambda _name, _text: None, samples=False, say=say)
-    log = connect(config.kafka, say=say)
+    log = connect(config.kafka.bootstrap, config.kafka.security, say=say)
     record = create(config, log=log, run_id=run_id, checked=checked.info, say=say)
     return attend(log, record, config, say=say, live=live, json_out=json_out)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.plugins import PluginError, one_line
-from penstock.pipeline.config.run_config import Config, ConfigError
+from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.learner.training_samples import TokenSequence, advantage_function, pack
 
 LENGTHS = (3, 1, 2)

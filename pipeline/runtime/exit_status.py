@@ -1,8 +1,7 @@
 """Exit statuses of a worker process, as the launcher reads them."""
 
-from penstock.infra.errors import Fenced, Unrecoverable
+from penstock.infra.errors import ConfigError, Fenced, Unrecoverable
 from penstock.pipeline.config.plugins import PluginError
-from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.envs.datasets.rows import DataError
 from penstock.pipeline.envs.reward_faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema

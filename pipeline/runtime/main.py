@@ -14,10 +14,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.infra.errors import Fenced, PenstockError, Unrecoverable
+from penstock.infra.errors import ConfigError, Fenced, PenstockError, Unrecoverable
 from penstock.infra.log import Log
 from penstock.infra.paths import make_files_private
-from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.ownership import SILENT_S

@@ -8,8 +8,8 @@ import contextlib
 import time
 from dataclasses import replace
 
+from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic

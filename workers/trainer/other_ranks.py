@@ -14,10 +14,10 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.pipeline.config.load import Config, from_json
-from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch.restart_policy import how
 from penstock.pipeline.learner.ledger_history import read_planned

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from penstock.pipeline.config.run_config import ConfigError
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.envs.conversation.base import Said, Template
 from penstock.pipeline.envs.conversation.forms import call_form, text_form
 from penstock.pipeline.envs.conversation.jinja import compiled, variables

@@ -15,7 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import psutil
 
-from penstock.pipeline.config.run_config import ConfigError
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 
 HEALTH = "PENSTOCK_HEALTH"

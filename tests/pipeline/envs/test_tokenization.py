@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.pipeline.config.run_config import ConfigError
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.envs.datasets import DataError
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.infra.errors import Fenced
+from penstock.infra.errors import ConfigError, Fenced
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.config.run_config import ConfigError
 from penstock.pipeline.runtime.reporting import client_log
 from penstock.pipeline.runtime.reporting import health as module
 from penstock.pipeline.runtime.reporting.health import HEALTH, TURN_S, Health, address_of, serve

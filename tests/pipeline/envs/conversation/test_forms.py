@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.pipeline.config.run_config import ConfigError
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.envs.conversation import ChatTemplate, PlainTemplate, TemplateRefused
 from tests.support.chat_families import ids_of, stop_ids, template, tokenizer
 
