@@ -52,17 +52,17 @@ def trl(python: str, model: Path, *words: str) -> dict[str, Any]:
     """One run of TRL: its steps and its closing line; `error` where it failed."""
     command = [python, str(ROOT / "benchmarks" / "trl_grpo.py"), str(model), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     if done.returncode or not lines:
         return {"error": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
     return {"steps": lines[:-1], **lines[-1]}
 
 
-def search(python: str, model: Path, *, steps: int) -> list[str]:
+def search(python: str, model: Path, *, steps: int, threads: Sequence[int]) -> list[str]:
     """TRL's fastest settings."""
     found: dict[tuple[str, ...], float] = {}
-    for threads, name, rows in itertools.product((1, 2), FORMATS, (8, SAMPLES)):
-        words = ("--threads", str(threads), *FORMATS[name], "--rows", str(rows))
+    for count, name, rows in itertools.product(threads, FORMATS, (8, SAMPLES)):
+        words = ("--threads", str(count), *FORMATS[name], "--rows", str(rows))
         result = trl(python, model, *words, "--steps", str(steps), "--held-out", "0")
         if "error" in result:
             print(f"  TRL {' '.join(words)}: {result['error']}", flush=True)
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--trl", required=True, help="the Python of an environment with TRL")
     parser.add_argument("--search-steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of TRL, searched over")
     parser.add_argument("--settings", help="TRL's settings instead of the search, as the search prints them")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=20, help="steps between two evaluations")
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     chosen = parser.parse_args()
     model = chosen.model.resolve()
-    settings = chosen.settings.split() if chosen.settings else search(chosen.trl, model, steps=chosen.search_steps)
+    settings = chosen.settings.split() if chosen.settings else search(chosen.trl, model, steps=chosen.search_steps, threads=chosen.threads)
     print(f"TRL goes on with {' '.join(settings)}", flush=True)
     ratios = []
     for place, seed in enumerate(chosen.seeds):
