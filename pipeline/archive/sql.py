@@ -132,7 +132,9 @@ def _computed(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
 def gone_from(tables: Tables, query: str) -> list[str]:
     """Which records of the topics that a question is about were deleted, a line for each partition; none for one about no table."""
     named = _named(query)
-    topics = {KINDS[table].topic for name, table in RAW.items() if name in named} | (set(COUNTED) if named & TABLES.keys() else set())
+    topics = {KINDS[table].topic for name, table in RAW.items() if f"raw.{name}" in named} | (
+        set(COUNTED) if named & TABLES.keys() else set()
+    )
     return deleted(tables.log, *(f"{tables.run}.{topic}" for topic in sorted(topics - {RUNS_TOPIC})))
 
 
