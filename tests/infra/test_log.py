@@ -486,6 +486,6 @@ def test_members_own_the_partitions_of_their_pool_and_of_those_that_fall_back_on
     write(log, a, [b"big's"], partition=0)
     heard = (big, second)
     listen(*heard, until=lambda: any(one.records for one in heard) and big.owned | second.owned == both(0, 1))
-    assert [record.value for one in heard for record in one.records] == [b"big's"]
+    assert {record.value for one in heard for record in one.records} == {b"big's"}  # read again by who gets its partition
     for one in heard:
         one.member.close()

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,8 @@ class OpenEnvText:
             raise RuntimeError("openenv: the session is closed")
         try:
             async with asyncio.timeout(self._server.timeout_s):
-                await self._socket.send(json.dumps({"type": kind, "data": data}))
+                with suppress(ConnectionClosed):  # what the server said before it closed can be received still
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer: Mapping[str, Any] = json.loads(await self._socket.recv())
         except TimeoutError:
             await self.close()
