@@ -39,15 +39,19 @@ LARGE_MODEL_BYTES = 2**28
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
 
 
-def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path) -> None:
-    """Write a model with these weights, by name and once each, as `save_pretrained` does.
+def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *, tokenizer: str | Path) -> None:
+    """Write a model with these weights, by name and once each, as `save_pretrained` does, and the tokenizer of another model directory.
 
-    That one would look for wrappers of DeepSpeed and import it for it, which takes seconds.
+    `save_pretrained` itself would look for wrappers of DeepSpeed and import it for it, which takes seconds.
     """
+    directory.mkdir(parents=True, exist_ok=True)
     model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
     save_torch_state_dict(revert_weight_conversion(model, weights), directory, max_shard_size="50GB")
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(Path(tokenizer).glob(pattern)):
+            shutil.copyfile(file, directory / file.name)
 
 
 def choose_device(device: str) -> torch.device:
@@ -230,11 +234,8 @@ class LocalModel:
     def export(self, directory: str | Path, tensors: Iterable[TensorBytes]) -> None:
         """Write these weights and the tokenizer in Hugging Face format; the current adapters are written beside them."""
         target = Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
-        save_model(self.model, {tensor.name: from_bytes(tensor) for tensor in tensors}, target)
-        for pattern in TOKENIZER_FILES:
-            for file in sorted(Path(self.settings.model_path).glob(pattern)):
-                shutil.copyfile(file, target / file.name)
+        weights = {tensor.name: from_bytes(tensor) for tensor in tensors}
+        save_model(self.model, weights, target, tokenizer=self.settings.model_path)
         if self.adapters is not None:
             self.adapters.save(target / FOLDER, base=self.settings.model_path)
 

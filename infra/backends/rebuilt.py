@@ -3,14 +3,13 @@
 The rule: the directory loads to the given weights, bit for bit.
 """
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import transformers
 
-from penstock.infra.backends.common import TOKENIZER_FILES, save_model
+from penstock.infra.backends.common import save_model
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import copy_into
@@ -28,8 +27,4 @@ def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], direct
         raise BackendError(
             f"the architecture in {architecture} does not take the recorded weights: {str(error).splitlines()[0]}"
         ) from error
-    directory.mkdir(parents=True, exist_ok=True)
-    save_model(model, dict(model.named_parameters()), directory)
-    for pattern in TOKENIZER_FILES:
-        for file in Path(architecture).glob(pattern):
-            shutil.copy2(file, directory / file.name)
+    save_model(model, dict(model.named_parameters()), directory, tokenizer=architecture)

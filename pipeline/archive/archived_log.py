@@ -12,12 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.infra.errors import RecordMissing
+from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Partition, Start
 from penstock.pipeline.archive.files import NOTE, Archive, find_archive
 from penstock.pipeline.archive.layout import Kind, kind_of
 from penstock.pipeline.archive.restore import to_records, whole_groups
-from penstock.pipeline.config.load import ConfigError
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record
 

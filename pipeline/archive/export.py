@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Tail
 from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 from penstock.pipeline.archive.rows import read_tables
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.runtime.run_registry import find
 from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS

@@ -5,8 +5,8 @@ The rule: only what readers really stumble over, and only in topics of which a l
 
 import time
 
+from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.config.load import ConfigError
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Outgoing
 

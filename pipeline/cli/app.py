@@ -168,7 +168,7 @@ def explain(error: Exception) -> tuple[str, int]:
         where = context.command_path if context is not None else "penstock"
         said = _line(error.format_message())
         return f"{_meant(said)} (see `{where} --help`)" if said else "", error.exit_code
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
 
     if isinstance(error, ConfigError):
         return _line(error), USAGE

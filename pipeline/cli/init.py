@@ -22,7 +22,7 @@ def init(
     json: Json = False,
 ) -> None:
     """Print a commented configuration for this model, data, reward and machine."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.check.propose import propose
 
     if output is not None and output.exists():

@@ -44,7 +44,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """The best split of accelerators between rollout and training with its schedule, from a simulation under the rules of live runs."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
 
     try:
         if paper is not None:

@@ -110,7 +110,7 @@ def worker(
     log_json: Annotated[bool, typer.Option("--log-json", help="Print each line of the log as a JSON object.")] = False,
 ) -> int:
     """Run one worker of a run, anywhere that reaches the broker, until the run is over."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.config.plugins import nearest
     from penstock.pipeline.config.security import credentials
     from penstock.pipeline.runtime.main import work

@@ -73,8 +73,7 @@ def show(
     json: Json = False,
 ) -> None:
     """One record: its headers and its decoded payload."""
-    from penstock.infra.errors import RecordMissing
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError, RecordMissing
     from penstock.pipeline.observe.records import browse, format
 
     with reading(run, bootstrap, security) as (log, run_id):
@@ -169,7 +168,7 @@ def acls(
     """The least a Kafka user may do for each role of a run, as `kafka-acls.sh` takes it; asks no broker."""
     from dataclasses import asdict
 
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.acls import all_rules, as_command
     from penstock.topics.catalogue import check_run_id
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from penstock.infra.errors import ConfigError
 from penstock.infra.paths import state_path
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 
 LOCK = "launcher.lock"

@@ -236,13 +236,13 @@ def place_of(record: Record | DeadLetter) -> Place:
     return record.topic, record.partition, record.offset
 
 
-def deleted(log: Log, *names: str) -> list[str]:
-    """What retention has taken from these Kafka topics, a line for each partition that has lost its beginning.
+def deleted(log: Log, *names: str, partition: int | None = None) -> list[str]:
+    """What retention has taken from these Kafka topics, a line for each partition, or for that one, that has lost its beginning.
 
     Example:
         deleted(log, "demo.groups")  # -> ["demo.groups/3: the records at offsets 0 to 41 were deleted"]
     """
-    partitions = [at for name in names for at in _partitions(log, name)]
+    partitions = [at for name in names for at in _partitions(log, name) if partition in (None, at[1])]
     begins = log.begin_offsets(partitions)
     return [f"{topic}/{p}: the records at offsets 0 to {begins[topic, p] - 1} were deleted" for topic, p in partitions if begins[topic, p]]
 

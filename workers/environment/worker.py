@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import ConfigError, LogError
 from penstock.infra.log import Assigned, Commits, Event, Member, Membership
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.envs.agents.engine import TrajectoryEngine
 from penstock.pipeline.runtime.drawing.group_tasks import GroupTasks
 from penstock.pipeline.runtime.drawing.group_worker import GroupWorker

@@ -5,7 +5,7 @@ The rule: it reads the same weights as every worker and never delays training; t
 
 import os
 
-from penstock.pipeline.config.load import ConfigError
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.runtime.drawing.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.runtime.session import Session

@@ -49,7 +49,7 @@ def _page(
     run: str, html: Path | None, tokens: int | None, *, trust_code: bool, bootstrap: str, security: list[str] | None, json: bool
 ) -> None:
     """Write the page of a run; a user-given number of tokens is not limited."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.observe.html.build import Limits, build, write
 
     if html is None:

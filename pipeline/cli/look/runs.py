@@ -64,8 +64,8 @@ def rm(
     """Remove runs: their topics, record and folder on this machine; says what is freed."""
     from dataclasses import asdict
 
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.delete import delete, plan_deletion
-    from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.observe.records.runs import size
     from penstock.pipeline.runtime.run_registry import resolve
 
@@ -103,7 +103,7 @@ def seconds(text: str) -> float:
     Example:
         seconds("7d")  # -> 604800.0
     """
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
 
     number, unit = text[:-1], text[-1:]
     if unit not in UNITS or not number.isdecimal():

@@ -31,9 +31,9 @@ def sql(
     json: Json = False,
 ) -> None:
     """Ask a run in SQL: samples, groups, steps, lag, rewards, timeline."""
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.archived_log import ArchivedLog
     from penstock.pipeline.archive.sql import ArchivedTables, LiveTables, ask, gone_from, views
-    from penstock.pipeline.config.load import ConfigError
     from penstock.pipeline.observe.report.text import some_of
 
     if csv and json:

@@ -80,7 +80,7 @@ def _examine(log: "KafkaLog", view: "RunView", *, now_s: float, silent: "Mapping
 def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:
     from rich.console import Console
 
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.observe.live.view import LiveView
     from penstock.pipeline.observe.run_status import has_ended
     from penstock.pipeline.runtime.run_registry import resolve

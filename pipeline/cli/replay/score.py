@@ -34,7 +34,7 @@ def score(
     json: Json = False,
 ) -> None:
     """Judge recorded rollouts with another or a repaired reward: changed rewards, flips, groups that end otherwise."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.rescore.run import Wish, score_run
     from penstock.pipeline.replay.rescore.text import as_page
 

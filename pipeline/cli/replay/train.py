@@ -36,7 +36,7 @@ def train(
     json: Json = False,
 ) -> int:
     """Train a run's recorded plans again, without any other worker, and compare every bit; with --set, see what if."""
-    from penstock.pipeline.config.load import ConfigError
+    from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
     from penstock.pipeline.replay.train.overrides import what_if
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
 from penstock.pipeline.cli.ui.watched import Watching
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.launch.attended import log_files
 from penstock.pipeline.launch.check.preflight import SHOWN
 from penstock.pipeline.observe.explain import as_json

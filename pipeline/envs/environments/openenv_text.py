@@ -103,7 +103,7 @@ class OpenEnvText:
                 reason = "it closed the connection, as a server without a free session does"
             else:
                 if not _refused(answer, FULL):
-                    return self._seen(self._sound(answer, "reset"))[0]
+                    return self._seen(_sound(answer, "reset"))[0]
                 reason = f"all its {answer['data'].get('max_sessions', '')} sessions are taken"
             await self.close()
             if (left := until - time.monotonic()) <= 0:
@@ -120,7 +120,7 @@ class OpenEnvText:
         if _refused(answer, "VALIDATION_ERROR"):
             faults = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in answer["data"].get("errors", ()))
             return f"{action.strip()[:40]!r} is no action: {faults or answer['data'].get('message', '')}", 0.0, False
-        return self._seen(self._sound(answer, "step"))
+        return self._seen(_sound(answer, "step"))
 
     async def close(self) -> None:
         """Give the session back."""
@@ -158,13 +158,6 @@ class OpenEnvText:
             data = None
         return data if isinstance(data, dict) else f"{text[:40]!r} is no action: say a JSON object with {', '.join(self._server.fields)}"
 
-    def _sound(self, answer: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-        if answer.get("type") != "observation":
-            said = answer.get("data", {})
-            raise RuntimeError(f"openenv: {kind}: {said.get('code', 'error')}: {str(said.get('message', said))[:200]}")
-        data: Mapping[str, Any] = answer["data"]
-        return data
-
     def _seen(self, data: Mapping[str, Any]) -> tuple[str, float, bool]:
         observation = data["observation"]
         shown = {name: value for name, value in observation.items() if name not in OWN_KEYS}
@@ -173,6 +166,14 @@ class OpenEnvText:
         texts = [value for value in shown.values() if isinstance(value, str)]
         text = texts[0] if len(texts) == len(shown) == 1 else json.dumps(shown, ensure_ascii=False)
         return text, float(data.get("reward") or 0.0), bool(data.get("done"))
+
+
+def _sound(answer: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    if answer.get("type") != "observation":
+        said = answer.get("data", {})
+        raise RuntimeError(f"openenv: {kind}: {said.get('code', 'error')}: {str(said.get('message', said))[:200]}")
+    data: Mapping[str, Any] = answer["data"]
+    return data
 
 
 def _refused(answer: Mapping[str, Any], code: str) -> bool:

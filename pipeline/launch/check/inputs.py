@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.cpu_defaults import this_cpu
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import Dataset, open_dataset

@@ -163,7 +163,7 @@ def read_group(run: RecordedRun, number: int, *, say: Callable[[str], None]) -> 
     )
     absent = {"rollouts": len(history.drawn) < history.wanted, "groups": history.outcome is None}
     names = [f"{run.run}.{topic}" for topic, is_absent in absent.items() if is_absent]
-    history.gone = [line for name in names for line in deleted(reader.log, name) if line.startswith(f"{name}/{partition}:")]
+    history.gone = deleted(reader.log, *names, partition=partition)
     return history
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.infra.errors import RecordMissing
+from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Log
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.topic_reader import KILLER, drain, scan
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
-from penstock.infra.errors import PenstockError
-from penstock.pipeline.config.load import ConfigError
+from penstock.infra.errors import ConfigError, PenstockError
 from penstock.pipeline.learner.policy_trainer import Say
 from penstock.pipeline.replay.plan_reader import Found, PlannedGroups, ReadAhead
 from penstock.pipeline.replay.recording import Recording

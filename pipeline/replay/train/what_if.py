@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.infra.checkpoints.rules import State
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import ConfigError, PenstockError
 from penstock.infra.mlflow.tracking import Point
-from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.learner.train_step import StepOutcome
 from penstock.pipeline.replay.plan_reader import check_kept
