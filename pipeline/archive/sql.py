@@ -4,8 +4,9 @@ The rule: a question sees the run's tables and nothing else, neither files nor t
 """
 
 import re
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -118,15 +119,23 @@ def ask(tables: Tables, query: str) -> pa.Table:
 
 def _computed(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
     """The answer, by a thread of its own: while DuckDB computes, it lets no signal through. Ctrl-C ends it."""
-    with ThreadPoolExecutor(1, thread_name_prefix="sql") as thread:
-        answer = thread.submit(lambda: connection.sql(query).to_arrow_table())
-        try:
-            return answer.result()
-        except KeyboardInterrupt:
-            while not answer.done():  # one that has not begun yet is not interrupted
-                connection.interrupt()
-                wait([answer], AGAIN_S)
-            raise
+    answer = Future[pa.Table]()
+
+    def compute() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(connection.sql(query).to_arrow_table())
+            except BaseException as error:
+                answer.set_exception(error)
+
+    try:
+        threading.Thread(target=compute, name="sql", daemon=True).start()
+        return answer.result()
+    except KeyboardInterrupt:
+        while not answer.cancel() and not answer.done():  # the begin of a computation cannot be interrupted
+            connection.interrupt()
+            wait([answer], AGAIN_S)
+        raise
 
 
 def gone_from(tables: Tables, query: str) -> list[str]:

@@ -42,6 +42,17 @@ def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
     assert sql.ask(NoTables(), "select 41 + 1 as answer")["answer"].to_pylist() == [42]
 
 
+def test_ctrl_c_ends_a_question_whose_computation_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("threading.Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sql.ask(NoTables(), ENDLESS)
+
+
 def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     @contextmanager
     def reading(*_: object) -> Iterator[tuple[MemoryLog, str]]:
