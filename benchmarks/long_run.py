@@ -19,12 +19,13 @@ from collections.abc import Callable
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner.ledger_history import read_past
+from penstock.pipeline.scheduling.resume_mark import ResumeMark
 from penstock.topics import ledger, weights
 from penstock.topics.catalogue import topics_of
 from penstock.topics.ledger import Entry, Planned
 from penstock.topics.weights import Manifest
 from penstock.topics.wire.record import Outgoing
-from penstock.workers.trainer.resume_mark import WHOLE_BELOW, Places, ResumeMark, read_resumed
+from penstock.workers.trainer.resuming import Places, read_resumed
 
 RUN, GROUPS, EVERY, PARTITIONS = "long", 8, 50, 32
 RATIO_LIMIT, ROUNDS = 1.2, 7
@@ -108,7 +109,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, nargs="+", default=[10, 10_000])
     chosen = parser.parse_args()
     # Both 25 steps behind a checkpoint: what is repeated from the log depends on that, not on the length of the run.
-    lengths = {*chosen.steps, min(max(steps for steps in chosen.steps), (WHOLE_BELOW // EVERY + 2) * EVERY) + 25}
+    half, most = EVERY // 2, max(chosen.steps)
+    lengths = {*chosen.steps, EVERY + half, most // EVERY * EVERY + half}
     took = {}
     print(f"{'steps':>8}{'resumed s':>12}{'MiB':>8}{'all s':>10}{'MiB':>8}")
     for steps in sorted(lengths | {max(lengths) - max(lengths) % EVERY + 25}):
@@ -117,7 +119,7 @@ def main() -> int:
         whole, all_held = measured(lambda log=log: read_past(log, RUN))  # type: ignore[misc]
         took[steps] = resumed
         print(f"{steps:>8}{resumed:>12.4f}{held:>8.2f}{whole:>10.4f}{all_held:>8.2f}", flush=True)
-    equally_far = sorted(steps for steps in took if steps % EVERY == 25 and 2 * steps > WHOLE_BELOW)
+    equally_far = sorted(steps for steps in took if steps > EVERY and steps % EVERY == half)
     ratio = took[equally_far[-1]] / took[equally_far[0]]
     print(f"after {equally_far[-1]} steps {ratio:.2f} times as long as after {equally_far[0]}; at most {RATIO_LIMIT}")
     start = started()

@@ -10,6 +10,8 @@ TOPICS = ("run", "prompts", "rollouts", "groups", "weights", "ledger", "metrics"
 """What flows, and what is kept of it."""
 TURNS = ("calls", "replies")
 """Turns of trajectories, in runs whose environments have workers of their own; each is in its trajectory's record too: not archived."""
+BY_GROUP = ("prompts", "rollouts", "groups", *TURNS)
+"""Topics in which a group stays in one partition."""
 OWNERS = "owners"
 """Who writes: of use only while the run is at work, so neither archived nor audited."""
 STATE = "state"
@@ -20,7 +22,7 @@ MAX_RECORD_BYTES = (16 << 20) + (64 << 10)
 MAX_DEAD_LETTER_BYTES = 18 << 20
 """The largest record inside another one."""
 DELETED_SEGMENT_BYTES = 32 << 20
-"""Of `weights` whose old versions are deleted: disk is freed by whole segments only, and a segment must hold the largest record."""
+"""Of topics whose old records are deleted: disk is freed by whole segments only, and a segment must hold the largest record."""
 KEPT_SEGMENT_BYTES = 256 << 20
 """Of `weights` that are kept: a segment takes a descriptor and two memory maps of the broker. After a kill it reads the newest one of each
 partition again, so they are not longer."""
@@ -94,13 +96,14 @@ def topics_of(
     partitions: int,
     weight_partitions: int = 3,
     weight_segment_bytes: int = KEPT_SEGMENT_BYTES,
+    sample_segment_bytes: int | None = None,
     turns: bool = False,
 ) -> dict[str, TopicSpec]:
     """A run's topics by Kafka name, in a fixed order.
 
     `prompts`, `rollouts` and `groups`, and with `turns` `calls` and `replies`, have `partitions`: a group stays in one number through
-    all. `weights` has one for manifests, one for version 0 and the others for chunks; where there are two, the chunks of version 0 are
-    among the others'.
+    all; their segments have `sample_segment_bytes`, if None those of the broker. `weights` has one partition for manifests, one for
+    version 0 and the others for chunks; where there are two, the chunks of version 0 are among the others'.
     Raises `ValueError` for an impossible run id or count.
     """
     check_run_id(run)
@@ -108,12 +111,14 @@ def topics_of(
         raise ValueError(f"partitions is {partitions}, at least 1 is needed")
     if weight_partitions < 2:
         raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
-    counts = {**dict.fromkeys(("prompts", "rollouts", "groups", *TURNS), partitions), "weights": weight_partitions}
+    counts = {**dict.fromkeys(BY_GROUP, partitions), "weights": weight_partitions}
     specs = {}
     for topic in (*TOPICS, *(TURNS if turns else ()), OWNERS, STATE):
         name = topic_name(run, topic)
         configs = dict(_SETTINGS.get(topic, _RECORD))
         if topic == "weights":
             configs["segment.bytes"] = str(weight_segment_bytes)
+        if topic in BY_GROUP and sample_segment_bytes is not None:
+            configs["segment.bytes"] = str(sample_segment_bytes)
         specs[name] = TopicSpec(name=name, partitions=counts.get(topic, 1), configs=configs)
     return specs

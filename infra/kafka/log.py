@@ -101,6 +101,13 @@ class KafkaLog:
         """Partition -> the first offset that is still kept."""
         return self._admin.offsets(partitions, end=False, committed=True)
 
+    def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
+        """Partition -> offset of the first record with this timestamp or a later one, the next offset where there is none."""
+        wanted = list(partitions)
+        ends = self._admin.offsets(wanted, end=True, committed=False)
+        found = self._admin.offsets(wanted, end=False, committed=False, time_ms=time_ms)
+        return {partition: offset if offset >= 0 else ends[partition] for partition, offset in found.items()}
+
     def delete_records(self, before: Mapping[Partition, int]) -> None:
         """Delete the records before these offsets for good; disk is freed by whole segments, soon after."""
         self._admin.delete_records(before)

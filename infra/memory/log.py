@@ -73,6 +73,13 @@ class MemoryLog:
         with self._state.change:
             return {partition: self._state.part(partition).begin for partition in partitions}
 
+    def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]:
+        """Partition -> offset of the first record with this timestamp or a later one, the next offset where there is none."""
+        with self._state.change:
+            parts = {partition: self._state.part(partition) for partition in partitions}
+            later = {at: [held.offset for held in part.records if held.timestamp_ms >= time_ms] for at, part in parts.items()}
+            return {at: min(later[at], default=part.end) for at, part in parts.items()}
+
     def delete_records(self, before: Mapping[Partition, int]) -> None:
         """Delete the records before these offsets for good."""
         with self._state.change:

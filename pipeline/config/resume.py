@@ -35,7 +35,9 @@ CHANGEABLE = (
     "trainer.gpus",
     "trainer.on_mismatch",
     "trainer.threads",
+    "kafka.archive",
     "kafka.give_up_s",
+    "kafka.keep_steps",
     "kafka.session_s",
 )
 

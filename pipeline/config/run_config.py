@@ -228,6 +228,11 @@ class Config(Section):
         return DELETED_SEGMENT_BYTES if self.weights.keep == "chain" else KEPT_SEGMENT_BYTES
 
     @property
+    def sample_segment_bytes(self) -> int | None:
+        """Bytes of a segment of the topics that samples flow through: short ones where old records are deleted, else the broker's own."""
+        return None if self.kafka.keep_steps is None else DELETED_SEGMENT_BYTES
+
+    @property
     def rules(self) -> Schedule:
         """The schedule as the frozen object that every worker applies."""
         chosen = self.schedule

@@ -3,12 +3,12 @@
 The rule: as in `penstock.pipeline.config.schema`; no key here decides what a step is.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from penstock.infra.log import GIVE_UP_S, SESSION_S, Copies
-from penstock.pipeline.config.fields import Positive, PositiveFloat, Section
+from penstock.pipeline.config.fields import Positive, PositiveFloat, Resolve, Section, absolute
 
 
 class KafkaSection(Section):
@@ -34,6 +34,14 @@ class KafkaSection(Section):
         le=300.0,
         description="partitions of a worker that was not heard of for so long go to others; more where workers stand still for longer, "
         "as on busy or frozen machines, within the broker's group.min.session.timeout.ms and group.max.session.timeout.ms",
+    )
+    keep_steps: Positive | None = Field(
+        None,
+        description="prompts, samples and groups of steps before the newest so many are deleted, but nothing that an open group or a "
+        "checkpoint needs; nothing is if absent",
+    )
+    archive: Annotated[str | None, Resolve(absolute)] = Field(
+        None, description="folder that the run is exported into before anything is deleted by keep_steps"
     )
     security: dict[str, str] = Field(
         default_factory=dict,

@@ -297,6 +297,20 @@ def _environment_segments(config: Config) -> str | None:
     )
 
 
+def _keep_steps(config: Config) -> str | None:
+    kept, rules = config.kafka.keep_steps, config.rules
+    if kept is None:
+        return None if config.kafka.archive is None else "kafka.archive: nothing is deleted without kafka.keep_steps; set that, too"
+    least = rules.steps_per_version * (rules.max_lag + 2)
+    if kept < least:
+        return f"kafka.keep_steps: {kept} are fewer than samples may be old; set at least {least}: steps_per_version x (max_lag + 2)"
+    if not config.trainer.checkpoint_every:
+        return f"kafka.keep_steps: {kept} deletes only what a checkpoint replaces, and there is none; set trainer.checkpoint_every"
+    if config.data.skip_solved is not None or config.data.skip_unsolved is not None:
+        return "kafka.keep_steps: skip_solved and skip_unsolved need the outcomes of a whole epoch; leave one of them out"
+    return None
+
+
 CHECKS: tuple[Check, ...] = (
     _length,
     _max_lag,
@@ -326,4 +340,5 @@ CHECKS: tuple[Check, ...] = (
     _early_stopping,
     _environment,
     _environment_segments,
+    _keep_steps,
 )

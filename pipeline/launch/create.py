@@ -59,6 +59,7 @@ def create(
         partitions=config.partitions,
         weight_partitions=config.weight_partitions,
         weight_segment_bytes=config.weight_segment_bytes,
+        sample_segment_bytes=config.sample_segment_bytes,
         turns=config.turns_by_log,
     )
     log.create_topics(specs, copies=config.kafka.copies)

@@ -8,12 +8,13 @@ import time
 from functools import partial
 
 from penstock.infra import faults
-from penstock.infra.errors import Unrecoverable
+from penstock.infra.errors import RecordMissing, Unrecoverable
 from penstock.pipeline.learner.fingerprint import arithmetic_of, changed_arithmetic, rebases
 from penstock.pipeline.learner.ledger_history import Past, read_planned
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.repeat_step import Difference, Repetition, other_weights, repeat
 from penstock.pipeline.learner.run_writer import RunWriter
+from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 
 
@@ -67,7 +68,7 @@ def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, sto
             break
         reporter.doing(f"repeating step {entry.step} of {writer.state.steps}")
         reporter.status()
-        repetition = repeat(policy, entry, read_planned(writer.session.log, writer.session.run, entry.plan))
+        repetition = repeat(policy, entry, _groups_of(entry, writer))
         differences = _all_differences(policy, writer, repetition)
         if differences and stop:
             way_on = f"`penstock run --resume {writer.session.run} --set trainer.on_mismatch=rebase` goes on all the same"
@@ -81,6 +82,17 @@ def _repeat(policy: PolicyTrainer, writer: RunWriter, steps: list[Entry], *, sto
         policy.release_weights()
         faults.reach("recovery.repeated")
     return found
+
+
+def _groups_of(entry: Entry, writer: RunWriter) -> list[Group]:
+    session = writer.session
+    try:
+        return read_planned(session.log, session.run, entry.plan)
+    except RecordMissing as error:
+        raise Unrecoverable(
+            f"step {entry.step} has to be repeated, as no checkpoint behind it can be read here, and its groups are not in the log any "
+            f"more ({error}): bring the run's checkpoints back, or go on from a published version with `penstock fork {session.run}`"
+        ) from error
 
 
 def _all_differences(policy: PolicyTrainer, writer: RunWriter, repetition: Repetition) -> list[Difference]:

@@ -134,6 +134,17 @@ def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) ->
     log.delete_records({})
 
 
+def test_the_first_record_of_a_time_is_found_by_its_timestamp(log: Log, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    write(log, topic, [b"early"])
+    (early,) = log.read(topic, 0, [0])
+    while int(time.time() * 1000) <= early.timestamp_ms + 1:
+        time.sleep(0.001)
+    write(log, topic, [b"late"])
+    times = [0, early.timestamp_ms, early.timestamp_ms + 1, early.timestamp_ms + 3_600_000]
+    assert [log.offsets_at([(topic, 0)], when)[topic, 0] for when in times] == [0, 0, 1, 2]
+
+
 def test_records_of_a_transaction_can_be_read_by_offset_as_soon_as_it_returned(log: Log, run_id: str) -> None:
     a, b = make_topics(log, run_id, "a", "b")
     writer = log.transactions(f"{run_id}.writer")

@@ -38,6 +38,9 @@ def test_a_segment_holds_the_largest_record_and_a_dead_letter_any_other_record()
     specs = topics_of("r", partitions=1)
     assert specs["r.weights"].configs["segment.bytes"] == str(KEPT_SEGMENT_BYTES)
     short = topics_of("r", partitions=1, weight_segment_bytes=DELETED_SEGMENT_BYTES)["r.weights"].configs
+    deleted = topics_of("r", partitions=1, sample_segment_bytes=DELETED_SEGMENT_BYTES)
+    assert {name for name, spec in deleted.items() if spec.configs != specs[name].configs} == {"r.prompts", "r.rollouts", "r.groups"}
+    assert int(deleted["r.groups"].configs["max.message.bytes"]) <= int(deleted["r.groups"].configs["segment.bytes"])
     assert int(specs["r.weights"].configs["max.message.bytes"]) <= int(short["segment.bytes"]) < KEPT_SEGMENT_BYTES
     assert int(specs["r.dead-letters"].configs["max.message.bytes"]) > MAX_RECORD_BYTES + (1 << 20)
     assert groups.MAX_PART_BYTES * 2 <= MAX_RECORD_BYTES

@@ -14,6 +14,7 @@ from penstock.pipeline.runtime.commit_notes import FeederNote
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import Presence, hear
+from penstock.pipeline.scheduling.resume_mark import ResumeMark
 from penstock.topics import groups, metrics, prompts
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
@@ -42,6 +43,8 @@ class Admission:
     rows_before: Mapping[int, int] = field(default_factory=lambda: {0: 0})
     """Source -> rows of the sources before it."""
     presence: Presence = field(init=False)
+    _reads_all: bool = False
+    """Whether every record that is kept is read, those of groups below `ended_below` too: what they ask once more is known from them."""
     _dropped: set[int] = field(default_factory=set)
     _seen: tuple[int, int] = (-1, 0)
     """Steps in the ledger, and the groups that had been dropped when the newest was first seen."""
@@ -83,6 +86,12 @@ class Admission:
         self._ends = {(topic.removeprefix(f"{self.run}."), p): offset for (topic, p), offset in starts.items()}
         return starts
 
+    def count_on(self, mark: ResumeMark, *, stale: int) -> None:
+        """Begin where the newest step left the run; `stale` groups had been found too old by then. For a feeder without a note."""
+        self.admitted = self.ended_below = mark.below
+        self.dropped_below = mark.drops - stale
+        self._reads_all = True
+
     def commits(self) -> Commits:
         """Commits from which the next feeder begins: offsets, and as metadata the counts of the records before each."""
         text = commit_notes.encode(FeederNote(ended=self.ended_below, dropped=self.dropped_below, place=self.choices.next_place))
@@ -113,7 +122,10 @@ class Admission:
 
     def admit(self, group: int, partition: int, offset: int = 0, *, choice: Choice) -> None:
         """Note that a group's prompt is in a partition, or about to be."""
-        if group not in self.partition_of and group >= self.ended_below:
+        if group < self.ended_below:
+            if self._reads_all:
+                self.choices.asked(group, choice)
+        elif group not in self.partition_of:
             self.partition_of[group], self._prompt_at[group] = partition, offset
             while self.admitted in self.partition_of:  # groups are admitted in order: a number beyond a gap is not ours
                 self.admitted += 1
@@ -128,6 +140,8 @@ class Admission:
             self._ends["prompts", outgoing.partition] = offset + 1
 
     def _end(self, group: int, record: Record, headers: Headers) -> None:
+        if group < self.ended_below and self._reads_all:
+            self.choices.ended(group, outcome=headers.outcome, reward=headers.reward_mean)
         if group in self.ended or group not in self.partition_of:
             return  # only admitted groups make room
         self.ended.add(group)

@@ -16,9 +16,10 @@ from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
-from penstock.pipeline.runtime.topic_reader import deleted, read_on
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted, read_on
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.presence import WorkingClock
+from penstock.pipeline.scheduling.resume_mark import mark_of
 from penstock.topics import prompts
 from penstock.topics.prompts import Prompt
 from penstock.topics.wire.errors import Unusable
@@ -101,16 +102,17 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
 def _catch_up(session: Session, state: Admission) -> Tail:
     """Read the run's records so far, from the offsets of an earlier feeder; returns the tail for the following ones.
 
-    Raises `Unrecoverable` where there is no such feeder and its records are gone.
+    Where its note has expired and records were deleted, the counts are those of the newest step's mark. Raises `Unrecoverable` without one.
     """
     group, count = f"{session.run}.feeder", session.config.partitions
     asked: dict[Partition, Start] = {(session.topic("prompts"), p): "earliest" for p in range(count)}
     ended: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(count)}
     past, tail = session.log.tail(asked, group=group), session.log.tail(ended, group=group)
-    starts = state.begin({**past.committed(), **tail.committed()})
-    if not starts and (gone := deleted(session.log, session.topic("prompts"), session.topic("groups"))):
-        # Whoever counts only what is left admits other prompts than the rules allow.
-        raise Unrecoverable(f"how many groups were admitted and dropped is not known, no earlier feeder has noted it: {'; '.join(gone)}")
+    committed, begins = {**past.committed(), **tail.committed()}, session.log.begin_offsets([*asked, *ended])
+    reaches = all((committed[at].offset or 0) >= begin for at, begin in begins.items())
+    starts = state.begin(committed) if reaches else {}
+    if not starts and any(begins.values()):
+        _count_on(session, state)
     for partition, offset in starts.items():
         (past if partition[0] == session.topic("prompts") else tail).seek(partition, offset)
     said: dict[Partition, Start] = {(session.topic("ledger"), 0): "earliest", (session.topic("weights"), 0): "earliest"}
@@ -120,6 +122,18 @@ def _catch_up(session: Session, state: Admission) -> Tail:
             _apply(session, state, record)
     past.close()
     return tail
+
+
+def _count_on(session: Session, state: Admission) -> None:
+    """Take the counts of groups whose records were deleted from the ledger: what is left of them would admit too many prompts."""
+    stale, newest = 0, None
+    for entry in RunReader(session.log, session.run).entries():
+        stale += len(entry.groups) if entry.kind == "stale" else 0
+        newest = (mark_of(entry), stale) if entry.kind == "step" else newest
+    if newest is None or newest[0] is None or state.choices.remembers:
+        gone = "; ".join(deleted(session.log, session.topic("prompts"), session.topic("groups")))
+        raise Unrecoverable(f"how many groups were admitted and dropped is not known, no earlier feeder has noted it: {gone}")
+    state.count_on(newest[0], stale=newest[1])
 
 
 def _apply(session: Session, state: Admission, record: Record) -> None:

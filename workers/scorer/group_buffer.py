@@ -67,6 +67,8 @@ class PartitionGroups:
     """The highest number of a prompt so far."""
     rising: bool = True
     """False once a prompt came out of order: then only the whole of `groups` tells which groups have ended."""
+    cut: bool = False
+    """Whether its first prompts were deleted, and no note says which groups had ended."""
     drawing_s: float = 0.0
     """For how long a rollout worker has been there for the partition: absence costs a group nothing."""
     outcomes: dict[int, int] = field(default_factory=dict)
@@ -97,6 +99,8 @@ class PartitionGroups:
 
     def add_prompt(self, record: Record, prompt: Prompt, *, now_s: float) -> bool:
         """Add a prompt; False when it is a duplicate or its group has ended."""
+        if self.cut and self.newest < 0:
+            self.below = prompt.group  # a prompt is deleted only once its group and all before it have ended
         self.prompts_position = record.offset + 1
         self.newest = max(self.newest, prompt.group)
         if prompt.group in self.finished:

@@ -155,6 +155,10 @@ class Scorer:
                 state.begin(prompts=committed.offset or 0, metadata=committed.metadata)
             else:
                 state.rollouts_position = committed.offset or 0
+        prompts = self.session.topic("prompts")
+        unknown = [at for at, committed in event.partitions.items() if at[0] == prompts and committed.offset is None]
+        for (_, partition), begin in self.session.log.begin_offsets(unknown).items():
+            self.owned[partition].cut = begin > 0
         self._read_finished(sorted({partition for _, partition in event.partitions}))
 
     def _read_finished(self, partitions: list[int]) -> None:

@@ -1,27 +1,24 @@
 """The tracker: turns `ledger` and `metrics` into points of one MLflow run and lines of `metrics.jsonl`, and ends with report and page.
 
 The rule: a point has its record's time, is written to `metrics.jsonl` first and sent to MLflow from there; a restarted tracker
-reads the log from its beginning and adds missing points, so that both hold the same points, each once.
+reads ledger and metrics from their beginning and adds missing points, so that both hold the same points, each once.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from penstock.infra.errors import LogError
 from penstock.infra.log import Partition
 from penstock.infra.mlflow.uploader import Uploader
 from penstock.infra.paths import run_directory
-from penstock.pipeline.observe.html.build import Limits, build, write
 from penstock.pipeline.observe.live.saved_view import ViewWriter
 from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
 from penstock.pipeline.observe.metrics.points import Line, Points
-from penstock.pipeline.observe.report.summary import as_text, collect
+from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.run_status import status_of
-from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.observe.run_view import Folded
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.catalogue import RUNS_TOPIC
@@ -32,7 +29,10 @@ from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 from penstock.workers.tracker.kept_checkpoints import KeptCheckpoints
 from penstock.workers.tracker.metrics_file import MetricsFile
+from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
+from penstock.workers.tracker.retention import Retention
 from penstock.workers.tracker.sinks import sinks
+from penstock.workers.tracker.start import held_before, known
 
 POLL_S = 0.5
 LOOK_S = 0.05
@@ -50,10 +50,6 @@ MLFLOW_END_S = 60.0
 """Time to deliver MLflow's missing points when the run is over."""
 STOPPED_S = 15.0
 """Time for all remaining work once this process was told to stop: half of the launcher's limit."""
-PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
-"""Time to make the run's page, normally and once this process was told to stop."""
-PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
-"""Limits of the page sent to MLflow, smaller than those of a page that a person asks for."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -76,17 +72,18 @@ class Tracker:
 
     def __init__(self, session: Session, *, directory: Path) -> None:
         self.session, self.directory = session, directory
-        self.view = RunView(run=session.run)
+        self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
+        names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
+        counts = {name: session.log.partitions(name) or 0 for name in names}
+        self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
+        self.view, self._since = known(session.log, session.run)
         self.points = Points(created_ms=session.record.created_ns // 1_000_000, schedule=session.schedule)
         self.file = MetricsFile(directory / "metrics.jsonl")
         self.uploader = _uploader(session, self.file)
         self.sinks = sinks(session.config, session.run, directory, say=session.reporter.say)
         self._checkpoints = KeptCheckpoints(session)
-        self._owned = {RUNS_TOPIC, session.topic("run"), session.topic("ledger"), session.topic("metrics")}
-        names = [*sorted(self._owned), *map(session.topic, ("groups", "prompts", "dead-letters"))]
-        counts = {name: session.log.partitions(name) or 0 for name in names}
-        self._partitions = [(name, number) for name, count in counts.items() for number in range(count)]
-        self._tail = session.log.tail(dict.fromkeys(self._partitions, "earliest"))
+        self._retention = Retention(session)
+        self._tail = session.log.tail({place: self._since.get(place, "earliest") for place in self._partitions})
         self._configured = {role.worker(slot) for role in ROLES.values() for slot in range(role.workers(session.config))} - {session.worker}
         self._views = ViewWriter(session.log, session.producer, session.worker)
         self._last_report: dict[str, float] = {}
@@ -102,6 +99,8 @@ class Tracker:
         """Pass on existing and new records until no more are expected."""
         session = self.session
         session.reporter.doing("reading the log")
+        for payload, record in held_before(session.log, session.run, self._since):
+            self._pass_on(payload, record)
         self._read_to_end()
         while not session.stop.is_set() and not self._over():
             self._take(self._tail.poll(POLL_S))
@@ -124,9 +123,7 @@ class Tracker:
         report = collect(session.log, session.run, mlflow_run_id=run_id)
         if uploader is not None:
             report["mlflow_uri"] = uploader.shown_uri
-        files = self._write(report)
-        if pages := self._write_page(report):
-            files = self._write(report) + pages  # again: the text names the page
+        files = write_report(session, report, self.directory)
         if uploader is None:
             return
         closed = self.view.closed
@@ -139,6 +136,7 @@ class Tracker:
 
     def close(self) -> None:
         """Stop reading and close the file."""
+        self._retention.close()
         self._tail.close()
         self.file.close()
         self.sinks.close()
@@ -169,17 +167,23 @@ class Tracker:
                 self.session.reporter.duplicate(f"{record.topic}/{record.partition}/{record.offset}")
             if payload is None:
                 continue
-            source = record.topic.removeprefix(f"{self.session.run}.")
-            if isinstance(payload, Measurement):
-                self._last_report[payload.worker] = now
-            self._write_down(self.points.of(payload, record, source=source))
-            if isinstance(payload, Entry) and payload.kind == "version" and payload.version is not None:
-                self._published.append((now, payload.version))
-            if isinstance(payload, Entry) and payload.kind == "checkpoint":
-                self._checkpoints.note(payload, offset=record.offset)
+            self._pass_on(payload, record)
         self.view.forget()
         self._reward(now)
         self._flush()
+
+    def _pass_on(self, payload: Folded, record: Record) -> None:
+        """Write the points of a record, and note what it says."""
+        now = time.monotonic()
+        self._write_down(self.points.of(payload, record, source=record.topic.removeprefix(f"{self.session.run}.")))
+        if isinstance(payload, Measurement):
+            self._last_report[payload.worker] = now
+        if isinstance(payload, Entry):
+            self._retention.note(payload)
+            if payload.kind == "version" and payload.version is not None:
+                self._published.append((now, payload.version))
+            if payload.kind == "checkpoint":
+                self._checkpoints.note(payload, offset=record.offset)
 
     def _reward(self, now: float) -> None:
         """Write the rewards of versions that a newer one has made too old to train on, once all groups that existed then are read."""
@@ -266,7 +270,10 @@ class Tracker:
 
     def _save(self, *, now: bool = False) -> None:
         """Write what this tracker has read, for whoever looks at the run."""
-        self._views.write(self.view, self._tail.position, self._partitions, now=now)
+        positions = {place: self._tail.position(place) for place in self._partitions}
+        if self._views.write(self.view, self._tail.position, self._partitions, now=now) and self._retention.wanted:
+            self.session.producer.flush(10.0)
+            self._retention.delete(self.view, positions)
 
     def _out_of_time(self) -> bool:
         """True if this process was told to stop and `STOPPED_S` have passed since."""
@@ -274,32 +281,6 @@ class Tracker:
         if self.session.stop.is_set():
             self._stopped_at = self._stopped_at or now
         return self._stopped_at is not None and now - self._stopped_at > STOPPED_S
-
-    def _write(self, report: dict[str, Any]) -> list[Path]:
-        config = json.loads(self.session.record.config)
-        contents = {
-            "config.json": json.dumps(config, indent=2),
-            "report.json": json.dumps(report, indent=2),
-            "report.txt": as_text(report, directory=self.directory),
-        }
-        for name, text in contents.items():
-            unfinished = self.directory / f".{name}.tmp"
-            unfinished.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
-            unfinished.replace(self.directory / name)
-        return [self.directory / name for name in contents]
-
-    def _write_page(self, report: Mapping[str, Any]) -> list[Path]:
-        """Write the run's page beside its report; one that cannot be made in time costs a limited time and one line."""
-        session, path = self.session, self.directory / "report.html"
-        limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
-        mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
-        try:
-            write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
-        except Exception as error:  # the page is optional: whatever error prevents it, the run ends as it would without it
-            cause = " ".join(str(error).split()) or type(error).__name__
-            session.reporter.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
-            return []
-        return [path]
 
 
 def _uploader(session: Session, file: MetricsFile) -> Uploader | None:

@@ -8,11 +8,12 @@ from penstock.pipeline.runtime.factories import open_store
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.resume_mark import ResumeMark
 from penstock.topics import weights
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
-from penstock.workers.trainer.resume_mark import Places, ResumeMark
+from penstock.workers.trainer.resuming import Places
 
 
 def mark_at(session: Session, inbox: GroupInbox, places: Places, positions: Mapping[Partition, int], *, saved: Sequence[int]) -> ResumeMark:

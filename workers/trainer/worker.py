@@ -32,7 +32,7 @@ from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
 from penstock.workers.trainer.marks import mark_at, note_anchor, place_name, saved_steps
 from penstock.workers.trainer.other_ranks import follow, other_ranks
-from penstock.workers.trainer.resume_mark import Places, Resumed, read_resumed
+from penstock.workers.trainer.resuming import Places, Resumed, read_resumed
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet

@@ -207,13 +207,16 @@ class Admin:
                 raise LogError(f"topics {', '.join(doomed)} are still there 20 s after they were deleted")
             time.sleep(0.05)
 
-    def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool) -> dict[Partition, int]:
-        """First offset of each partition, or with `end` the next one; with `committed`, the end is where open transactions begin."""
+    def offsets(self, partitions: Iterable[Partition], *, end: bool, committed: bool, time_ms: int | None = None) -> dict[Partition, int]:
+        """First offset of each partition, or with `end` the next one; with `committed`, the end is where open transactions begin.
+
+        With `time_ms` that of the first record with such a timestamp or a later one, -1 where there is none.
+        """
+        spec = time_ms if time_ms is not None else OffsetSpec.LATEST if end else OffsetSpec.EARLIEST
         wanted = list(partitions)
         if not wanted:
             return {}
         self.require(wanted)
-        spec = OffsetSpec.LATEST if end else OffsetSpec.EARLIEST
         isolation = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         specs = {TopicPartition(topic, partition): spec for topic, partition in wanted}
         offsets = self.ask(

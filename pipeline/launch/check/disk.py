@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.scheduling.rules import versions_of
+from penstock.topics.catalogue import DELETED_SEGMENT_BYTES
 
 OPTIMIZER_BYTES = 12
 """A checkpoint holds a float32 master and two moments of each parameter."""
@@ -85,6 +86,14 @@ class Growth:
         undeleted = chosen.partitions * self.config.weight_segment_bytes  # disk is freed by whole segments
         return min(everything, self.whole + 3 * cycle + undeleted)  # version 0, two anchors with what follows them, and the next one
 
+    def kept_samples(self, steps: int) -> int:
+        """The samples that are there after so many steps."""
+        keep, everything = self.config.kafka.keep_steps, steps * self.samples
+        if keep is None:
+            return everything
+        undeleted = 2 * self.config.partitions * DELETED_SEGMENT_BYTES  # of rollouts and groups: disk is freed by whole segments
+        return min(everything, (keep + 2 * self.config.trainer.checkpoint_every) * self.samples + undeleted)
+
     def checkpoints(self, steps: int) -> int:
         """The checkpoints after so many steps."""
         trainer = self.config.trainer
@@ -96,7 +105,7 @@ class Growth:
 
     def here(self, steps: int) -> int:
         """All of it that lies on this machine after so many steps: of a broker elsewhere only the checkpoints do."""
-        log = self.weights(steps) + steps * self.samples if self.config.kafka.bootstrap == "embedded" else 0
+        log = self.weights(steps) + self.kept_samples(steps) if self.config.kafka.bootstrap == "embedded" else 0
         return log + self.checkpoints(steps)
 
     def full_at(self, free: int, *, steps: int) -> int | None:

@@ -99,21 +99,23 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
         f"{size(likely.whole)} whole, every {chosen.anchor_every} versions; a delta about {size(likely.delta)} at trainer.lr = "
         f'{config.trainer.lr:g} in {config.trainer.dtype}; weights.keep = "{chosen.keep}"',
     )
+    keeps = "" if config.kafka.keep_steps is None else f" (at most {size(likely.kept_samples(steps))} are kept)"
     home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
     free = shutil.disk_usage(home).free
     full, earliest = likely.full_at(free, steps=steps), most.full_at(free, steps=steps)
     soon = f"; full after step {earliest} if every delta were whole" if earliest is not None and full is None else ""
     note(
         "disk",
-        f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step, "
-        f"{size(likely.checkpoints(steps))} of checkpoints; {size(free)} are free{soon}",
+        f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step"
+        f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints; {size(free)} are free{soon}",
     )
     if full is not None:
         chain = Growth(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), count=count, share=share)
         less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
+        fewer = "set kafka.keep_steps, " if config.kafka.keep_steps is None and steps * likely.samples > free // 4 else ""
         raise PenstockError(
             f"the disk would be full after step {full} of {steps}: the run writes about {size(likely.here(steps))}, {size(free)} are free: "
-            f'{less}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
+            f'{less}{fewer}lower run.steps, raise schedule.steps_per_version, set trainer.dtype = "bfloat16", '
             "or set PENSTOCK_HOME to a larger disk"
         )
 

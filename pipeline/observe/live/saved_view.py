@@ -45,20 +45,21 @@ class ViewWriter:
     worker: str
     _written_s: float = float("-inf")
 
-    def write(self, view: RunView, position: Callable[[Partition], int], partitions: list[Partition], *, now: bool = False) -> None:
-        """Write the view if that is due. `partitions` are those whose records it holds."""
+    def write(self, view: RunView, position: Callable[[Partition], int], partitions: list[Partition], *, now: bool = False) -> bool:
+        """Write the view if that is due; True if it was. `partitions` are those whose records it holds."""
         if not now and time.monotonic() - self._written_s < EVERY_S:
-            return
+            return False
         self._written_s = time.monotonic()
         topic = f"{view.run}.{STATE}"
         text = to_json(view)
         if len(text) > MOST_BYTES or self.log.partitions(topic) is None:  # the run is older than this topic
-            return
+            return False
         positions = {f"{name.removeprefix(f'{view.run}.')}/{number}": position((name, number)) for name, number in partitions}
         record = State(worker=self.worker, positions=json.dumps(positions), view=text)
         value = state.encode(record)
         headers = state.headers(record, run=view.run).encode(value)
         self.producer.send(Outgoing(topic=topic, partition=0, key=state.KEY, headers=headers, value=value))
+        return True
 
 
 def newest(log: Log, run: str) -> Saved:

@@ -67,6 +67,7 @@ class NewRun:
             partitions=count,
             weight_partitions=config.weight_partitions,
             weight_segment_bytes=config.weight_segment_bytes,
+            sample_segment_bytes=config.sample_segment_bytes,
         )
         log.create_topics(specs, copies=config.kafka.copies)
         return cls(

@@ -149,7 +149,7 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     [
         (10**14, "all", None),
         (10**13, "all", 'set weights.keep = "chain" ('),
-        (10**10, "all", "are free: lower run.steps"),
+        (10**10, "all", "are free: set kafka.keep_steps, lower run.steps"),
         (10**13, "chain", None),
     ],
 )

@@ -10,7 +10,7 @@ from penstock.infra.errors import Unrecoverable
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.learner import policy_trainer
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.workers.trainer.resume_mark import Resumed
+from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.number_run import RUN, STEPS, NumberBackend, config_of, log_with, scored, session_of
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.infra.log import Committed, Partition
 from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.rules import DROPPED
 from penstock.topics import groups, prompts
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Outgoing, Record
@@ -100,6 +102,32 @@ def test_a_restarted_feeder_knows_what_one_that_never_died_knows(moves) -> None:
         assert (feeders.now.admitted, feeders.now.dropped) == (feeders.whole.admitted, feeders.whole.dropped)
         assert feeders.now.unfinished == feeders.whole.unfinished
         assert feeders.now.choices.next() == feeders.whole.choices.next()
+
+
+@settings(deadline=None)
+@given(moves=MOVES, kept=st.integers(0, 3))
+def test_a_feeder_without_a_note_counts_on_from_the_ledger_where_records_were_deleted(moves, kept: int) -> None:
+    feeders = Feeders()
+    for name, *arguments in moves:
+        getattr(feeders, name)(*arguments)
+    whole, run = feeders.whole, feeders.whole.admitted
+    below = next((group for group in range(run) if group in whole.partition_of and group not in whole.ended), run)
+    ended = [record for partition in range(PARTITIONS) for record in feeders.logs[f"{RUN}.groups", partition]]
+    dropped = sum(groups.check(one, run=RUN).outcome in DROPPED for one in ended if (groups.check(one, run=RUN).group or 0) < below)
+    again = Admission(RUN, PARTITIONS, LedgerState(RUN))
+    again.ledger.stale |= whole.ledger.stale
+    mark = ResumeMark(
+        below=below, settled=(), drops=dropped + len(whole.ledger.stale), dropped=0, positions={}, checkpoints=(), manifests=0, version=0,
+        rebased=None,
+    )  # fmt: skip
+    again.count_on(mark, stale=len(whole.ledger.stale))
+    first = max(0, below - kept - 1)  # what was deleted: everything of groups below this number
+    for name in NAMES:
+        for record in feeders.logs[name]:
+            headers = (prompts if "prompts" in name[0] else groups).check(record, run=RUN)
+            if (headers.group or 0) >= first:
+                again.apply(record)
+    assert (again.admitted, again.dropped, again.unfinished) == (whole.admitted, whole.dropped, whole.unfinished)
 
 
 def test_a_restart_reads_what_is_unfinished_and_not_the_whole_run() -> None:

@@ -16,7 +16,7 @@ from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.trainer import worker
-from penstock.workers.trainer.resume_mark import Resumed
+from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 

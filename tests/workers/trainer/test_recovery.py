@@ -19,7 +19,7 @@ from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.session import Session, join
 from penstock.topics import metrics
 from penstock.topics.groups import Group
-from penstock.workers.trainer.resume_mark import Resumed
+from penstock.workers.trainer.resuming import Resumed
 from penstock.workers.trainer.worker import Trainer
 from tests.support.crew import Crew, complete, config_of
 from tests.support.deaths import dying_at

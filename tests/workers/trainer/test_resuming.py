@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from penstock.infra.log import Partition, Start
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
+from penstock.pipeline.scheduling.resume_mark import ResumeMark, mark_of
 from penstock.pipeline.scheduling.schedule import Order, preset
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.record import Outgoing, Record
-from penstock.workers.trainer.resume_mark import Places, ResumeMark, mark_of, read_resumed
+from penstock.workers.trainer.resuming import Places, read_resumed
 from tests.support.crew import Crew, records_of
 from tests.support.trainer_alone import config_for, group_of, killed, trained, write_groups, written
 
@@ -61,6 +62,7 @@ def test_a_selector_that_resumes_hands_out_the_same_groups_and_counts_the_same_d
     assert len(first.outcomes) <= 12 - first.below
 
 
+@pytest.mark.usefixtures("checkpoints_at_once")
 def test_a_trainer_that_reads_only_the_end_of_the_ledger_ends_in_the_same_run(tiny_model: Path, tmp_path: Path) -> None:
     outcomes, too_old = {3: "filtered", 6: "failed", 9: "filtered"}, (8, 11)
     mixed = [group_of(number, version=0 if number in too_old else 6, outcome=outcomes.get(number, "scored")) for number in range(30)]

@@ -1,17 +1,17 @@
-"""What a step's entry carries beside its plan, so that a restarted trainer reads the end of the ledger and not all of it.
+"""What a trainer starts from: by the newest step's mark the end of the ledger and not all of it.
 
-The rule: a mark only says where to look and what need not be looked at; where it or what it names is missing, everything is read.
+The rule: where the mark or what it names is missing, everything is read.
 """
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from penstock.infra.log import Log
 from penstock.pipeline.learner.ledger_history import Past, read_past
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.topic_reader import between
+from penstock.pipeline.scheduling.resume_mark import ResumeMark, mark_of
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
 from penstock.topics.wire.errors import Unusable
@@ -23,44 +23,6 @@ CHECKPOINTS = 2
 """Checkpoints a trainer can come back to without reading everything: the newest, and the one before should that be damaged."""
 ANCHORS = 2
 """Whole versions, at most as new as those checkpoints, from which on manifests are read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeMark:
-    """Where the run stood when a step was committed."""
-
-    below: int
-    """Every group with a lower number had ended: it was trained or dropped."""
-    settled: tuple[int, ...]
-    """Groups from there on that were trained or found too old."""
-    drops: int
-    """Dropped groups, without those from `below` on that only their outcome says to be dropped."""
-    dropped: int
-    """All groups dropped."""
-    positions: dict[str, int]
-    """"TOPIC/PARTITION" -> offset of the first record that has to be read again."""
-    checkpoints: tuple[tuple[int, int], ...]
-    """Steps done at a checkpoint, and offset of the ledger's entry that committed the last of them; newest first."""
-    manifests: int
-    """Offset in partition 0 of `weights` of the oldest manifest that is needed beside that of version 0."""
-    version: int
-    """Its version."""
-    rebased: int | None
-    """Offset of the ledger's newest entry that says how the arithmetic has changed."""
-
-    def to_json(self) -> str:
-        """The details of a step's entry."""
-        return json.dumps({"resume": asdict(self)}, separators=(",", ":"))
-
-
-def mark_of(entry: Entry) -> ResumeMark | None:
-    """The mark in a step's entry; None without one that can be read."""
-    try:
-        fields = json.loads(entry.details or "")["resume"]
-        checkpoints = tuple((int(steps), int(offset)) for steps, offset in fields.pop("checkpoints"))
-        return ResumeMark(checkpoints=checkpoints, settled=tuple(fields.pop("settled")), **fields)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,121 @@
+"""A run that deletes what it needs no more: however its workers rest, it ends in the weights of one that keeps all."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.archive.export import export
+from penstock.pipeline.audit.kafka_reader import KafkaSource
+from penstock.pipeline.audit.report import as_text, audit
+from penstock.pipeline.cli import main
+from penstock.pipeline.launch.create import create
+from penstock.pipeline.observe.live import saved_view
+from penstock.pipeline.runtime.topic_reader import deleted
+from penstock.workers.tracker import retention, worker
+from tests.support.crew import PIPELINE, Crew, complete, config_of, records_of
+from tests.support.listed_records import Listed
+
+ROLES = (*PIPELINE, "tracker")
+STEPS, KEPT = 24, 3
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Views and deletions at each poll, on one machine's clock."""
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(saved_view, "EVERY_S", 0.0)
+    monkeypatch.setattr(retention, "CLOCKS_APART_S", 0.0)
+    monkeypatch.setattr(worker, "POLL_S", 0.05)
+
+
+def short(model: Path, folder: Path, **kafka: Any) -> Any:
+    """A run of two prompts a step on few partitions, so that each of them is deleted from."""
+    return config_of(
+        model,
+        folder,
+        run={"steps": STEPS, "seed": 7},
+        schedule={"mode": "pipelined", "prompts_per_step": 2, "samples_per_prompt": 2},
+        trainer={"lr": 1e-3, "micro_batch_tokens": 80, "export": False, "checkpoint_every": 2, "checkpoint_dir": str(folder / "saved")},
+        kafka={"partitions": 2, **kafka},
+    )
+
+
+def begins(log: MemoryLog, run: str) -> dict[str, int]:
+    """The first offset of each partition that has lost its beginning."""
+    found = log.begin_offsets([(name, number) for name in log.topics(f"{run}.") for number in range(log.partitions(name) or 0)])
+    return {f"{name.removeprefix(f'{run}.')}/{number}": offset for (name, number), offset in found.items() if offset}
+
+
+def forget_offsets(log: MemoryLog) -> None:
+    """What a broker does with the offsets of groups that have rested for a week."""
+    with log._state.change:
+        for group in log._state.groups.values():
+            group.offsets.clear()
+
+
+def test_what_was_exported_and_deleted_is_in_the_archive(
+    tiny_model: Path, tmp_path: Path, broker: str, run_id: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = short(tiny_model, tmp_path, bootstrap=broker, keep_steps=KEPT, archive=str(tmp_path / "archive"))
+    with Crew(broker, run_id) as crew:
+        create(config, log=crew.log, run_id=run_id, say=lambda _: None)
+        crew.start_all(config, ROLES)
+        crew.wait()
+        export(crew.log, run_id, tmp_path / "archive")
+        assert deleted(crew.log, *(f"{run_id}.{topic}" for topic in ("prompts", "rollouts", "groups")))
+        found = audit(KafkaSource(broker, run_id))
+    assert found.clean, as_text(found)
+    capsys.readouterr()
+    assert main(["audit", str(tmp_path / "archive"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deleted_below"] == {}
+
+
+@pytest.mark.parametrize("expired", [False, True], ids=["with its notes", "after its offsets have expired"])
+def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(tiny_model: Path, tmp_path: Path, expired: bool) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = complete(MemoryLog(), "plain", short(tiny_model, tmp_path / "plain"))
+    log, run = MemoryLog(), "kept"
+    config = short(tiny_model, tmp_path, keep_steps=KEPT)
+    with Crew(log, run) as crew:
+        create(config, log=log, run_id=run, say=lambda _: None)
+        crew.start_all(config, ROLES)
+        crew.wait(lambda: {"prompts/0", "rollouts/0", "groups/0"} <= begins(log, run).keys())
+        for name in list(crew.threads):
+            crew.stop(name)
+    if expired:
+        forget_offsets(log)
+    before = begins(log, run)
+    with Crew(log, run) as crew:
+        crew.start_all(config, ROLES)
+        crew.wait()
+        report = crew.report()
+    assert report["weights"]["digest"] == plain["weights"]["digest"]
+    assert {name.partition("/")[0] for name in begins(log, run)} == {"prompts", "rollouts", "groups"}
+    assert sum(begins(log, run).values()) > sum(before.values()), "nothing more was deleted after the rest"
+    listed = Listed(run, [r for topic in log.topics(f"{run}.") for r in records_of(log, topic)], begins=begins_of(log, run))
+    found = audit(listed)
+    assert not [result for result in found.results if result.violations], as_text(found)
+    view, _ = saved_view.newest(log, run)
+    assert (view.steps_done, view.outcomes.total(), len(view.open)) == (STEPS, 2 * STEPS + plain["groups"]["filtered"], 0)
+    assert not records_of(log, f"{run}.dead-letters")
+
+
+def test_a_trainer_that_has_lost_its_checkpoints_says_what_it_would_have_to_repeat(tiny_model: Path, tmp_path: Path) -> None:
+    log, run = MemoryLog(), "lost"
+    with Crew(log, run) as crew:
+        create(short(tiny_model, tmp_path, keep_steps=KEPT), log=log, run_id=run, say=lambda _: None)
+        crew.start_all(short(tiny_model, tmp_path), ROLES)
+        crew.wait(lambda: "groups/0" in begins(log, run))
+    shutil.rmtree(tmp_path / "saved")
+    with Crew(log, run) as crew:
+        crew.start("trainer")
+        with pytest.raises(AssertionError, match=r"step 0 has to be repeated, .* are not in the log any more .* `penstock fork lost`"):
+            crew.wait()
+
+
+def begins_of(log: MemoryLog, run: str) -> dict[tuple[str, int], int]:
+    return {(name.partition("/")[0], int(name.partition("/")[2])): offset for name, offset in begins(log, run).items()}

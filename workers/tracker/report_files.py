@@ -1,0 +1,50 @@
+"""What a run leaves in its folder at its end: the report as text and JSON, its configuration, and the page."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.pipeline.observe.html.build import Limits, build, write
+from penstock.pipeline.observe.report.summary import as_text
+from penstock.pipeline.runtime.session import Session
+
+PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
+"""Time to make the run's page, normally and once this process was told to stop."""
+PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
+"""Limits of the page sent to MLflow, smaller than those of a page that a person asks for."""
+
+
+def write_report(session: Session, report: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write the files of a report; returns their paths. Raises `OSError`."""
+    files = _write_texts(session, report, directory)
+    if pages := _write_page(session, report, directory / "report.html"):
+        files = _write_texts(session, report, directory) + pages  # again: the text names the page
+    return files
+
+
+def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -> list[Path]:
+    config = json.loads(session.record.config)
+    contents = {
+        "config.json": json.dumps(config, indent=2),
+        "report.json": json.dumps(report, indent=2),
+        "report.txt": as_text(report, directory=directory),
+    }
+    for name, text in contents.items():
+        unfinished = directory / f".{name}.tmp"
+        unfinished.write_text(text + "\n" if not text.endswith("\n") else text, encoding="utf-8")
+        unfinished.replace(directory / name)
+    return [directory / name for name in contents]
+
+
+def _write_page(session: Session, report: Mapping[str, Any], path: Path) -> list[Path]:
+    """Write the run's page; one that cannot be made in time costs a limited time and one line."""
+    limits = Limits(tokens=PAGE_TOKENS, max_bytes=PAGE_BYTES, seconds=PAGE_STOPPED_S if session.stop.is_set() else PAGE_S)
+    mlflow = {name: report[name] for name in ("mlflow_run_id", "mlflow_uri")}
+    try:
+        write(build(session.log, session.run, limits=limits, mlflow=mlflow, alive=session.reporter.status), path)
+    except Exception as error:  # the page is optional: whatever error prevents it, the run ends as it would without it
+        cause = " ".join(str(error).split()) or type(error).__name__
+        session.reporter.say(f"no page was made: {cause}; `penstock report {session.run} --html {path}` makes one")
+        return []
+    return [path]

@@ -1,0 +1,119 @@
+"""Deletes what a run needs no more: prompts, samples, turns and groups of steps before the newest `kafka.keep_steps`.
+
+The rule: nothing goes that an open group, an untrained one, a checkpoint a trainer may come back to, or this tracker's successor needs;
+with `kafka.archive` nothing goes that was not exported. A prompt goes before what it led to, so that no group whose outcome is gone is
+drawn again.
+"""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.infra.errors import PenstockError
+from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.log import Partition
+from penstock.pipeline.archive.export import export
+from penstock.pipeline.observe.run_view import RunView
+from penstock.pipeline.runtime.session import Session
+from penstock.pipeline.scheduling import rules
+from penstock.pipeline.scheduling.resume_mark import ResumeMark, mark_of
+from penstock.topics.catalogue import BY_GROUP, TURNS
+from penstock.topics.ledger import Entry
+
+CLOCKS_APART_S = 600.0
+"""Samples and groups stay for so much longer than their prompts: the records' times come from the clocks of several machines."""
+
+
+@dataclass(slots=True)
+class Retention:
+    """What a run's tracker knows of what is still needed."""
+
+    session: Session
+    _mark: ResumeMark | None = None
+    """Of the newest step."""
+    _steps: int = 0
+    _planned: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Step -> partition -> the first offset in `groups` of what it trained."""
+    _published_ms: dict[int, int] = field(default_factory=dict)
+    """Version -> when it was published."""
+    _cut: int = 0
+    """Steps whose records were deleted."""
+    _deleting: threading.Thread | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is to be deleted."""
+        return self.session.config.kafka.keep_steps is not None
+
+    def note(self, entry: Entry) -> None:
+        """Take in an entry of the ledger."""
+        if not self.wanted:
+            return
+        if entry.kind == "version" and entry.version is not None:
+            self._published_ms[entry.version] = entry.time_ns // 1_000_000
+        if entry.kind == "step" and entry.step is not None:
+            first = self._planned.setdefault(entry.step, {})
+            for planned in entry.plan:
+                first[planned.partition] = min(planned.offset, first.get(planned.partition, planned.offset))
+            self._steps, self._mark = entry.step + 1, mark_of(entry)
+
+    def delete(self, view: RunView, positions: Mapping[Partition, int]) -> None:
+        """Begin to delete what is needed no more; `positions` are those of a view that is in the log, which goes on behind them."""
+        if not self.wanted or (self._deleting is not None and self._deleting.is_alive()):
+            return
+        cut = self._first_kept()
+        if cut <= self._cut:
+            return
+        before = self._before(cut, view, positions)
+        self._cut = cut
+        self._planned = {step: first for step, first in self._planned.items() if step >= cut}
+        self._deleting = threading.Thread(target=self._delete, args=(before,), daemon=True, name="retention")
+        self._deleting.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Wait for what is under way."""
+        if self._deleting is not None:
+            self._deleting.join(timeout_s)
+
+    def _first_kept(self) -> int:
+        """The first step whose records are needed: of the newest ones, and of those a trainer repeats from its checkpoints."""
+        keep, mark = self.session.config.kafka.keep_steps, self._mark
+        if keep is None or mark is None or not mark.checkpoints:
+            return 0
+        return max(0, min(self._steps - keep, mark.checkpoints[-1][0]))
+
+    def _before(self, cut: int, view: RunView, positions: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Partition -> the offset before which nothing is needed."""
+        schedule, mark, log = self.session.schedule, self._mark, self.session.log
+        assert mark is not None
+        # No sample that step `cut` may train is older than this version, and no prompt that is open than its own record.
+        oldest = max(0, rules.version_after(cut, steps_per_version=schedule.steps_per_version) - schedule.max_lag)
+        times = [self._published_ms.get(oldest, 0), *(round(1000 * opened.time_s) for opened in view.open.values())]
+        prompts_ms = min(times)
+        others_ms = prompts_ms - int(1000 * CLOCKS_APART_S)
+        self._published_ms = {version: at for version, at in self._published_ms.items() if version >= oldest}
+        names = [name for name in BY_GROUP if name != "prompts" and (name not in TURNS or self.session.config.turns_by_log)]
+        before = log.offsets_at(self._places("prompts"), max(0, prompts_ms))
+        before |= log.offsets_at([place for name in names for place in self._places(name)], max(0, others_ms))
+        for number, place in enumerate(self._places("groups")):
+            planned = [first[number] for step, first in self._planned.items() if step >= cut and number in first]
+            before[place] = min(before[place], mark.positions.get(f"groups/{number}", 0), *planned)
+        begins = log.begin_offsets(before)
+        limited = {place: min(offset, positions.get(place, offset)) for place, offset in before.items()}
+        return {place: offset for place, offset in limited.items() if offset > begins[place]}
+
+    def _places(self, name: str) -> list[Partition]:
+        return [(self.session.topic(name), number) for number in range(self.session.config.partitions)]
+
+    def _delete(self, before: Mapping[Partition, int]) -> None:
+        """Export, then delete; where either is refused the records stay and the run goes on."""
+        session, archive = self.session, self.session.config.kafka.archive
+        prompts = {place: offset for place, offset in before.items() if place[0] == session.topic("prompts")}
+        try:
+            if archive is not None and isinstance(session.log, KafkaLog):
+                export(session.log, session.run, Path(archive))
+            session.log.delete_records(prompts)
+            session.log.delete_records({place: offset for place, offset in before.items() if place not in prompts})
+        except (PenstockError, OSError, ValueError) as error:
+            session.reporter.throttled.say("records that stay", f"old records stay: {error}")
