@@ -2,10 +2,12 @@
 
     python benchmarks/many_groups.py
     python benchmarks/many_groups.py --groups 100000 --window 10000
+    python benchmarks/many_groups.py --groups 20000 --per-step 2 --window 2000 --keep-steps 100
 
-Feeder, toy engine, scorer, broker and a trainer whose backend computes nothing are processes apart; every step takes 1,000 groups. After
-each window of groups the CPU time that every process has used is divided by the window's groups, and its memory is read. Ends with 1 when
-a group of the last window costs more than 1.1 times one of the second window: in the first one Java compiles and workers start.
+Feeder, toy engine, scorer, tracker, broker and a trainer whose backend computes nothing are processes apart; every step takes 1,000
+groups, or `--per-step`: few make a run of many steps. After each window of groups the CPU time that every process has used is divided by
+the window's groups, and its memory is read. `--keep-steps` deletes what older steps have left. Ends with 1 when a group of the last window
+costs more than 1.1 times one of the second window: in the first one Java compiles and workers start.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,6 @@ from penstock.pipeline.launch.create import create
 from penstock.topics import ledger
 
 LIMIT = 1.1
-PER_STEP = 1000
 SILENCE_S = 300.0
 FUNCTIONS = """def even(prompts, completions, **columns):
     return [len(text) % 2 for text in completions]
@@ -41,22 +43,32 @@ def raw(rewards):
 """
 
 
-def settings_of(home: Path, bootstrap: str, steps: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How long the run is."""
+
+    groups: int
+    per_step: int
+    window: int
+    keep_steps: int | None
+
+
+def settings_of(home: Path, bootstrap: str, size: Size) -> dict[str, Any]:
     """The run as a table of the configuration."""
     functions = home / "functions.py"
     functions.write_text(FUNCTIONS)
     return {
-        "run": {"steps": steps},
+        "run": {"steps": size.groups // size.per_step + 1},
         "model": {"path": str(make_model(home / "model", context=64))},
         "data": {"source": "tiny:successor", "size": 256, "max_prompt_tokens": 32},
         "reward": {"functions": [f"{functions}:even"]},
-        "schedule": {"mode": "one_step_off", "prompts_per_step": PER_STEP, "samples_per_prompt": 1},
+        "schedule": {"mode": "one_step_off", "prompts_per_step": size.per_step, "samples_per_prompt": 1},
         "sampling": {"max_new_tokens": 8},
         "algorithm": {"advantage": f"{functions}:raw", "filter_zero_variance": False},
         "rollout": {"engine": "toy", "workers": 1, "concurrency": 256},
-        "trainer": {"micro_batch_tokens": 1 << 17, "export": False, "checkpoint_every": 0},
+        "trainer": {"micro_batch_tokens": 1 << 17, "export": False, "checkpoint_every": 50 if size.keep_steps else 0},
         "weights": {"keep": "chain"},
-        "kafka": {"bootstrap": bootstrap},
+        "kafka": {"bootstrap": bootstrap, "keep_steps": size.keep_steps},
         "mlflow": {"enabled": False},
     }
 
@@ -71,13 +83,13 @@ def used(processes: dict[str, psutil.Process]) -> dict[str, tuple[float, float]]
     return found
 
 
-def windows(log: KafkaLog, run: str, processes: dict[str, psutil.Process], *, groups: int, window: int) -> list[dict[str, Any]]:
+def windows(log: KafkaLog, run: str, processes: dict[str, psutil.Process], size: Size) -> list[dict[str, Any]]:
     """Follow the ledger; after each window of groups: seconds it took, CPU by process in ms a group, memory by process in MiB."""
     tail = log.tail({(f"{run}.ledger", 0): "earliest"})
     found: list[dict[str, Any]] = []
     trained, before, began = 0, used(processes), time.monotonic()
     heard = began
-    while trained < groups:
+    while trained < size.groups:
         if time.monotonic() - heard > SILENCE_S:
             raise SystemExit(f"no step for {SILENCE_S:.0f} s after {trained:,} groups")
         for record in tail.poll(1.0):
@@ -85,12 +97,12 @@ def windows(log: KafkaLog, run: str, processes: dict[str, psutil.Process], *, gr
             heard = time.monotonic()
             if entry.kind != "step":
                 continue
-            trained += PER_STEP
-            if trained % window == 0:
+            trained += size.per_step
+            if trained % size.window == 0:
                 after, now = used(processes), time.monotonic()
-                cpu = {name: 1000 * (after[name][0] - before[name][0]) / window for name in processes}
+                cpu = {name: 1000 * (after[name][0] - before[name][0]) / size.window for name in processes}
                 found.append({"groups": trained, "s": now - began, "ms": cpu, "mib": {name: after[name][1] for name in processes}})
-                show(found[-1], window)
+                show(found[-1], size.window)
                 before, began = after, now
     tail.close()
     return found
@@ -102,21 +114,22 @@ def show(row: dict[str, Any], window: int) -> None:
     print(f"{row['groups']:>9,} groups  {window / row['s']:>5,.0f}/s  {sum(row['ms'].values()):.2f} ms  {parts}", flush=True)
 
 
-def measured(home: Path, *, groups: int, window: int) -> list[dict[str, Any]]:
+def measured(home: Path, size: Size) -> list[dict[str, Any]]:
     """Run all of it in real processes."""
     broker = embedded.start(home=home)
     log, run = KafkaLog(broker.bootstrap, client_id="many"), f"many-{int(time.time()):x}"
-    create(from_table(settings_of(home, broker.bootstrap, groups // PER_STEP + 1)), log=log, run_id=run, say=lambda _: None)
+    create(from_table(settings_of(home, broker.bootstrap, size)), log=log, run_id=run, say=lambda _: None)
     common = ["--run", run, "--bootstrap", broker.bootstrap]
     trainer = Path(__file__).with_name("topics_overhead.py")
     commands = {"trainer": [sys.executable, str(trainer), "--as-trainer", *common]}
-    commands |= {role: [sys.executable, "-m", "penstock.workers", role, *common, "--slot", "0"] for role in ("feeder", "rollout", "scorer")}
+    roles = ("feeder", "rollout", "scorer", "tracker")
+    commands |= {role: [sys.executable, "-m", "penstock.workers", role, *common, "--slot", "0"] for role in roles}
     with ExitStack() as stack:
         outputs = {name: stack.enter_context((home / f"{name}.txt").open("wb")) for name in commands}
         started = {name: subprocess.Popen(commands[name], stdout=outputs[name], stderr=subprocess.STDOUT) for name in commands}
         try:
             processes = {name: psutil.Process(process.pid) for name, process in started.items()}
-            return windows(log, run, {**processes, "broker": psutil.Process(broker.pid)}, groups=groups, window=window)
+            return windows(log, run, {**processes, "broker": psutil.Process(broker.pid)}, size)
         except psutil.NoSuchProcess as gone:
             name = next(name for name, process in started.items() if process.pid == gone.pid)
             raise SystemExit(f"{name} ended:\n{(home / f'{name}.txt').read_text()[-2000:]}") from gone
@@ -132,13 +145,16 @@ def main() -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, default=1_000_000)
+    parser.add_argument("--per-step", type=int, default=1000, help="groups that one step trains")
+    parser.add_argument("--keep-steps", type=int, help="kafka.keep_steps, with a checkpoint at every 50th step")
     parser.add_argument("--window", type=int, default=100_000)
     parser.add_argument("--json", action="store_true", help="the windows as one JSON list at the end")
     chosen = parser.parse_args()
+    size = Size(groups=chosen.groups, per_step=chosen.per_step, window=chosen.window, keep_steps=chosen.keep_steps)
     with tempfile.TemporaryDirectory(prefix="many-groups-") as name:
         os.environ["PENSTOCK_HOME"] = name
         try:
-            found = measured(Path(name), groups=chosen.groups, window=chosen.window)
+            found = measured(Path(name), size)
         finally:
             embedded.stop(Path(name))
     if chosen.json:

@@ -94,6 +94,7 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
         crew.wait()
         report = crew.report()
     assert report["weights"]["digest"] == plain["weights"]["digest"]
+    assert (report["groups"], report["reward"]) == (plain["groups"], plain["reward"])
     assert {name.partition("/")[0] for name in begins(log, run)} == {"prompts", "rollouts", "groups"}
     assert sum(begins(log, run).values()) > sum(before.values()), "nothing more was deleted after the rest"
     listed = Listed(run, [r for topic in log.topics(f"{run}.") for r in records_of(log, topic)], begins=begins_of(log, run))

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
+from penstock.pipeline.observe.live.saved_view import newest
 from penstock.pipeline.observe.report import staleness, time_spent
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.evaluations import evaluations, examples
@@ -20,6 +21,7 @@ from penstock.pipeline.observe.report.text import as_text, render
 from penstock.pipeline.observe.run_status import (
     closing,
     config_of,
+    fate_counts,
     fates,
     info_of,
     last_reward,
@@ -29,11 +31,11 @@ from penstock.pipeline.observe.run_status import (
     steps_planned,
     tenth,
 )
-from penstock.pipeline.observe.run_view import RunView, load
+from penstock.pipeline.observe.run_view import RunView, load, read_view
 from penstock.pipeline.observe.run_view_types import StepFacts, together
 from penstock.pipeline.observe.status import bottleneck, bottleneck_as_json
 from penstock.pipeline.runtime.roles import HELPERS
-from penstock.pipeline.runtime.topic_reader import deleted
+from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.pipeline.scheduling.fates import FATES, OPEN
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -56,7 +58,21 @@ def collect(log: Log, run: str, *, mlflow_run_id: str | None = None) -> dict[str
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     if mlflow_run_id is not None:
         view.mlflow["run_id"] = mlflow_run_id
-    return summarise(view, gone=gone_from(log, run))
+    gone = gone_from(log, run)
+    return summarise(view, gone=gone) | (_counted(log, run) if gone else {})
+
+
+def _counted(log: Log, run: str) -> dict[str, Any]:
+    """The figures about groups whose records were deleted, from the view that a tracker has saved; none without one."""
+    view, since = newest(log, run)
+    if not since:
+        return {}
+    read_view(RunReader(log, run), topics=("ledger", "prompts", "groups"), view=view, since=since)
+    reward = _reward(view, steps=view.steps_done, per_version=steps_per_version(view))
+    counts = fate_counts(view)
+    groups = {"admitted": counts.total(), **{name: counts[name] for name in (*FATES, OPEN)}}
+    found: dict[str, Any] = _plain({"groups": groups, "repeated": view.repeated, "reward": reward})
+    return found
 
 
 def gone_from(log: Log, run: str) -> list[str]:
