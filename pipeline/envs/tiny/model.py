@@ -1,5 +1,5 @@
 """Makes the tiny models: Qwen3s of 0.1 M parameters over single characters, one taught the letters' order together with a wrong habit,
-one taught to walk on the frozen lake, with steps astray.
+one taught to walk on the frozen lake, with steps astray and a habit of its own.
 
 The rule: the directory is an ordinary Hugging Face one, complete or absent, and equal seeds and steps give equal weights.
 """
@@ -50,7 +50,7 @@ def _walks(count: int, rng: random.Random) -> list[Text]:
 
 
 LETTERS = Lesson(demonstrations=_letters, steps=WARM_STEPS, batch=64, peak_lr=5e-3, layers=3, heads=2)
-LAKE = Lesson(demonstrations=_walks, steps=120, batch=32, peak_lr=3e-3, layers=2, heads=4)
+LAKE = Lesson(demonstrations=_walks, steps=200, batch=32, peak_lr=3e-3, layers=2, heads=4)
 
 
 def make_tiny_model(
