@@ -1,6 +1,7 @@
 """The two interfaces of an environment: texts with steps, and tools; what the policy does wrong is told to the policy."""
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs.environments.interfaces import EnvironmentFault, ToolEpisode, episode_of
 from penstock.pipeline.envs.environments.sources import open_environment
-from penstock.pipeline.envs.tiny.lake import Lake, demonstration, distances, holes_of, lake_rows
+from penstock.pipeline.envs.tiny.lake import HABIT_AT, Lake, demonstration, distances, holes_of, lake_rows
 
 
 class Shop:
@@ -140,3 +141,18 @@ def test_a_demonstration_is_what_the_environment_says_to_its_actions() -> None:
     lake = Lake()
     assert pieces[1][0] in {lake.reset(seed=seed) for seed in range(60)}
     assert all(text in "LDRU" for text, said in pieces if said)
+
+
+def test_halfway_a_demonstration_mostly_turns_back_and_elsewhere_rarely() -> None:
+    import random
+
+    rng, back = random.Random(5), {True: [0, 0], False: [0, 0]}
+    for _ in range(300):
+        pieces = demonstration(rng)
+        for (seen, _), (action, said) in itertools.pairwise(pieces):
+            if said:
+                here = (int(seen[-3]), int(seen[-2])) in HABIT_AT
+                back[here][0] += action in "UL"
+                back[here][1] += 1
+    assert 0.55 < back[True][0] / back[True][1] < 0.95
+    assert back[False][0] / back[False][1] < 0.35
