@@ -64,7 +64,7 @@ def write(log: Log, run: str, steps: int) -> tuple[float, float]:
             for read in tail.read_to_end():
                 view.fold(read)
             view.forget()
-            writer.write(view, tail.position, partitions, now=True)
+            writer.write(view, {at: tail.position(at) for at in partitions}, now=True)
     producer.flush(60.0)
     tail.close()
     producer.close()

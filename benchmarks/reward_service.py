@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.envs.reward_child import reward_pool
 from tests.support.scorers import config_of, filled, outcomes, scorer_of

@@ -15,12 +15,15 @@ Rounds are synchronous, and the first one is left out, as it starts the environm
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sleeping_engine import TOKENS, kind
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import LogError, PenstockError
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Partition
+from penstock.infra.log import Partition, Pending
 from penstock.pipeline.archive.export import export
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.session import Session
@@ -41,14 +41,9 @@ class Retention:
     """Steps whose records were deleted."""
     _deleting: threading.Thread | None = None
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is to be deleted."""
-        return self.session.config.kafka.keep_steps is not None
-
     def note(self, entry: Entry) -> None:
         """Take in an entry of the ledger."""
-        if not self.wanted:
+        if self.session.config.kafka.keep_steps is None:
             return
         if entry.kind == "version" and entry.version is not None:
             self._published_ms[entry.version] = entry.time_ns // 1_000_000
@@ -58,17 +53,18 @@ class Retention:
                 first[planned.partition] = min(planned.offset, first.get(planned.partition, planned.offset))
             self._steps, self._mark = entry.step + 1, mark_of(entry)
 
-    def delete(self, view: RunView, positions: Mapping[Partition, int]) -> None:
-        """Begin to delete what is needed no more; `positions` are those of a view that is in the log, which goes on behind them."""
-        if not self.wanted or (self._deleting is not None and self._deleting.is_alive()):
-            return
+    def delete(self, view: RunView, positions: Mapping[Partition, int], saved: Pending) -> None:
+        """Begin to delete what is needed no more, once the view is in the log: who reads that goes on from `positions`."""
         cut = self._first_kept()
-        if cut <= self._cut:
+        if cut <= self._cut or (self._deleting is not None and self._deleting.is_alive()):
             return
-        before = self._before(cut, view, positions)
+        try:
+            before = self._before(cut, view, positions)
+        except LogError:  # the broker is away: try later
+            return
         self._cut = cut
         self._planned = {step: first for step, first in self._planned.items() if step >= cut}
-        self._deleting = threading.Thread(target=self._delete, args=(before,), daemon=True, name="retention")
+        self._deleting = threading.Thread(target=self._delete, args=(before, saved), daemon=True, name="retention")
         self._deleting.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -106,11 +102,12 @@ class Retention:
     def _places(self, name: str) -> list[Partition]:
         return [(self.session.topic(name), number) for number in range(self.session.config.partitions)]
 
-    def _delete(self, before: Mapping[Partition, int]) -> None:
+    def _delete(self, before: Mapping[Partition, int], saved: Pending) -> None:
         """Export, then delete; where either is refused the records stay and the run goes on."""
         session, archive = self.session, self.session.config.kafka.archive
         prompts = {place: offset for place, offset in before.items() if place[0] == session.topic("prompts")}
         try:
+            saved.offset()
             if archive is not None and isinstance(session.log, KafkaLog):
                 export(session.log, session.run, Path(archive))
             session.log.delete_records(prompts)

@@ -271,9 +271,8 @@ class Tracker:
     def _save(self, *, now: bool = False) -> None:
         """Write what this tracker has read, for whoever looks at the run."""
         positions = {place: self._tail.position(place) for place in self._partitions}
-        if self._views.write(self.view, self._tail.position, self._partitions, now=now) and self._retention.wanted:
-            self.session.producer.flush(10.0)
-            self._retention.delete(self.view, positions)
+        if saved := self._views.write(self.view, positions, now=now):
+            self._retention.delete(self.view, positions, saved)
 
     def _out_of_time(self) -> bool:
         """True if this process was told to stop and `STOPPED_S` have passed since."""

@@ -102,7 +102,7 @@ class VllmEngine:
 
     @property
     def has_room(self) -> bool:
-        return not self._waiting and len(self._work) < self._concurrency
+        return len(self._work) + sum(len(group.waiting) for *_, group in self._waiting) < self._concurrency
 
     def submit(self, request: GroupRequest) -> None:
         ids, longest = request.prompt_ids, len(request.prompt_ids) + request.sampling.max_new_tokens

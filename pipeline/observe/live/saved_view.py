@@ -7,11 +7,11 @@ everything is read.
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from penstock.infra.log import Log, Partition, Producer
+from penstock.infra.log import Log, Partition, Pending, Producer
 from penstock.pipeline.observe.run_status import steps_per_version
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import RATE_WINDOW, Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
@@ -45,21 +45,20 @@ class ViewWriter:
     worker: str
     _written_s: float = float("-inf")
 
-    def write(self, view: RunView, position: Callable[[Partition], int], partitions: list[Partition], *, now: bool = False) -> bool:
-        """Write the view if that is due; True if it was. `partitions` are those whose records it holds."""
+    def write(self, view: RunView, positions: Mapping[Partition, int], *, now: bool = False) -> Pending | None:
+        """Write the view if that is due; its record if it was. `positions` are those up to which the view has read."""
         if not now and time.monotonic() - self._written_s < EVERY_S:
-            return False
+            return None
         self._written_s = time.monotonic()
         topic = f"{view.run}.{STATE}"
         text = to_json(view)
         if len(text) > MOST_BYTES or self.log.partitions(topic) is None:  # the run is older than this topic
-            return False
-        positions = {f"{name.removeprefix(f'{view.run}.')}/{number}": position((name, number)) for name, number in partitions}
-        record = State(worker=self.worker, positions=json.dumps(positions), view=text)
+            return None
+        named = {f"{name.removeprefix(f'{view.run}.')}/{number}": offset for (name, number), offset in positions.items()}
+        record = State(worker=self.worker, positions=json.dumps(named), view=text)
         value = state.encode(record)
         headers = state.headers(record, run=view.run).encode(value)
-        self.producer.send(Outgoing(topic=topic, partition=0, key=state.KEY, headers=headers, value=value))
-        return True
+        return self.producer.send(Outgoing(topic=topic, partition=0, key=state.KEY, headers=headers, value=value))
 
 
 def newest(log: Log, run: str) -> Saved:

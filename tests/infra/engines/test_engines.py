@@ -214,6 +214,16 @@ def test_pending_counts_groups_and_idle_means_none(engine: Any) -> None:
     assert engine.stats()["tokens"] >= 2 * ROWS
 
 
+def test_single_turns_are_taken_until_all_that_is_drawn_side_by_side_is_taken(engine: Any) -> None:
+    taken = 0
+    while engine.has_room:
+        engine.submit(asked(taken, samples=(0,), rows=1))
+        taken += 1
+    assert taken == (ROWS if type(engine).__name__ == "Renewed" else engine._capacity if isinstance(engine, ToyEngine) else 1)
+    drawn(engine)
+    assert (engine.stats()["groups"], engine.has_room) == (taken, True)
+
+
 def test_new_weights_change_the_draw_and_label_it(engine: Any) -> None:
     before = drawn(engine, asked())
     old, new = weights_of(engine), weights_of(engine, scale=0.5)

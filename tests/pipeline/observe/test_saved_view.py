@@ -115,7 +115,7 @@ def save(log: MemoryLog) -> None:
     ends = log.end_offsets(partitions)
     view = read_view(RunReader(log, RUN), topics=WATCHED)
     view.forget()
-    ViewWriter(log, log.producer(), "tracker").write(view, ends.__getitem__, partitions)
+    ViewWriter(log, log.producer(), "tracker").write(view, ends)
 
 
 def look(log: MemoryLog) -> tuple[RunView, int]:
