@@ -17,6 +17,7 @@ TESTERS ?= 4
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
 COVERED := .penstock/coverage
+NEWEST := .penstock/newest
 COVERED_AT_LEAST := 90
 
 # DeepSpeed looks for ninja on PATH; one thread per process keeps workers from slowing each other down on few cores.
@@ -27,7 +28,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos check format lock clean help
+.PHONY: demo real install model unit test test-all coverage chaos newest check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -38,6 +39,7 @@ help:
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
+	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
 	@echo "make check     ruff, vulture, mypy --strict, layers and folders;  make format rewrites the files"
 	@echo "make lock      resolve requirements.in into requirements.lock"
 	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
@@ -78,6 +80,11 @@ coverage: install
 
 chaos: install model
 	$(BIN)/python benchmarks/chaos.py examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
+
+newest: install
+	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import kafka; print("kafka-python", kafka.__version__)'
+	PYTHONPATH=$(NEWEST) $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED) -m "not slow"
 
 check: install
 	$(BIN)/ruff check .
