@@ -126,6 +126,7 @@ $(STAMP)/installed: $(STAMP)/environment requirements.lock pyproject.toml
 	@touch $@
 
 $(MODEL)/config.json: $(wildcard pipeline/envs/tiny/*.py) | $(STAMP)/installed
+	@rm -rf $(MODEL)
 	@$(BIN)/penstock model tiny $(MODEL)
 	@touch $@
 
