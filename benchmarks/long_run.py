@@ -108,18 +108,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[10, 10_000])
     chosen = parser.parse_args()
-    # Both 25 steps behind a checkpoint: what is repeated from the log depends on that, not on the length of the run.
+    # Both are half way behind a checkpoint, with an older one before it: that decides what is repeated, not the length of the run.
     half, most = EVERY // 2, max(chosen.steps)
-    lengths = {*chosen.steps, EVERY + half, most // EVERY * EVERY + half}
+    lengths = {*chosen.steps, 3 * EVERY + half, most // EVERY * EVERY + half}
     took = {}
     print(f"{'steps':>8}{'resumed s':>12}{'MiB':>8}{'all s':>10}{'MiB':>8}")
-    for steps in sorted(lengths | {max(lengths) - max(lengths) % EVERY + 25}):
+    for steps in sorted(lengths):
         log, saved = built(steps), list(range(steps - steps % EVERY, 0, -EVERY))[:2]
         resumed, held = measured(lambda log=log, saved=saved: read_resumed(log, RUN, saved=saved))  # type: ignore[misc]
         whole, all_held = measured(lambda log=log: read_past(log, RUN))  # type: ignore[misc]
         took[steps] = resumed
         print(f"{steps:>8}{resumed:>12.4f}{held:>8.2f}{whole:>10.4f}{all_held:>8.2f}", flush=True)
-    equally_far = sorted(steps for steps in took if steps > EVERY and steps % EVERY == half)
+    equally_far = sorted(steps for steps in took if steps > 2 * EVERY and steps % EVERY == half)
     ratio = took[equally_far[-1]] / took[equally_far[0]]
     print(f"after {equally_far[-1]} steps {ratio:.2f} times as long as after {equally_far[0]}; at most {RATIO_LIMIT}")
     start = started()
