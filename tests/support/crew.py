@@ -143,6 +143,14 @@ def config_of(model: Path, directory: Path, **sections: Mapping[str, Any]) -> Co
     return from_table(table)
 
 
+def forget_offsets(log: MemoryLog) -> None:
+    """Lose what consumer groups have committed, as a broker does a week after their last member left."""
+    with log._state.change:
+        assert any(group.offsets for group in log._state.groups.values())
+        for group in log._state.groups.values():
+            group.offsets.clear()
+
+
 def records_of(log: Log, topic: str) -> list[Record]:
     """All committed records of a topic."""
     tail = log.tail({(topic, partition): "earliest" for partition in range(log.partitions(topic) or 0)})

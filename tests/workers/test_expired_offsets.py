@@ -13,7 +13,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import topic_reader
 from penstock.topics.catalogue import OWNERS
 from penstock.topics.wire.record import Record
-from tests.support.crew import PIPELINE, Crew, complete, config_of
+from tests.support.crew import PIPELINE, Crew, complete, config_of, forget_offsets
 
 BATCH = 8
 WHOLE = (OWNERS,)
@@ -31,17 +31,11 @@ class BatchedTail(MemoryTail):
         return records
 
 
-class ForgetfulLog(MemoryLog):
-    """Forgets what consumer groups have committed when it is told to, and hands out tails that note their largest batch."""
+class NotingLog(MemoryLog):
+    """Hands out tails that note their largest batch."""
 
     def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, **_: Any) -> MemoryTail:
         return BatchedTail(self._state, starts, committed=committed, group=group)
-
-    def forget_offsets(self) -> None:
-        with self._state.change:
-            assert any(group.offsets for group in self._state.groups.values())
-            for group in self._state.groups.values():
-                group.offsets.clear()
 
 
 def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weights(
@@ -51,7 +45,7 @@ def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weight
     monkeypatch.setattr(BatchedTail, "most", 0)
     evaluated = {"source": str(tmp_path / "data.jsonl"), "limit": 2, "every": 2, "samples": 1}
     config, roles = config_of(tiny_model, tmp_path, run={"steps": 8, "seed": 7}, eval=evaluated), (*PIPELINE, "evaluator")
-    log = ForgetfulLog()
+    log = NotingLog()
     plain = complete(log, "undisturbed", config, roles=roles)
     with Crew(log, "rested") as crew:
         create(config, log=log, run_id="rested", say=lambda _: None)
@@ -59,7 +53,7 @@ def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weight
         crew.wait(lambda: crew.report()["steps"] >= 4)
         for name in list(crew.threads):
             crew.stop(name)
-    log.forget_offsets()
+    forget_offsets(log)
     with Crew(log, "rested") as crew:
         crew.start_all(config, roles)
         crew.wait()

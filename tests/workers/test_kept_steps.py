@@ -16,7 +16,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.live import saved_view
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.workers.tracker import retention, worker
-from tests.support.crew import PIPELINE, Crew, complete, config_of, records_of
+from tests.support.crew import PIPELINE, Crew, complete, config_of, forget_offsets, records_of
 from tests.support.listed_records import Listed
 
 ROLES = (*PIPELINE, "tracker")
@@ -44,17 +44,10 @@ def short(model: Path, folder: Path, **kafka: Any) -> Any:
     )
 
 
-def begins(log: MemoryLog, run: str) -> dict[str, int]:
-    """The first offset of each partition that has lost its beginning."""
+def begins(log: MemoryLog, run: str) -> dict[tuple[str, int], int]:
+    """Topic and number of each partition that has lost its beginning -> its first offset."""
     found = log.begin_offsets([(name, number) for name in log.topics(f"{run}.") for number in range(log.partitions(name) or 0)])
-    return {f"{name.removeprefix(f'{run}.')}/{number}": offset for (name, number), offset in found.items() if offset}
-
-
-def forget_offsets(log: MemoryLog) -> None:
-    """What a broker does with the offsets of groups that have rested for a week."""
-    with log._state.change:
-        for group in log._state.groups.values():
-            group.offsets.clear()
+    return {(name.removeprefix(f"{run}."), number): offset for (name, number), offset in found.items() if offset}
 
 
 def test_what_was_exported_and_deleted_is_in_the_archive(
@@ -83,7 +76,7 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
     with Crew(log, run) as crew:
         create(config, log=log, run_id=run, say=lambda _: None)
         crew.start_all(config, ROLES)
-        crew.wait(lambda: {"prompts/0", "rollouts/0", "groups/0"} <= begins(log, run).keys())
+        crew.wait(lambda: {("prompts", 0), ("rollouts", 0), ("groups", 0)} <= begins(log, run).keys())
         for name in list(crew.threads):
             crew.stop(name)
     if expired:
@@ -95,9 +88,9 @@ def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(
         report = crew.report()
     assert report["weights"]["digest"] == plain["weights"]["digest"]
     assert (report["groups"], report["reward"]) == (plain["groups"], plain["reward"])
-    assert {name.partition("/")[0] for name in begins(log, run)} == {"prompts", "rollouts", "groups"}
+    assert {topic for topic, _ in begins(log, run)} == {"prompts", "rollouts", "groups"}
     assert sum(begins(log, run).values()) > sum(before.values()), "nothing more was deleted after the rest"
-    listed = Listed(run, [r for topic in log.topics(f"{run}.") for r in records_of(log, topic)], begins=begins_of(log, run))
+    listed = Listed(run, [r for topic in log.topics(f"{run}.") for r in records_of(log, topic)], begins=begins(log, run))
     found = audit(listed)
     assert not [result for result in found.results if result.violations], as_text(found)
     view, _ = saved_view.newest(log, run)
@@ -110,13 +103,9 @@ def test_a_trainer_that_has_lost_its_checkpoints_says_what_it_would_have_to_repe
     with Crew(log, run) as crew:
         create(short(tiny_model, tmp_path, keep_steps=KEPT), log=log, run_id=run, say=lambda _: None)
         crew.start_all(short(tiny_model, tmp_path), ROLES)
-        crew.wait(lambda: "groups/0" in begins(log, run))
+        crew.wait(lambda: ("groups", 0) in begins(log, run))
     shutil.rmtree(tmp_path / "saved")
     with Crew(log, run) as crew:
         crew.start("trainer")
         with pytest.raises(AssertionError, match=r"step 0 has to be repeated, .* are not in the log any more .* `penstock fork lost`"):
             crew.wait()
-
-
-def begins_of(log: MemoryLog, run: str) -> dict[tuple[str, int], int]:
-    return {(name.partition("/")[0], int(name.partition("/")[2])): offset for name, offset in begins(log, run).items()}

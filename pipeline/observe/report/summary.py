@@ -69,9 +69,7 @@ def _counted(log: Log, run: str) -> dict[str, Any]:
         return {}
     read_view(RunReader(log, run), topics=("ledger", "prompts", "groups"), view=view, since=since)
     reward = _reward(view, steps=view.steps_done, per_version=steps_per_version(view))
-    counts = fate_counts(view)
-    groups = {"admitted": counts.total(), **{name: counts[name] for name in (*FATES, OPEN)}}
-    found: dict[str, Any] = _plain({"groups": groups, "repeated": view.repeated, "reward": reward})
+    found: dict[str, Any] = _plain({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
     return found
 
 
@@ -175,8 +173,8 @@ def _ends(values: Sequence[tuple[float | None, float]]) -> dict[str, float | Non
 
 
 def _groups(view: RunView) -> dict[str, int]:
-    ends = list(fates(view).values())
-    return {"admitted": len(ends), **{name: ends.count(name) for name in (*FATES, OPEN)}}
+    counts = fate_counts(view)
+    return {"admitted": counts.total(), **{name: counts[name] for name in (*FATES, OPEN)}}
 
 
 def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
