@@ -115,24 +115,31 @@ class BulkReader(_Client):
         self._consumer.close()
 
 
+def writing(connection: Connection) -> dict[str, Any]:
+    """librdkafka's settings for a `BulkWriter`."""
+    return {
+        **librdkafka(connection),
+        "enable.idempotence": True,
+        "acks": "all",
+        # With a second request on its way a new topic loses records that were acknowledged: the broker refuses the first batch
+        # while it is not yet the leader, accepts the second one, whose sequence number it cannot check, and takes the first for a
+        # duplicate when it is sent again. docs/upstream/a-new-topic-loses-its-first-batch.md
+        "max.in.flight.requests.per.connection": 1,
+        "linger.ms": 5,
+        "batch.size": 1_000_000,
+        "message.max.bytes": MAX_RECORD_BYTES + (1 << 20),
+        "queue.buffering.max.kbytes": 64 << 10,
+    }
+
+
 class BulkWriter(_Client):
     """Appends records with their timestamps, in the order given; for one thread."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._failure: str | None = None
-        settings = {
-            **librdkafka(connection),
-            "enable.idempotence": True,
-            "acks": "all",
-            "linger.ms": 5,
-            "batch.size": 1_000_000,
-            "message.max.bytes": MAX_RECORD_BYTES + (1 << 20),
-            "queue.buffering.max.kbytes": 64 << 10,
-            "error_cb": self._note,
-        }
         with _translated(f"{connection.bootstrap} cannot be written to"):
-            self._producer = Producer(settings)
+            self._producer = Producer({**writing(connection), "error_cb": self._note})
 
     def append(self, record: Record) -> None:
         """Queue a record, ignoring its offset. Raises `LogError` once any record was refused."""

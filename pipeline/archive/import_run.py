@@ -22,7 +22,6 @@ from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_i
 from penstock.topics.wire.record import Record
 
 PROGRESS_EVERY_S = 3.0
-ENDS_WITHIN_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,17 +98,11 @@ def _partitions(archive: Archive, note: Note, kind: Kind) -> list[int]:
 
 
 def _check_ends(log: KafkaLog, ends: Mapping[Partition, int]) -> None:
-    """Raise `LogError` unless each partition ends where the import has ended; an end may show a moment after its acknowledgement."""
-    until = time.monotonic() + ENDS_WITHIN_S
-    while True:
-        wrong = {place: end for place, end in log.end_offsets(ends).items() if end != ends[place]}
-        if not wrong:
-            return
-        if any(end > ends[place] for place, end in wrong.items()) or time.monotonic() > until:
-            place, end = next(iter(wrong.items()))
+    """Raise `LogError` unless each partition ends where the import has ended."""
+    for place, end in log.end_offsets(ends).items():
+        if end != ends[place]:
             cause = "somebody else wrote there" if end > ends[place] else "the broker has lost some"
             raise LogError(f"{place[0]}/{place[1]} ends at offset {end} after {ends[place]} records: {cause}")
-        time.sleep(0.05)
 
 
 def _relocated(archived: ArchivedLog, kind: Kind, partition: int, relocation: Relocation) -> Iterator[Record]:

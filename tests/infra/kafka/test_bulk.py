@@ -1,9 +1,10 @@
 """Partitions read and written in bulk against the same records read one by one."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from penstock.infra.errors import LogError
@@ -93,3 +94,19 @@ def test_a_broker_that_does_not_answer_is_named_by_the_limit(monkeypatch: pytest
     with pytest.raises(LogError, match=r"t/0: nothing came for 1 s: .*127\.0\.0\.1:9"):
         list(reader.read("t", 0, first=0, end=5))
     reader.close()
+
+
+def test_one_request_at_a_time_is_on_its_way_to_a_broker(log: KafkaLog, run_id: str) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    waiting: list[int] = []
+
+    def look(statistics: str) -> None:
+        waiting.extend(broker["waitresp_cnt"] for broker in json.loads(statistics)["brokers"].values())
+
+    producer = Producer({**bulk.writing(log.connection), "batch.size": 1000, "linger.ms": 0, "statistics.interval.ms": 2, "stats_cb": look})
+    for _ in range(5000):
+        producer.produce(topic, partition=0, value=b"x" * 900)
+        producer.poll(0)
+    assert not producer.flush(60.0)
+    assert max(waiting) == 1
+    assert log.end_offsets([(topic, 0)])[topic, 0] == 5000
