@@ -3,43 +3,29 @@
 The rule: a log object is cheap and shared; each tail, member, producer and transactional writer has a client of its own.
 """
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
-from kafka import TopicPartition
-
-from penstock.infra.errors import Damaged, LogError, RecordMissing
-from penstock.infra.kafka import consumer
-from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster import durability, hanging
 from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cluster.durability import Weakness
 from penstock.infra.kafka.cluster.hanging import Hanging
+from penstock.infra.kafka.cluster.skips import first_readable
 from penstock.infra.kafka.cpu_meter import Costs
-from penstock.infra.kafka.member import KafkaMember
-from penstock.infra.kafka.outage import Contact, Outage
+from penstock.infra.kafka.outage import Contact
 from penstock.infra.kafka.producer import KafkaProducerOfRecords
+from penstock.infra.kafka.reading.member import KafkaMember
+from penstock.infra.kafka.reading.offset_reader import OffsetReader
+from penstock.infra.kafka.reading.tail import KafkaTail
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.kafka.tail import KafkaTail
 from penstock.infra.kafka.transactions import KafkaTransactions
 from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start, StartAt
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
-_RUN_GAP = 64
-"""Offsets further apart than this are fetched with a seek each, rather than by reading the records between them."""
-
 _LONGEST_S = 7 * 86400.0
 """Client settings count milliseconds in 32 bits."""
-
-_AFTER_OUTAGE_S = 30.0
-"""A read that an outage interrupted has at least this long after it."""
-
-_AT_ONCE_S = 0.25
-"""Existing records arrive within this time; only for missing ones is it worth asking where the partition begins and ends."""
 
 
 class KafkaLog:
@@ -62,10 +48,7 @@ class KafkaLog:
         self._admin = Admin(self._connection, self._costs, self._contact)
         self._admin.connect()
         self._members: WeakSet[KafkaMember] = WeakSet()
-        self._reader: Any = None
-        self._reader_outage = Outage(self._contact)
-        self._reader_meter = self._costs.meter("poll_s")
-        self._reader_lock = threading.Lock()
+        self._offsets = OffsetReader(self._connection, self._costs, self._contact, self._admin)
         self.bootstrap = bootstrap
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
@@ -203,27 +186,7 @@ class KafkaLog:
 
     def first_readable(self, at: Partition, offset: int) -> int:
         """The first offset from `offset` on at which nothing damaged lies: `offset` itself where it can be read."""
-        end = self.end_offsets([at], committed=False)[at]
-        damaged, step = offset - 1, 1
-        while not self._readable(at, min(end, damaged + step)):
-            damaged, step = damaged + step, 2 * step
-        readable = min(end, damaged + step)
-        while readable - damaged > 1:  # what lies in one batch is damaged as a whole
-            middle = (damaged + readable) // 2
-            damaged, readable = (damaged, middle) if self._readable(at, middle) else (middle, readable)
-        return readable
-
-    def _readable(self, at: Partition, offset: int) -> bool:
-        tail = self._tail({at: offset})
-        end = self.end_offsets([at])[at]
-        try:
-            while tail.position(at) < end and not tail.poll(1.0, max_records=1):
-                pass
-        except Damaged:
-            return tail.position(at) > offset  # it lies behind
-        finally:
-            tail.close()
-        return True
+        return first_readable(self, lambda start: self._tail({at: start}), at, offset)
 
     def _newest(self, topic: str, partition: int, key: bytes | None) -> bytes | None:
         """The value of the newest record with this key, of all that was written when this is called; None if there is none."""
@@ -249,7 +212,7 @@ class KafkaLog:
             self._costs,
             self._contact,
             self._admin,
-            lambda topic, partition, offset: bool(self._fetch(topic, partition, [offset], 10.0)),
+            lambda topic, partition, offset: bool(self._offsets.fetch((topic, partition), [offset], timeout_s=10.0)),
             self._newest,
             transactional_id=transactional_id,
             claim=claim,
@@ -262,72 +225,7 @@ class KafkaLog:
 
         Waits for an open transaction that holds back an offset: each partition learns of a commit at a different moment.
         """
-        records = self._fetch(topic, partition, sorted(set(offsets)), timeout_s)
-        missing = [offset for offset in offsets if offset not in records]
-        if missing:
-            raise RecordMissing(self._missing((topic, partition), missing))
-        return [records[offset] for offset in offsets]
-
-    def _missing(self, at: Partition, offsets: Sequence[int]) -> str:
-        """Say why these offsets hold no record: deleted, or never written."""
-        where, first = f"{at[0]}/{at[1]}", self.begin_offsets([at])[at]
-        deleted, never = [offset for offset in offsets if offset < first], [offset for offset in offsets if offset >= first]
-        reasons = []
-        if deleted:
-            reasons.append(f"{where}: the records at offsets {_shown(deleted)} were deleted, the first one that is kept is {first}")
-        if never:
-            reasons.append(f"{where} has no committed record at offset {_shown(never)}")
-        return "; ".join(reasons)
-
-    def _fetch(self, topic: str, partition: int, offsets: Sequence[int], timeout_s: float) -> dict[int, Record]:
-        """Offset -> record, for these ascending offsets; those without a record are left out."""
-        if not offsets:
-            return {}
-        deadline = time.monotonic() + timeout_s
-        records: dict[int, Record] = {}
-        self._fetch_runs(topic, partition, offsets, records, deadline, patience_s=_AT_ONCE_S)
-        if len(records) == len(offsets):
-            return records
-        first = self.begin_offsets([(topic, partition)])[topic, partition]
-        end = self.end_offsets([(topic, partition)], committed=False)[topic, partition]
-        wanted = [offset for offset in offsets if first <= offset < end]
-        self._fetch_runs(topic, partition, wanted, records, deadline)
-        return records
-
-    def _fetch_runs(
-        self, topic: str, partition: int, offsets: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None = None
-    ) -> None:
-        with self._reader_lock:
-            if self._reader is None:
-                self._reader = self._contact.reach(
-                    lambda: consumer.make_consumer(self._connection, self._costs, group=None, committed=True, jumps=True)
-                )
-                self._reader_outage = Outage(self._contact)
-            began = time.thread_time()
-            for run in _runs([offset for offset in offsets if offset >= 0 and offset not in into]):
-                self._fetch_run(TopicPartition(topic, partition), run, into, deadline, patience_s)
-            self._reader_meter.seconds += time.thread_time() - began
-
-    def _fetch_run(self, tp: Any, run: Sequence[int], into: dict[int, Record], deadline: float, patience_s: float | None) -> None:
-        """Read the records at the offsets of `run`; with `patience_s`, gives up silently after it."""
-        wanted = set(run)
-        patient_until = float("inf") if patience_s is None else time.monotonic() + patience_s
-        self._reader.assign([tp])
-        self._reader.seek(tp, run[0])
-        while (private_api.position(self._reader, tp) or 0) <= run[-1]:
-            now = time.monotonic()
-            if now >= patient_until:
-                return
-            left = min(deadline, patient_until) - now
-            if now >= deadline:
-                where = f"offsets {run[0]} to {run[-1]} of {tp.topic}/{tp.partition}"
-                raise LogError(f"reading {where} took too long; is the broker running, or a transaction open?")
-            records = consumer.poll(self._reader, min(1.0, left), 500)
-            into.update((record.offset, record) for record in records if record.offset in wanted)
-            if records:
-                self._reader_outage.over()
-            elif self._reader_outage.look(self._reader) > 0:
-                deadline = time.monotonic() + _AFTER_OUTAGE_S
+        return self._offsets.read((topic, partition), offsets, timeout_s=timeout_s)
 
     def costs(self) -> dict[str, float]:
         """CPU seconds so far: `send_s` and `poll_s` in calls and members' threads, `io_s` on the client's network threads."""
@@ -341,40 +239,6 @@ class KafkaLog:
 
     def close(self) -> None:
         """Close the log's own clients; users close their tails, members and writers."""
-        with self._reader_lock:
-            reader, self._reader = self._reader, None
-        if reader is not None:
-            consumer.close_consumer(reader, self._costs, 2.0)
+        self._offsets.close()
         self._admin.close()
         self._contact.close()
-
-
-def _shown(offsets: Sequence[int]) -> str:
-    """Offsets as one line, at most ten ranges.
-
-    Example:
-        _shown([3, 4, 5, 9])  # -> "3 to 5, 9"
-    """
-    ranges: list[list[int]] = []
-    for offset in sorted(set(offsets)):
-        if ranges and offset == ranges[-1][1] + 1:
-            ranges[-1][1] = offset
-        else:
-            ranges.append([offset, offset])
-    texts = [str(low) if low == high else f"{low} to {high}" for low, high in ranges]
-    return ", ".join(texts[:10]) + (", …" if len(texts) > 10 else "")
-
-
-def _runs(offsets: Sequence[int]) -> list[list[int]]:
-    """Split ascending offsets wherever a gap is worth a seek.
-
-    Example:
-        _runs([3, 4, 900])  # -> [[3, 4], [900]]
-    """
-    runs: list[list[int]] = []
-    for offset in offsets:
-        if runs and offset - runs[-1][-1] <= _RUN_GAP:
-            runs[-1].append(offset)
-        else:
-            runs.append([offset])
-    return runs

@@ -13,13 +13,14 @@ from kafka import ConsumerGroupMetadata, KafkaProducer, errors
 
 from penstock.infra import faults
 from penstock.infra.errors import Fenced, LogError, LogUnreachable, LostPartition, OutcomeUnknown, SendFailed
-from penstock.infra.kafka import consumer, settings
 from penstock.infra.kafka import errors as edge
+from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Wait
 from penstock.infra.kafka.producer import send
+from penstock.infra.kafka.reading import consumer
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Commits, Membership, Written
 from penstock.topics.wire.record import Outgoing

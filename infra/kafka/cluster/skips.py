@@ -8,8 +8,9 @@ from typing import Any
 
 from kafka import TopicPartition
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import Damaged, LogError
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.log import Log, Partition, Tail
 from penstock.topics import dead_letters
 from penstock.topics.wire.record import Record
 
@@ -36,3 +37,29 @@ def _read(read_letters: ReadLetters, topic: str) -> Sequence[Record]:
         return read_letters(topic)
     except LogError:
         return ()
+
+
+def first_readable(log: Log, tail_from: Callable[[int], Tail], at: Partition, offset: int) -> int:
+    """The first offset from `offset` on at which nothing damaged lies, found with tails that stop at damage."""
+    end = log.end_offsets([at], committed=False)[at]
+    damaged, step = offset - 1, 1
+    while not _readable(log, tail_from, at, min(end, damaged + step)):
+        damaged, step = damaged + step, 2 * step
+    readable = min(end, damaged + step)
+    while readable - damaged > 1:  # what lies in one batch is damaged as a whole
+        middle = (damaged + readable) // 2
+        damaged, readable = (damaged, middle) if _readable(log, tail_from, at, middle) else (middle, readable)
+    return readable
+
+
+def _readable(log: Log, tail_from: Callable[[int], Tail], at: Partition, offset: int) -> bool:
+    tail = tail_from(offset)
+    end = log.end_offsets([at])[at]
+    try:
+        while tail.position(at) < end and not tail.poll(1.0, max_records=1):
+            pass
+    except Damaged:
+        return tail.position(at) > offset  # it lies behind
+    finally:
+        tail.close()
+    return True

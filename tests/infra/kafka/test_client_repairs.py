@@ -17,7 +17,7 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 from penstock.infra.errors import SendFailed, Unrecoverable
 from penstock.infra.kafka.client_repairs import faults, private_api
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.kafka.member import KafkaMember
+from penstock.infra.kafka.reading.member import KafkaMember
 from penstock.topics.catalogue import TopicSpec
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, outgoing, values_in, write
 

@@ -7,8 +7,9 @@ import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition, errors
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka import consumer, settings
+from penstock.infra.kafka import settings
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.kafka.reading import consumer
 from penstock.infra.log import Member, Records, Tail
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
 

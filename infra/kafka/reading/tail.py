@@ -7,13 +7,14 @@ from typing import Any
 from kafka import TopicPartition
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka import consumer, errors
+from penstock.infra.kafka import errors
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cluster.skips import ReadLetters
 from penstock.infra.kafka.cluster.topic_ids import TopicIds
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
+from penstock.infra.kafka.reading import consumer
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import Commits, Committed, Partition, Start
 from penstock.topics.wire.record import Record

@@ -12,15 +12,15 @@ from typing import Any
 from kafka import ConsumerRebalanceListener, TopicPartition, errors
 
 from penstock.infra.errors import LogError
-from penstock.infra.kafka import consumer as reading
 from penstock.infra.kafka import errors as edge
-from penstock.infra.kafka.buffer import Buffer
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.cluster.admin import Admin
 from penstock.infra.kafka.cluster.skips import ReadLetters
 from penstock.infra.kafka.cluster.topic_ids import TopicIds
 from penstock.infra.kafka.cpu_meter import Costs
 from penstock.infra.kafka.outage import Contact, Outage
+from penstock.infra.kafka.reading import consumer as reading
+from penstock.infra.kafka.reading.buffer import Buffer
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.log import SESSION_S, Assigned, Commits, Event, Membership, Pools, StartAt
 
