@@ -1,11 +1,10 @@
 """Turns rows into token ids and token ids into text; computes the digests by which workers check that they share a tokenizer.
 
-The rule: a prompt is tokenised here and nowhere else. Only a `Renderer` with a chat template needs transformers; the feeder has it.
+The rule: a prompt is tokenised here and nowhere else, by `tokenizers` and Jinja: importing transformers takes 8 CPU-seconds and 0.8 GB.
 """
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,12 +14,12 @@ from numpy.typing import NDArray
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.hub import local_model
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.envs.chat_template import chat_template_of, compiled, json_file, one_line, special_tokens
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
 MADE_HERE = ("tiny", "lake", "smollm2")
 """What `penstock model` makes; the examples look for it in a folder of that name."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-MODES = ("auto", "on", "off")
 
 
 class Digests(TypedDict):
@@ -52,18 +51,15 @@ class Renderer:
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         folder = model_folder(model_directory)
-        self._system, self._arguments = system_prompt, dict(template_arguments or {})
-        self._template, self._mode, self._limit = chat_template_of(folder, chat_template), chat_template, max_prompt_tokens
-        if self._template is None and (unused := "system_prompt" if system_prompt else "template_arguments" if self._arguments else None):
+        self._mode, self._limit, self._system = chat_template, max_prompt_tokens, system_prompt
+        source = chat_template_of(folder, chat_template)
+        self._template = compiled(source) if source is not None else None
+        self._variables = {**special_tokens(folder), **(template_arguments or {})}
+        if self._template is None and (
+            unused := "system_prompt" if system_prompt else "template_arguments" if template_arguments else None
+        ):
             raise ConfigError(f"data.{unused}: there is no chat template to take it; name a Jinja file in data.chat_template")
-        self._light: Any = None
-        self._full: Any = None
-        settings = _json(folder / "tokenizer_config.json")
-        # transformers takes 8 CPU-seconds to import: avoid it for plain text to which its settings add no tokens.
-        if self._template is None and not settings.get("add_bos_token") and not settings.get("add_eos_token"):
-            self._light = light_tokenizer(folder)
-        else:
-            self._full = _full_tokenizer(folder)
+        self._encode = _encoder(folder, plain_text=self._template is None)
 
     @classmethod
     def of(cls, config: Config) -> "Renderer":
@@ -84,10 +80,7 @@ class Renderer:
             DataError: with the row's origin: too long, empty, messages without a template, or a template that refuses them.
         """
         text = self._text(row)
-        if self._light is not None:
-            ids = self._light.encode(text).ids
-        else:
-            ids = self._full(text, add_special_tokens=self._template is None, return_attention_mask=False)["input_ids"]
+        ids = self._encode(text)
         if not ids:
             raise DataError(f"{row.origin}: the prompt has no tokens")
         if len(ids) > self._limit:
@@ -109,14 +102,12 @@ class Renderer:
                 why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; name a Jinja file"
                 raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
             return row.prompt
-        messages = self.messages(row)
-        settings = {**self._arguments, "tokenize": False, "add_generation_prompt": True}
+        settings: dict[str, Any] = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": True}
         try:
-            text = self._full.apply_chat_template(messages, chat_template=self._template, **settings)
+            return self._template.render(messages=self.messages(row), **settings)
         # The boundary to a template, which may raise any error.
         except Exception as error:
-            raise DataError(f"{row.origin}: the chat template refuses the prompt: {' '.join(str(error).split())[:300]}") from error
-        return str(text)
+            raise DataError(f"{row.origin}: the chat template refuses the prompt: {one_line(error)}") from error
 
 
 class Decoder:
@@ -165,37 +156,28 @@ def model_folder(model_directory: str | Path) -> Path:
     return folder
 
 
-def chat_template_of(folder: Path, chat_template: str) -> str | None:
-    """The template in use, None for none. Raises `ConfigError` if one is required and missing."""
-    if chat_template == "off":
-        return None
-    if chat_template not in MODES:
-        try:
-            return Path(chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"data.chat_template: cannot read {chat_template}: {reason}; give auto, on, off or a Jinja file") from error
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template = _json(folder / "chat_template.json").get("chat_template") or _json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((named.get("template") for named in template if named.get("name") == "default"), None)
-    if isinstance(template, str):
-        return template
-    if chat_template == "on":
-        raise ConfigError(f"data.chat_template: on, but {folder} has no chat template; give the path of a Jinja file, or off")
-    return None
-
-
 def light_tokenizer(folder: Path) -> Any:
-    """The tokenizer of the `tokenizers` library in a model's directory. Raises `ConfigError`."""
+    """The tokenizer of the `tokenizers` library in a model's directory, which neither cuts nor pads. Raises `ConfigError`."""
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # The library raises plain Exception for a file it cannot read.
     except Exception as error:
-        raise ConfigError(f"model.path: cannot read {folder / 'tokenizer.json'}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model.path: cannot read {folder / 'tokenizer.json'}: {one_line(error)}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encoder(folder: Path, *, plain_text: bool) -> Callable[[str], list[int]]:
+    """Text -> token ids: plain text with the special tokens that the model begins it with, a rendered template with none."""
+    settings = json_file(folder / "tokenizer_config.json")
+    if plain_text and (settings.get("add_bos_token") or settings.get("add_eos_token")):
+        full = _full_tokenizer(folder)  # only transformers knows which tokens a model's class puts where by these settings
+        return lambda text: list(full(text, return_attention_mask=False)["input_ids"])
+    light = light_tokenizer(folder)
+    return lambda text: list(light.encode(text, add_special_tokens=plain_text).ids)
 
 
 def _full_tokenizer(folder: Path) -> Any:
@@ -205,31 +187,21 @@ def _full_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     # The boundary to a library that reads a user's files: its errors have no common type.
     except Exception as error:
-        raise ConfigError(f"model.path: cannot load the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"model.path: cannot load the tokenizer in {folder}: {one_line(error)}") from error
 
 
 def _stop_ids(folder: Path) -> list[int]:
     ids: set[int] = set()
-    config = _json(folder / "config.json")
-    for table in (config, config.get("text_config") or {}, _json(folder / "generation_config.json")):
+    config = json_file(folder / "config.json")
+    for table in (config, config.get("text_config") or {}, json_file(folder / "generation_config.json")):
         stop_ids = table.get("eos_token_id")
         ids.update([stop_ids] if isinstance(stop_ids, int) else stop_ids or [])
-    eos = _json(folder / "tokenizer_config.json").get("eos_token") or _json(folder / "special_tokens_map.json").get("eos_token")
+    eos = json_file(folder / "tokenizer_config.json").get("eos_token") or json_file(folder / "special_tokens_map.json").get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     if eos is not None:
-        tokenizer = _json(folder / "tokenizer.json")
+        tokenizer = json_file(folder / "tokenizer.json")
         ids.update(token["id"] for token in tokenizer.get("added_tokens", []) if token.get("content") == eos)
         vocabulary = tokenizer.get("model", {}).get("vocab")
         if isinstance(vocabulary, dict) and eos in vocabulary:
             ids.add(vocabulary[eos])
     return sorted(ids)
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.path: {file} is not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}

@@ -4,24 +4,21 @@ The rule: between two turns only that text is tokenised which follows the first 
 ever computed from text again.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from penstock.infra.errors import ConfigError
+from penstock.pipeline.envs.chat_template import chat_template_of, compiled, one_line, special_tokens, variables
 from penstock.pipeline.envs.conversation.base import Said, Template
 from penstock.pipeline.envs.conversation.forms import call_form, text_form
-from penstock.pipeline.envs.conversation.jinja import compiled, variables
 from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, text_of
 from penstock.pipeline.envs.conversation.plain import PlainTemplate
 from penstock.pipeline.envs.conversation.reasoning import split_harmony, split_reasoning
 from penstock.pipeline.envs.conversation.tool_calls import FORMATS, format_of, read_calls
 from penstock.pipeline.envs.conversation.tool_prompt import without_tools
-from penstock.pipeline.envs.tokenization import chat_template_of, light_tokenizer, model_folder
+from penstock.pipeline.envs.tokenization import light_tokenizer, model_folder
 
 _ANSWER = "QZJX0QZJX"
 """Stands for an answer where only what follows it is wanted; no template contains it."""
@@ -46,12 +43,10 @@ def template_of(
     folder = model_folder(model_directory)
     source = chat_template_of(folder, chat_template)
     tokenizer = light_tokenizer(folder)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     if source is None:
         return PlainTemplate(tokenizer, stop_ids)
     return ChatTemplate(
-        tokenizer, source, stop_ids=stop_ids, arguments={**_special_tokens(folder), **(arguments or {})}, tool_format=tool_format
+        tokenizer, source, stop_ids=stop_ids, arguments={**special_tokens(folder), **(arguments or {})}, tool_format=tool_format
     )
 
 
@@ -70,10 +65,7 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         tool_format: str = "auto",
     ) -> None:
-        try:
-            self._template = compiled(source)
-        except TemplateError as error:
-            raise ConfigError(f"data.chat_template: {_line(error)}") from error
+        self._template = compiled(source)
         if tool_format != "auto" and tool_format not in FORMATS:
             raise ConfigError(f"tool_format: {tool_format!r} is none of auto, {', '.join(sorted(FORMATS))}")
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
@@ -166,7 +158,7 @@ class ChatTemplate:
             return self._render([self._form.of(message) for message in messages], tools)
         # The boundary to a template, which may raise any error.
         except Exception as error:
-            raise TemplateRefused(f"the chat template refuses the messages: {_line(error)}") from error
+            raise TemplateRefused(f"the chat template refuses the messages: {one_line(error)}") from error
 
     def _render(self, messages: list[dict[str, Any]], tools: Tools | None) -> str:
         settings: dict[str, Any] = {"tools": list(tools) if tools else None, "documents": None, "add_generation_prompt": True}
@@ -184,20 +176,3 @@ def _stand_ins(answer: dict[str, Any]) -> list[dict[str, Any]]:
     before = [{**call, "function": {**call["function"], "arguments": {"x": "y"}}} for call in calls]
     marked = [*before[:-1], {**before[-1], "function": {**before[-1]["function"], "arguments": {"x": _ANSWER}}}]
     return [{"role": "assistant", "content": "", "tool_calls": marked}, {"role": "assistant", "content": _ANSWER, "tool_calls": before}]
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """What templates know by the names of special tokens, such as `bos_token`."""
-    made: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = folder / name
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        for key, value in settings.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                made[key] = text
-    return made
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

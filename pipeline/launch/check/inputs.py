@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.infra.backends.processor import this_cpu
 from penstock.infra.errors import ConfigError
-from penstock.pipeline.config.cpu_defaults import this_cpu
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs.chat_template import chat_template_of
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
-from penstock.pipeline.envs.tokenization import Decoder, Renderer, chat_template_of, model_folder
+from penstock.pipeline.envs.tokenization import Decoder, Renderer, model_folder
 from penstock.pipeline.launch.check.disk import parameters
 from penstock.pipeline.launch.placement import visible_gpus
 

@@ -74,6 +74,29 @@ def test_plain_prompts_get_the_same_ids_with_and_without_transformers(tmp_path: 
         assert light.render(row(prompt))[1].tolist() == full.render(row(prompt))[1].tolist()
 
 
+def test_a_chat_template_gives_the_ids_that_transformers_gives(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = model(tmp_path / "m")
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | tojson }}{{ eos_token }}{% endfor %}"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<s>", "chat_template": template}))
+    full = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    for prompt in ("2+2=", "grüß 🙂", " a  b\n", "<s>x</s>"):
+        said = [{"role": "user", "content": prompt}]
+        expected = full.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert Renderer(folder).render(row(prompt))[1].tolist() == list(expected)
+
+
+def test_what_a_tokenizer_file_says_about_cutting_and_padding_is_not_applied_to_prompts(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    expected = Renderer(folder).render(row("12345678"))[1].tolist()
+    file = json.loads((folder / "tokenizer.json").read_text())
+    file["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    assert Renderer(folder).render(row("12345678"))[1].tolist() == expected
+
+
 def test_the_decoder_leaves_special_tokens_out(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     _, ids = Renderer(folder).render(row("42"))
@@ -135,8 +158,9 @@ def test_stop_ids_come_from_the_model_its_generation_config_and_its_tokenizer(tm
     assert digests(folder)["stop_ids"] == [3, 5, 9, 257]
 
 
-def test_digests_decoder_and_plain_prompts_do_without_transformers(tmp_path: Path) -> None:
+def test_digests_decoder_and_prompts_in_a_chat_template_do_without_transformers(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from penstock.pipeline.envs.tokenization import Decoder, Renderer, digests\n"
         f"digests({str(folder)!r}); Decoder({str(folder)!r}).decode([1, 2]); Renderer({str(folder)!r})\n"
