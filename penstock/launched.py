@@ -10,8 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.backends.processor import this_cpu
 from penstock.infra.paths import state_directory
-from penstock.pipeline.config.cpu_defaults import this_cpu
 from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, with_paths
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.broker_keeper import connect

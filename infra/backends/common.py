@@ -1,14 +1,11 @@
-"""The part that all backends share: opens the policy, runs it forward, keeps frozen copies, describes the arithmetic, exports.
+"""The part that all backends share: runs the policy forward, describes the arithmetic, exports, checks a step.
 
-The rule: nothing here is random. Dropout is off and kernels are deterministic, so the same micro-batches on the
-same machine give the same bits.
+The rule: nothing here is random: the same micro-batches on the same machine give the same bits.
 """
 
 import contextlib
-import ctypes
 import os
 import platform
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from huggingface_hub import save_torch_state_dict
-from transformers.core_model_loading import revert_weight_conversion
 
+from penstock.infra.backends.arithmetic import choose_device, fix_arithmetic
 from penstock.infra.backends.base import LossFunction
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.flops import FlopCount, peak_flops
 from penstock.infra.backends.logprobs.forward import choose_forward
-from penstock.infra.backends.lora import FOLDER, Adapters
+from penstock.infra.backends.model.files import save_model
+from penstock.infra.backends.model.frozen import FrozenPolicy, host_floats, open_model
+from penstock.infra.backends.model.lora import FOLDER, Adapters
+from penstock.infra.backends.processor import this_cpu
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.stream import TensorBytes
@@ -32,104 +31,6 @@ from penstock.infra.tensors.torch_copy import copy_into, from_bytes
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """[B, L-1] log-probabilities with gradient, and entropies likewise, if wanted."""
-LARGE_BLOCK_BYTES = 2**26
-"""Blocks from here on are mapped one by one and go back at once: the gradient of an embedding, not an activation."""
-LARGE_MODEL_BYTES = 2**28
-"""Of weights: to map their gradients anew takes little of so large a model's step, to keep them costs as much memory again."""
-TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
-
-
-def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *, tokenizer: str | Path) -> None:
-    """Write a model with these weights, by name and once each, as `save_pretrained` does, and the tokenizer of another model directory.
-
-    `save_pretrained` itself would look for wrappers of DeepSpeed and import it for it, which takes seconds.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
-    model.config.save_pretrained(directory)
-    model.generation_config.save_pretrained(directory)
-    save_torch_state_dict(revert_weight_conversion(model, weights), directory, max_shard_size="50GB")
-    for pattern in TOKENIZER_FILES:
-        for file in sorted(Path(tokenizer).glob(pattern)):
-            shutil.copyfile(file, directory / file.name)
-
-
-def choose_device(device: str) -> torch.device:
-    """`auto` is the process's own GPU (LOCAL_RANK) where there is one, else the CPU."""
-    if device != "auto":
-        return torch.device(device)
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def fix_arithmetic(settings: BackendSettings) -> None:
-    """Set threads, seed and deterministic kernels for the whole process.
-
-    Under `deterministic = "warn"` an operation without a deterministic form only warns, and the backward pass of attention on a GPU
-    takes its fastest form, which is not deterministic: torch looks at `warn_only` there.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
-    # transformers imports deepspeed if it is installed, which guesses the accelerator and prints it unless this is set
-    os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
-    torch.set_num_threads(settings.threads)
-    torch.manual_seed(settings.seed)
-    torch.use_deterministic_algorithms(True, warn_only=settings.deterministic != "strict")
-    torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = settings.tf32
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
-    _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks: by default each activation is mapped and unmapped anew, which takes half of a small model's step."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(mmap_threshold, LARGE_BLOCK_BYTES)
-        mallopt(trim_threshold, 2**30)
-
-
-def return_freed_memory() -> None:
-    """Give freed blocks back to the system: those of one step and of a copy of the weights leave gaps that the next one does not fill."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
-def open_model(settings: BackendSettings, *, device: torch.device, path: str | None = None) -> Any:
-    """Open the causal language model in `path`, or else `model_path`, in `dtype`, without dropout."""
-    path = path or settings.model_path
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, settings.dtype), local_files_only=True, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise BackendError(f"cannot open the model in {path}: {str(error).splitlines()[0]}") from error
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-    return model.to(device)
-
-
-class FrozenPolicy:
-    """A copy of the model at one version that is never trained."""
-
-    def __init__(self, settings: BackendSettings, *, device: torch.device, path: str | None = None) -> None:
-        """Open the model in `path`, or else version 0 from `model_path`."""
-        self.model = open_model(settings, device=device, path=path).eval().requires_grad_(False)
-        self.forward = choose_forward(self.model, share=settings.share_prompts, device=device)
-        self.device = device
-
-    def load(self, tensors: Iterable[TensorBytes]) -> None:
-        """Replace the weights by another version's."""
-        copy_into(self.model, tensors)
-
-    @torch.no_grad()
-    def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
-        """[B, L-1] log-probabilities, 0 where nothing is trained."""
-        return _host(self.forward(self.model, batch, device=self.device)[0])
 
 
 class LocalModel:
@@ -192,7 +93,7 @@ class LocalModel:
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] log-probabilities under the current weights, 0 where nothing is trained."""
-        return _host(self.forward(self.module, batch, device=self.device)[0])
+        return host_floats(self.forward(self.module, batch, device=self.device)[0])
 
     def reference_logprobs(self, batch: TokenBatch) -> npt.NDArray[np.float32]:
         """[B, L-1] log-probabilities under version 0, or the reference's; with adapters version 0 is the model without them."""
@@ -248,6 +149,7 @@ class LocalModel:
             "transformers": transformers.__version__,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name(self.device) if on_gpu else "cpu",
+            "processor": this_cpu().vendor,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "dtype": self.settings.dtype,
             "forward": str(self.forward),
@@ -286,11 +188,6 @@ class LocalModel:
     def close(self) -> None:
         """Release the models."""
         self.module = self.model = self.reference = self.snapshot = None
-
-
-def _host(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
-    array: npt.NDArray[np.float32] = tensor.detach().float().cpu().numpy()
-    return array
 
 
 def update_norm(optimizer: torch.optim.Optimizer) -> float:

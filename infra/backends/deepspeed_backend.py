@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from penstock.infra.backends.arithmetic import choose_device
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, choose_device, saving, strict_or_error
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes

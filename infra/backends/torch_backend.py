@@ -9,23 +9,17 @@ from typing import Any
 
 import torch
 
+from penstock.infra.backends.arithmetic import return_freed_memory
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.common import (
-    LARGE_MODEL_BYTES,
-    LocalModel,
-    checked_denominator,
-    checked_norm,
-    return_freed_memory,
-    saving,
-    strict_or_error,
-    update_norm,
-)
+from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.torch_copy import to_bytes
 
 STATE_FILE = "trainer.pt"
+LARGE_MODEL_BYTES = 2**28
+"""Of weights: to map their gradients anew takes little of so large a model's step, to keep them costs as much memory again."""
 
 
 class TorchBackend(LocalModel):

@@ -47,7 +47,7 @@ def init(
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
     """Try all that can fail later: data, model, reward, disk, GPUs; draw two samples and judge them."""
-    from penstock.pipeline.config.cpu_defaults import this_cpu
+    from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.placement import visible_gpus
 

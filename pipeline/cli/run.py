@@ -39,8 +39,8 @@ def run(
     json: Json = False,
 ) -> int:
     """Run everything on this machine: broker, topics, workers, live view, report."""
+    from penstock.infra.backends.processor import this_cpu
     from penstock.infra.paths import make_files_private
-    from penstock.pipeline.config.cpu_defaults import this_cpu
     from penstock.pipeline.config.load import ConfigError, load
     from penstock.pipeline.launch.create import usable
     from penstock.pipeline.launch.placement import visible_gpus
@@ -78,7 +78,7 @@ def run(
 
 def create(config: ConfigFile, *, overrides: Overrides = None, run_id: RunId = None, json: Json = False) -> None:
     """Check a configuration, register its run and make its topics; start no worker."""
-    from penstock.pipeline.config.cpu_defaults import this_cpu
+    from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.check import preflight
     from penstock.pipeline.launch.create import create as register

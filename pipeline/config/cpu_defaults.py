@@ -4,47 +4,12 @@ The rule: decided where a configuration is read, as the defaults of a GPU are, s
 roles' cores are counted first: threads that wait for a core make every step slower.
 """
 
-import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from penstock.infra.backends.processor import Cpu
 from penstock.pipeline.config.schema import RolloutSection, ScheduleSection, TrainerSection
-
-BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
-"""What Linux calls instructions that multiply bfloat16: AVX512-BF16, AMX, AVX-NE-CONVERT; on ARM bf16."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cpu:
-    """A machine's processor."""
-
-    cores: int
-    """That this process may use."""
-    bfloat16: bool
-    """Whether it multiplies bfloat16 by instructions of its own; without them bfloat16 is slower than float32."""
-
-
-def this_cpu() -> Cpu:
-    """The processor of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    return Cpu(cores=cores, bfloat16=multiplies_bfloat16(text))
-
-
-def multiplies_bfloat16(cpuinfo: str) -> bool:
-    """Whether Linux's description of the processors names such instructions.
-
-    Example:
-        multiplies_bfloat16("flags : fpu avx512f avx512_bf16")  # -> True
-    """
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    return any(BFLOAT16_FLAGS & set(value.split()) for name, _, value in lines if name.strip() in ("flags", "Features"))
 
 
 def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from penstock.infra.backends.processor import Cpu
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.config import synonyms
-from penstock.pipeline.config.cpu_defaults import Cpu, with_cpu_defaults
+from penstock.pipeline.config.cpu_defaults import with_cpu_defaults
 from penstock.pipeline.config.device_defaults import on_gpu, with_device_defaults
 from penstock.pipeline.config.fields import Resolve, Section
 from penstock.pipeline.config.run_config import Config

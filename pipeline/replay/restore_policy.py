@@ -141,7 +141,7 @@ def _open(recording: Recording, config: Config, steps: int, held: ExitStack, say
         say(f"{error}: version 0 comes from the log")
     except ValueError as error:
         raise PenstockError(f"{error}; --model DIR says where one is: its config.json is enough, the weights are in the log") from error
-    from penstock.infra.backends.rebuilt import write_model
+    from penstock.infra.backends.model.files import write_model
 
     directory = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="penstock-model-")))
     write_model(config.model_directory, weights_of(recording, 0), directory)

@@ -102,7 +102,7 @@ def _registered(log: Log, run: str) -> RunRecord:
 
 
 def _on_gpu(config: Config) -> bool:
-    from penstock.infra.backends.common import choose_device
+    from penstock.infra.backends.arithmetic import choose_device
 
     return choose_device(config.trainer.device).type == "cuda"
 

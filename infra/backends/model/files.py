@@ -1,0 +1,50 @@
+"""Writes model directories in Hugging Face format.
+
+The rule: the directory loads to the given weights, bit for bit.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import save_torch_state_dict
+from transformers.core_model_loading import revert_weight_conversion
+
+from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import TensorBytes
+from penstock.infra.tensors.torch_copy import copy_into
+
+TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*", "*.model", "generation_config.json")
+
+
+def save_model(model: Any, weights: dict[str, torch.Tensor], directory: Path, *, tokenizer: str | Path) -> None:
+    """Write a model with these weights, by name and once each, as `save_pretrained` does, and the tokenizer of another model directory.
+
+    `save_pretrained` itself would look for wrappers of DeepSpeed and import it for it, which takes seconds.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    model.config.update({"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")})
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    save_torch_state_dict(revert_weight_conversion(model, weights), directory, max_shard_size="50GB")
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(Path(tokenizer).glob(pattern)):
+            shutil.copyfile(file, directory / file.name)
+
+
+def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], directory: Path) -> None:
+    """Write the model that `config.json` in `architecture` describes, with these weights. Raises `BackendError`."""
+    held = list(tensors)
+    dtype = getattr(torch, held[0].dtype)
+    try:
+        config = transformers.AutoConfig.from_pretrained(architecture, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        copy_into(model, held)
+    except (OSError, ValueError) as error:
+        raise BackendError(
+            f"the architecture in {architecture} does not take the recorded weights: {str(error).splitlines()[0]}"
+        ) from error
+    save_model(model, dict(model.named_parameters()), directory, tokenizer=architecture)
