@@ -6,11 +6,9 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.infra.errors import LostPartition, OutcomeUnknown
-from penstock.infra.log import Assigned, Member, Partition, Records, Revoked, Transactions
+from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.reward_child import payload, reward_pool
@@ -24,15 +22,14 @@ from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
-from penstock.topics.wire.record import Outgoing, Record
+from penstock.topics.wire.record import Record
 from penstock.workers.scorer.group_buffer import OpenGroup, PartitionGroups
 from penstock.workers.scorer.orphans import set_aside_orphans
+from penstock.workers.scorer.outcome_writer import OutcomeWriter
 from penstock.workers.scorer.rollout_reports import RolloutReports
 
 LEDGER_EVERY_S = 0.5
 """How often the scorer looks whether the run is closed."""
-WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
-"""What one transaction carries at most, beside a group that is larger: on a slow link it has to end before the broker aborts it."""
 
 Job = tuple[int, int, int]
 """Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
@@ -92,6 +89,7 @@ class Scorer:
     decoder: Decoder
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     reports: RolloutReports = field(init=False)
+    outcomes: OutcomeWriter = field(init=False)
     _scoring: dict[Job, Scoring] = field(default_factory=dict)
     _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
@@ -101,12 +99,14 @@ class Scorer:
     def __post_init__(self) -> None:
         self._faults = FaultCount(self.session.config.reward.on_error)
         self.reports = RolloutReports(self.session)
+        self.outcomes = OutcomeWriter(self.session, self.transactions, self.member, self.owned, self._read_finished)
 
     def turn(self) -> None:
         """Take what arrived, have complete groups scored, write what was scored."""
         for event in self.member.take(0.001 if self._scoring else 0.1):
             match event:
                 case Assigned():
+                    self.session.dead_letters.look_again()
                     self._assigned(event)
                 case Revoked():
                     self._revoked({partition for _, partition in event.partitions})
@@ -115,7 +115,7 @@ class Scorer:
                         self._received(record)
         self.reports.pass_time(self.owned.values(), working=self.member.outage_s == 0)
         scored = (self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0))
-        self._write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
+        self.outcomes.write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
         self._faults.check()  # the groups that show the fault are written
         for state in self.owned.values():
@@ -322,55 +322,3 @@ class Scorer:
         assert group.prompt is not None
         reward = self.session.config.reward
         return group_of(group.prompt, outcome, reason=reason, samples=samples, reward=reward, scored_ns=time.time_ns())
-
-    def _write(self, ended: Sequence[Group]) -> None:
-        """Write outcomes, as many in one transaction as it may carry."""
-        batch, size = dict[int, list[Outgoing]](), 0
-        for group in ended:
-            partition = next((p for p, state in self.owned.items() if group.group in state.open), None)
-            if partition is None:
-                continue
-            records = self._encoded(group, partition)
-            nbytes = sum(len(record.value) for record in records)
-            if batch and (size + nbytes > WRITE_BYTES or len(batch) == WRITE_GROUPS):
-                self._commit(batch)
-                batch, size = {}, 0
-            batch[group.group], size = records, size + nbytes
-        if batch:
-            self._commit(batch)
-
-    def _encoded(self, group: Group, partition: int) -> list[Outgoing]:
-        topic, key = self.session.topic("groups"), str(group.group).encode()
-        with self.session.reporter.encoding:
-            parts = groups.encode_parts(group, run=self.session.run, worker=self.session.worker)
-            return [
-                Outgoing(topic=topic, partition=partition, key=key, headers=claims.encode(value), value=value) for claims, value in parts
-            ]
-
-    def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
-        """Commit the outcomes of these groups with offsets; where it is unknown whether that happened, the log decides."""
-        records = [record for parts in batch.values() for record in parts]
-        partitions = {record.partition for record in records}
-        try:
-            offsets = self.transactions.commit(
-                records, offsets=self._offsets(partitions, without=batch.keys()), member=self.member.membership()
-            )
-        except LostPartition:
-            return  # Revoked and Assigned follow: the new owner, maybe this worker, reads the groups again
-        except OutcomeUnknown:
-            self._read_finished(sorted(partitions))
-            if still_open := {group: parts for group, parts in batch.items() if group in self.owned[parts[0].partition].open}:
-                self._commit(still_open)
-            return
-        for record, offset in zip(records, offsets, strict=True):
-            self.owned[record.partition].finish(int(record.key or b""), offset=offset)
-
-    def _offsets(self, partitions: Collection[int], *, without: Collection[int]) -> dict[Partition, tuple[int, str]]:
-        """What a new owner begins with once the groups in `without` have ended."""
-        offsets: dict[Partition, tuple[int, str]] = {}
-        for partition in partitions:
-            state = self.owned[partition]
-            prompts_offset, rollouts_offset = state.offsets(without=without)
-            offsets[self.session.topic("prompts"), partition] = prompts_offset, state.note(without=without)
-            offsets[self.session.topic("rollouts"), partition] = rollouts_offset, ""
-        return offsets
