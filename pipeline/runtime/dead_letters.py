@@ -1,6 +1,7 @@
 """Dead letters: records that nobody can use, set aside whole with the reason; and the guard against records that kill their reader.
 
-The rule: a record is set aside once, whoever finds it unusable, and its reader goes on.
+The rule: a record is set aside once, whoever finds it unusable, and its reader goes on. Where its partition moves in that moment the next
+owner may set it aside, too, as neither waits for the other: whoever reads dead letters counts records, not letters.
 """
 
 import contextlib
@@ -27,14 +28,16 @@ class DeadLetters:
 
     log: Log
     reporter: Reporter
-    _known: set[Place] | None = None
+    _known: set[Place] = field(default_factory=set)
+    _read: bool = False
     _attempts: Attempts | None = field(default=None, repr=False)
 
     def write(self, record: Record, error: Unusable) -> None:
         """Set a record aside with the reason, unless somebody has done so already."""
         place = record.topic, record.partition, record.offset
-        if self._known is None:
-            self._known = self._read_known()
+        if not self._read:
+            self._known |= self._read_known()
+            self._read = True
         if place in self._known:
             return
         self._known.add(place)
@@ -47,6 +50,10 @@ class DeadLetters:
         headers = dead_letters.headers(letter, run=reporter.run).encode(value)
         topic = f"{reporter.run}.dead-letters"
         reporter.producer.send(Outgoing(topic=topic, partition=0, key=key.encode(), headers=headers, value=value))
+
+    def look_again(self) -> None:
+        """Partitions have been assigned: before the next letter, learn which records their last owners have set aside since."""
+        self._read = False
 
     @contextlib.contextmanager
     def decoding(self, record: Record) -> Iterator[None]:

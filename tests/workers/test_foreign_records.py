@@ -10,6 +10,8 @@ from tests.support.crew import Crew, complete, config_of
 from tests.support.foreign_records import OWNED, bad_records, letters, repeat
 
 ROLES = (("trainer", 0), ("rollout", 0), ("rollout", 1), ("scorer", 0), ("feeder", 0), ("tracker", 0))
+MOVING = ("prompts", "rollouts")
+"""Topics whose partitions are handed from worker to worker."""
 
 
 def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was(broker, run_id, tiny_model, tmp_path: Path):
@@ -40,9 +42,12 @@ def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was
     assert report["groups"] == plain["groups"]
     assert report["status"] == "finished"
     for place in OWNED:
-        reasons = [letter.reason for letter in found if (letter.topic, letter.partition) == (f"{run}.{place[0]}", place[1])]
-        assert len(reasons) == expected[place], f"{place}: {reasons}"
-        assert all(reasons)
+        about = [letter for letter in found if (letter.topic, letter.partition) == (f"{run}.{place[0]}", place[1])]
+        assert len({letter.offset for letter in about}) == expected[place], f"{place}: {about}"
+        assert all(letter.reason for letter in about)
+        # A partition that moves while its owner sets a record aside may have it set aside by the next owner, too: readers count records.
+        assert len(about) == expected[place] or place[0] in MOVING, f"{place}: {about}"
+    assert report["dead_letters"]["total"] == len({(letter.topic, letter.partition, letter.offset) for letter in found})
     sizes = {len(letter.value) for letter in found}
     assert 5 << 20 in sizes  # a dead letter holds its record whole
     assert report["duplicates"] >= 5

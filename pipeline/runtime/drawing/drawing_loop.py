@@ -159,6 +159,7 @@ class DrawingLoop(ABC):
         for event in self.member.take(wait_s):
             match event:
                 case Assigned():
+                    self.session.dead_letters.look_again()
                     self._lends = any(partition == 0 for _, partition in event.partitions)
                     self._assigned(event)
                 case Revoked():

@@ -69,6 +69,21 @@ def test_a_record_is_set_aside_once_by_whichever_worker_meets_it_first() -> None
     assert [(letter.offset, letter.worker) for letter in letters] == [(4, "trainer")]
 
 
+def test_a_worker_that_is_assigned_a_partition_does_not_set_aside_once_more_what_its_last_owner_has() -> None:
+    log, bad = log_with(), Unusable("not Arrow", kind="undecodable")
+    records = [
+        Record(topic=f"{RUN}.prompts", partition=number, offset=4, timestamp_ms=0, key=None, headers=(), value=b"?") for number in range(2)
+    ]
+    first, second = (session_of(log, config_of(), role=role).dead_letters for role in ("trainer", "tracker"))
+    for letters, record in zip((first, second), records, strict=True):
+        letters.write(record, bad)
+    second.look_again()
+    for record in records:
+        second.write(record, bad)
+    found = [dead_letters.read(letter, run=RUN)[1] for letter in log.tail({(f"{RUN}.dead-letters", 0): "earliest"}).read_to_end()]
+    assert [(letter.partition, letter.worker) for letter in found] == [(0, "trainer"), (1, "tracker")]
+
+
 def test_the_first_lines_of_a_sort_are_printed_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "SAID_AT_FIRST", 2)
     lines: list[str] = []
