@@ -147,10 +147,14 @@ def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
     longest = config.data.max_prompt_tokens + config.max_drawn_tokens
     vllm = rollout.engine == "vllm"
     rows = rollout.concurrency if vllm else config.schedule.samples_per_prompt
+    embedding = item * shape.embedding
+    packed = embedding if vllm and shape.tied and not rollout.device.startswith("cuda") else 0  # a CPU's output layer is a packed copy
     return {
         "libraries": LIBRARIES["vllm" if vllm else "transformers"],
         "weights": item * shape.parameters,
+        "packed output layer": packed,
         "new version": ITEM[config.trainer.dtype] * shape.parameters,
+        "layers while they load": embedding + packed if vllm else 0,
         "keys and values": shape.cached(rows * (longest + (64 if vllm else 0)), item),
         "logits": rows * shape.vocabulary * 4 * 2,
     }

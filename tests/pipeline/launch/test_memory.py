@@ -6,7 +6,7 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.memory import Estimate, Shape, estimates, shape_of
+from penstock.pipeline.launch.check.memory import Estimate, Shape, engine_parts, estimates, shape_of
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -72,3 +72,17 @@ def test_what_saves_memory_makes_the_estimate_smaller() -> None:
     }
     assert of("trainer", algorithm={"kl_coef": 0.1}).parts["frozen copies"] == full.parts["weights"]
     assert of("rollout", rollout={"engine": "vllm", "concurrency": 8}).total < of("rollout", rollout={"engine": "vllm"}).total
+
+
+def test_a_tied_output_layer_costs_vllm_a_packed_copy_of_the_embedding_on_a_cpu_alone() -> None:
+    def parts(device: str, **changed: Any) -> dict[str, int]:
+        table: dict[str, Any] = {
+            "run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"},
+            "rollout": {"engine": "vllm", "dtype": "bfloat16", "device": device},
+        }  # fmt: skip
+        return dict(engine_parts(from_table(table), shape(QWEN | changed)))
+
+    tied, untied, on_gpu = parts("cpu"), parts("cpu", tie_word_embeddings=False), parts("cuda:0")
+    assert tied["packed output layer"] == shape(QWEN).embedding * 2  # bfloat16
+    assert untied["packed output layer"] == on_gpu["packed output layer"] == 0
+    assert tied["layers while they load"] == 2 * untied["layers while they load"]
