@@ -16,6 +16,10 @@ from transformers.masking_utils import sdpa_mask
 from penstock.infra.backends.logprobs.prefix_tree import PrefixTree
 
 NAME = "penstock_tree"
+SHORT_SCORES = 2**21
+"""Up to so many scores a call, all heads and rows together, attention in bfloat16 on a CPU is two matrix products: torch's kernel computes
+in float32 there, which takes up to eight times as long for rows of tens of tokens and 1.7 times for rows of hundreds. More scores would
+take more memory than that is worth: they are kept for the backward pass, two bytes each."""
 _EXPECTED = contextvars.ContextVar("a tree is expected", default=False)
 
 
@@ -55,13 +59,40 @@ def _attention(
             raise RuntimeError(f"{type(module).__name__} was not handed the tree: this model does not pass keyword arguments on")
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     tree = prefix_tree
-    rows = (_rows(x, tree.whole) for x in (query, key, value))
-    parts = [sdpa_attention_forward(module, *rows, attention_mask, **kwargs)[0]]
+    queries, keys, values = (_rows(x, tree.whole) for x in (query, key, value))
+    parts = [_attend(module, queries, keys, values, attention_mask, **kwargs)]
     if len(tree.keys):
         keys, values = (_rows(x, tree.keys) for x in (key, value))
         allowed = _allowed(tree, attention_mask)
-        parts.append(sdpa_attention_forward(module, _rows(query, tree.own), keys, values, allowed, **kwargs)[0])
+        parts.append(_attend(module, _rows(query, tree.own), keys, values, allowed, **kwargs))
     return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, tree.outputs)[None], None
+
+
+def _attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+) -> torch.Tensor:
+    """[R, C, heads, dim] from queries [R, heads, C, dim] and keys and values [R, groups, W, dim]; without a mask attention is causal."""
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16 or scores > SHORT_SCORES:
+        attended: torch.Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+        return attended
+    return short_attention(query, key, value, mask, scaling=kwargs.get("scaling"))
+
+
+def short_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, scaling: float | None = None
+) -> torch.Tensor:
+    """Attention as `_attend` gives it, by matrix products in the dtype of `query`; the mask is a boolean or an added one."""
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+    per_key = query.shape[1] // key.shape[1]
+    scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    grouped = scaled.unflatten(1, (-1, per_key)).flatten(2, 3)  # heads that share keys are one product
+    scores = (grouped @ key.transpose(-1, -2)).view(*query.shape[:3], -1) + mask
+    weights = torch.softmax(scores, -1).view(*grouped.shape[:3], -1)
+    return (weights @ value).view(query.shape).transpose(1, 2)
 
 
 def _rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
