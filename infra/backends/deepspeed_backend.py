@@ -52,10 +52,10 @@ class DeepSpeedBackend(LocalModel):
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of `loss_fn`'s sum, times the number of processes, because DeepSpeed averages over them."""
+        """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         outputs, said = self.run_forward(batch)
         loss, stats = self.loss_of(outputs, loss_fn)
-        self.engine.backward(loss * self.world_size)
+        self.engine.backward(loss)
         self.has_gradient = True
         return {"loss_sum": float(loss.detach()), **said, **stats}
 
@@ -63,7 +63,8 @@ class DeepSpeedBackend(LocalModel):
         """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
-        self.denominator = checked_denominator(denominator)
+        # DeepSpeed averages over the processes. A loss times their number would round otherwise throughout the backward pass.
+        self.denominator = checked_denominator(denominator) / self.world_size
         rate = self.settings.learning_rate(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
