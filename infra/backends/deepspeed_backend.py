@@ -18,7 +18,7 @@ from penstock.infra.backends.common import LocalModel, checked_denominator, chec
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes, to_bytes
+from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
 
 TAG = "deepspeed"
 
@@ -84,7 +84,7 @@ class DeepSpeedBackend(LocalModel):
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
         if self.adapters is not None:
-            return to_bytes(self.named_weights())
+            return self.whole_weights()
         tensors = []
         for name, parameter in self.model.named_parameters():
             with self._whole(parameter):

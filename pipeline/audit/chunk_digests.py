@@ -16,7 +16,8 @@ from blake3 import blake3
 from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed
 from penstock.pipeline.audit.kept.tables import Where
 from penstock.pipeline.audit.source import Source
-from penstock.topics import weight_delta, weights
+from penstock.topics import weights
+from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Manifest
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record

@@ -16,7 +16,8 @@ from penstock.infra import faults
 from penstock.infra.log import Pending, Producer
 from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
 from penstock.infra.tensors.stream import digest as tensors_digest
-from penstock.topics import weight_delta, weights
+from penstock.topics import weights
+from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing
 

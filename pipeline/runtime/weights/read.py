@@ -15,7 +15,8 @@ from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
-from penstock.topics import weight_delta, weights
+from penstock.topics import weights
+from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
