@@ -63,6 +63,8 @@ def of(role: str, **sections: dict[str, Any]) -> Estimate:
 def test_what_saves_memory_makes_the_estimate_smaller() -> None:
     full = of("trainer")
     assert of("trainer", trainer={"lora_rank": 16}).total < 0.75 * full.total
+    adapters, merged = (of("trainer", trainer={"lora_rank": 16}, weights={"encoding": encoding}) for encoding in ("auto", "merged"))
+    assert adapters.parts["published"] < 0.6 * merged.parts["published"]
     assert of("trainer", trainer={"dtype": "bfloat16"}).parts["activations"] < full.parts["activations"]
     assert of("trainer", trainer={"gradient_checkpointing": True}).parts["activations"] < full.parts["activations"]
     assert of("trainer", trainer={"share_prompts": "off"}).parts["activations"] > full.parts["activations"]
