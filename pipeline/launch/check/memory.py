@@ -130,6 +130,11 @@ def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
     }
 
 
+def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
+    """What a version takes that is published as adapters; None for other versions, and for models that are not estimated."""
+    return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
+
+
 def activations(config: Config, shape: Shape) -> int:
     """Bytes of the largest micro-batch, every prompt and completion as long as may be."""
     trainer, schedule = config.trainer, config.schedule

@@ -184,6 +184,15 @@ def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retenti
     assert short.weights(100) == short.weights(10**6) >= lying
 
 
+def test_adapters_are_counted_once_a_version_and_in_intervals_where_old_ones_are_deleted(tmp_path: Path) -> None:
+    config = configured(project(tmp_path), trainer={"lora_rank": 16}, weights={"anchor_every": 4})
+    chained = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": "chain"})})
+    kept, short = (disk.Growth(config=chosen, count=10**9, share=1.0, adapters=10**8) for chosen in (config, chained))
+    assert kept.weights(100) == kept.whole + 100 * 10**8
+    assert short.weights(3) == kept.weights(3)
+    assert kept.whole + 8 * 10**8 < short.weights(100) == short.weights(10**6) < kept.weights(100)
+
+
 def manifest(version: int, *, nbytes: int, base: int | None) -> Manifest:
     """A version in one chunk: those after version 0 lie one behind the other in a partition."""
     return Manifest(
