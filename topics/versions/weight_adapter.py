@@ -17,8 +17,10 @@ EXACT_BITS = 53
 """Of a float64: integers up to 2 to this power, and sums of them, have no rounding."""
 
 _HEADER = struct.Struct("<QIIIBd")
-_ELEMENTS = 1 << 16
-"""Merged at once: they stay in a processor's cache."""
+_PRODUCTS = 1 << 18
+"""Multiplied at once: they stay in a processor's cache, and so few of them OpenBLAS multiplies on one thread. Several would wait for each
+other at every call, and where others use the cores, too, for a hundred times as long as the work takes."""
+_COLUMNS = 1 << 10
 
 Buffer = memoryview | bytes | bytearray
 Matrix = npt.NDArray[np.float32]
@@ -101,14 +103,20 @@ def merge(below: Buffer, target: memoryview, a: Matrix, b: Matrix, *, dtype: str
     left, right = _on_grid(b, axis=1, bits=bits), _on_grid(a, axis=0, bits=bits)
     shape = len(b), a.shape[1]
     old, new = (np.frombuffer(buffer, _stored(dtype)).reshape(shape) for buffer in (below, target))
-    step = max(1, _ELEMENTS // shape[1])
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found out by the version's digest
-        for low in range(0, shape[0], step):
-            rows = slice(low, low + step)
-            added = np.matmul(left[rows], right)
+        for rows, columns in _tiles(shape, len(a)):
+            added = np.matmul(left[rows], right[:, columns])
             added *= scale
-            added += _floats(old[rows], dtype)
-            new[rows] = _rounded(added.astype(np.float32), dtype)
+            added += _floats(old[rows, columns], dtype)
+            new[rows, columns] = _rounded(added.astype(np.float32), dtype)
+
+
+def _tiles(shape: tuple[int, int], rank: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of the parts that are merged one by one."""
+    wide = min(shape[1], _COLUMNS, max(1, _PRODUCTS // rank))
+    high = max(1, _PRODUCTS // (rank * wide))
+    for left in range(0, shape[1], wide):
+        yield from ((slice(top, top + high), slice(left, left + wide)) for top in range(0, shape[0], high))
 
 
 def _on_grid(values: Matrix, *, axis: int, bits: int) -> npt.NDArray[np.float64]:
