@@ -26,8 +26,8 @@ from penstock.infra.tensors.stream import HASH, TensorBytes
 from penstock.infra.tensors.weight_copy import WeightCopy
 from penstock.pipeline.runtime.weights.publish import Base, chunk_partitions, send_version
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
-from penstock.topics import weight_delta
 from penstock.topics.catalogue import topics_of
+from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Manifest
 
 RUN, AT_WORK, PARTITIONS, CHUNK_BYTES = "weights", "at-work", 10, 8 << 20

@@ -1,8 +1,9 @@
 """`weights`: one manifest per policy version in partition 0, its bytes in chunks in the others. Trainer -> rollout workers.
 
 A manifest is written after its chunks and names their offsets; a version is usable only if all its chunks are there and its digest fits.
-Chunks of an anchor (`weights/1`) are a whole version; those of a delta (`weights/2`) are what `weight_delta` makes of two versions. A later
-manifest of a version with the same digest says where its chunks are instead: they had been lost."""
+Chunks of an anchor (`weights/1`) are a whole version; those of a delta (`weights/2`) are what `weight_delta` makes of two versions; those
+of adapters (`weights/3`) are what `weight_adapter` merges into version 0. A later manifest of a version with the same digest says where its
+chunks are instead: they had been lost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +18,9 @@ from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "weights/1"
-DELTA_SCHEMA = "weights/2"
-"""The same columns, which a release that knows no deltas must not take for those of a whole version."""
+SCHEMAS = {"full": SCHEMA, "delta": "weights/2", "adapter": "weights/3"}
+"""The same columns for each encoding, which a release that does not know it must not take for those of a whole version."""
 CHUNK_SCHEMA = "weights-chunk/1"
-ENCODINGS = ("full", "delta")
 MANIFESTS, ORIGIN, FIRST = 0, 1, 2
 """Partitions: that of the manifests, that of version 0, which always stays, and the first of all other versions' chunks."""
 
@@ -65,7 +65,7 @@ class Manifest:
     step: int
     """Optimizer steps taken before this version."""
     encoding: str
-    """How chunks become tensors; "full": the tensors' bytes one after the other; "delta": blocks of `weight_delta`, one after the other."""
+    """How chunks become tensors; "full": the tensors' bytes; "delta" or "adapter": blocks of `weight_delta` or `weight_adapter`."""
     base_version: int | None
     """The version that the chunks change; `None` if they are a whole version."""
     digest: str
@@ -73,7 +73,7 @@ class Manifest:
     nbytes: int
     """Bytes in all chunks."""
     names: tuple[str, ...]
-    """None of a delta, whose tensors are those of its base."""
+    """None where the chunks change a base, whose tensors they are."""
     dtypes: tuple[str, ...]
     """Element types, as "float32" or "bfloat16"."""
     shapes: tuple[tuple[int, ...], ...]
@@ -82,6 +82,11 @@ class Manifest:
     chunk_sizes: tuple[int, ...]
     chunk_sha256: tuple[str, ...]
     created_ns: int
+
+    @property
+    def begins_chain(self) -> bool:
+        """Whether it is put together from its own chunks alone, or from them and version 0, which always stays."""
+        return self.encoding != "delta"
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -123,7 +128,7 @@ def chunk_headers(chunk: Chunk, *, run: str, worker: str | None = None) -> Heade
 
 def check(record: Record, *, run: str) -> Headers:
     """The headers of a manifest of `run`, its payload untouched; raises `Unusable`."""
-    schema = DELTA_SCHEMA if ("schema", DELTA_SCHEMA.encode()) in record.headers else SCHEMA
+    schema = next((name for name in SCHEMAS.values() if ("schema", name.encode()) in record.headers), SCHEMA)
     return read_headers(record.headers, record.value, run=run, schema=schema, required=_REQUIRED)
 
 
@@ -149,17 +154,22 @@ def read_chunk(record: Record, *, run: str) -> tuple[Headers, Chunk]:
 
 
 def chain(manifests: Mapping[int, Manifest], version: int) -> list[Manifest]:
-    """The manifests that make up a version: its anchor, then the deltas after that. Raises `ValueError` where one of them is missing."""
+    """The manifests that make up a version: its anchor, then what changes it, one by one. Raises `ValueError` where one is missing."""
     links: list[Manifest] = []
     number: int | None = version
     while number is not None:
         if number not in manifests:
             raise ValueError(f"version {version} cannot be put together: the manifest of version {number} is not there")
         links.append(manifests[number])
-        number = links[-1].base_version if links[-1].encoding == "delta" else None
+        number = links[-1].base_version if links[-1].encoding != "full" else None
         if number is not None and number >= links[-1].version:
-            raise ValueError(f"version {links[-1].version} is a delta on version {number}, which does not come before it")
+            raise ValueError(f"version {links[-1].version} changes version {number}, which does not come before it")
     return links[::-1]
+
+
+def layout(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, element type, shape) of the tensors of a whole version, in the order of their bytes."""
+    return sorted(zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True))
 
 
 def chunk_places(manifest: Manifest) -> list[tuple[int, int]]:
@@ -168,7 +178,7 @@ def chunk_places(manifest: Manifest) -> list[tuple[int, int]]:
 
 
 def _schema(manifest: Manifest) -> str:
-    return DELTA_SCHEMA if manifest.encoding == "delta" else SCHEMA
+    return SCHEMAS[manifest.encoding]
 
 
 def _flaw(manifest: Manifest) -> str | None:
@@ -176,10 +186,12 @@ def _flaw(manifest: Manifest) -> str | None:
     chunks = {len(manifest.chunk_partitions), len(manifest.chunk_offsets), len(manifest.chunk_sizes), len(manifest.chunk_sha256)}
     if len(tensors) != 1 or len(chunks) != 1:
         return f"lists of tensors have lengths {sorted(tensors)}, lists of chunks {sorted(chunks)}; each must be of one length"
-    if manifest.encoding not in ENCODINGS:
-        return f"encoding is {manifest.encoding[:60]!r}, expected one of {', '.join(ENCODINGS)}"
-    if manifest.encoding == "delta" and (manifest.names or manifest.base_version is None):
-        return f"a delta on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
+    if manifest.encoding not in SCHEMAS:
+        return f"encoding is {manifest.encoding[:60]!r}, expected one of {', '.join(SCHEMAS)}"
+    if manifest.encoding != "full" and (manifest.names or manifest.base_version is None):
+        return f"encoding {manifest.encoding} on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
+    if manifest.encoding == "adapter" and manifest.base_version != 0:
+        return f"adapters on version {manifest.base_version}, which is not the first"
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
         return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
     return None

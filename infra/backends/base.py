@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.engines.packages import Package
+from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import TensorBytes
 
 LossFunction = Callable[..., tuple[Any, dict[str, float]]]
@@ -71,6 +72,10 @@ class Backend(Protocol):
 
     def weights(self) -> list[TensorBytes]:
         """A copy of the full, unsharded weights under the names of `model.named_parameters()`, tied ones once."""
+        ...
+
+    def adapted(self) -> Adapted | None:
+        """The weights that `weights` gives as adapters and the weights below them; None where the weights themselves are trained."""
         ...
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:

@@ -26,8 +26,9 @@ from penstock.infra.backends.model.lora import FOLDER, Adapters
 from penstock.infra.backends.processor import this_cpu
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError, Diverged
+from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import copy_into, from_bytes
+from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """[B, L-1] log-probabilities with gradient, and entropies likewise, if wanted."""
@@ -121,9 +122,13 @@ class LocalModel:
         """A copy of the full weights, tied ones once."""
         raise NotImplementedError
 
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights under their names in the plain model, adapters merged into them."""
-        return self.model.named_parameters() if self.adapters is None else self.adapters.weights()
+    def adapted(self) -> Adapted | None:
+        """The weights with their adapters apart."""
+        return None if self.adapters is None else self.adapters.apart()
+
+    def whole_weights(self) -> list[TensorBytes]:
+        """A copy of weights that are whole in this process, under their names in the plain model, adapters merged into them."""
+        return to_bytes(self.model.named_parameters()) if self.adapters is None else self.adapters.apart().merged()
 
     def replace_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace all weights, or none."""
@@ -156,7 +161,7 @@ class LocalModel:
             "threads": self.settings.threads,
             "deterministic": self.settings.deterministic,
             **({"tf32": "on"} if self.settings.tf32 else {}),
-            **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}"} if self.adapters else {}),
+            **({"lora": f"rank {self.settings.lora_rank}, alpha {self.settings.alpha:g}, merged exactly"} if self.adapters else {}),
             "processes": int(os.environ.get("WORLD_SIZE", "1")),
         }
 

@@ -18,7 +18,7 @@ from penstock.infra.backends.common import LocalModel, checked_denominator, chec
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes, to_bytes
+from penstock.infra.tensors.torch_copy import fitting, from_bytes, tensor_bytes
 
 TAG = "deepspeed"
 
@@ -52,10 +52,10 @@ class DeepSpeedBackend(LocalModel):
 
     @strict_or_error()
     def backward(self, batch: TokenBatch, loss_fn: LossFunction, *, denominator: float | None = None) -> dict[str, float]:
-        """Add the gradient of `loss_fn`'s sum, times the number of processes, because DeepSpeed averages over them."""
+        """Add the gradient of `loss_fn`'s sum; `denominator` is not needed here."""
         outputs, said = self.run_forward(batch)
         loss, stats = self.loss_of(outputs, loss_fn)
-        self.engine.backward(loss * self.world_size)
+        self.engine.backward(loss)
         self.has_gradient = True
         return {"loss_sum": float(loss.detach()), **said, **stats}
 
@@ -63,7 +63,8 @@ class DeepSpeedBackend(LocalModel):
         """Divide the gradient sum, clip, update; `BackendError` and unchanged weights when the gradient is not finite."""
         if not self.has_gradient:
             raise BackendError("an optimizer step needs at least one backward pass before it")
-        self.denominator = checked_denominator(denominator)
+        # DeepSpeed averages over the processes. A loss times their number would round otherwise throughout the backward pass.
+        self.denominator = checked_denominator(denominator) / self.world_size
         rate = self.settings.learning_rate(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -83,7 +84,7 @@ class DeepSpeedBackend(LocalModel):
     def weights(self) -> list[TensorBytes]:
         """A copy of the full weights; under ZeRO-3 a collective that every process must enter, one parameter at a time."""
         if self.adapters is not None:
-            return to_bytes(self.named_weights())
+            return self.whole_weights()
         tensors = []
         for name, parameter in self.model.named_parameters():
             with self._whole(parameter):

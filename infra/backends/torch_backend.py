@@ -15,7 +15,6 @@ from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error, update_norm
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import to_bytes
 
 STATE_FILE = "trainer.pt"
 LARGE_MODEL_BYTES = 2**28
@@ -86,7 +85,7 @@ class TorchBackend(LocalModel):
 
     def weights(self) -> list[TensorBytes]:
         """A copy of all parameters, tied ones once."""
-        return to_bytes(self.named_weights())
+        return self.whole_weights()
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:

@@ -17,8 +17,15 @@ def to_bytes(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorBytes]:
 
 def tensor_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
     """Copy one tensor out: later changes of `tensor` do not reach the result."""
-    detached = tensor.detach()
-    host = detached.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return _as_bytes(name, tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+
+
+def seen_bytes(name: str, tensor: torch.Tensor) -> TensorBytes:
+    """The bytes of one tensor where they lie, if that is on the host and row-major; else a copy."""
+    return _as_bytes(name, tensor.detach().cpu().contiguous())
+
+
+def _as_bytes(name: str, host: torch.Tensor) -> TensorBytes:
     raw = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
     return TensorBytes(name=name, dtype=str(host.dtype).removeprefix("torch."), shape=tuple(host.shape), data=memoryview(raw).cast("B"))
 

@@ -16,7 +16,8 @@ from blake3 import blake3
 from penstock.pipeline.audit.facts import ChunkFact, Facts, Recomputed
 from penstock.pipeline.audit.kept.tables import Where
 from penstock.pipeline.audit.source import Source
-from penstock.topics import weight_delta, weights
+from penstock.topics import weights
+from penstock.topics.versions import weight_adapter, weight_delta
 from penstock.topics.weights import Manifest
 from penstock.topics.wire import errors
 from penstock.topics.wire.record import Record
@@ -83,21 +84,34 @@ class Held:
         self.layout: Manifest | None = None
         """The manifest that lists its tensors."""
         self.data = memoryview(b"")
+        self.origin: memoryview | None = None
+        """Version 0, in a file of its own, once it was put together and as far as versions are adapters on it."""
 
     def begin(self, manifest: Manifest) -> None:
         """Make room for a whole version."""
         self.version, self.layout = None, manifest
         if len(self.data) != manifest.nbytes:
-            with tempfile.TemporaryFile() as file:
-                file.truncate(max(1, manifest.nbytes))
-                self.data = memoryview(mmap.mmap(file.fileno(), 0))[: manifest.nbytes]
+            self.data = _room(manifest.nbytes)
+
+    def misses(self, manifest: Manifest) -> bool:
+        """Whether what a version is to be applied to was released, or is broken and said so."""
+        if manifest.encoding == "adapter":
+            return self.version != 0 and self.origin is None
+        return manifest.encoding == "delta" and self.version != manifest.base_version
 
     def recompute(self, manifest: Manifest, pieces: Iterator[memoryview]) -> str:
-        """The digest of a version that is whole, or that changes the one which is held; raises `ValueError`."""
+        """The digest of a version that is whole, or that changes the one which is held, or version 0; raises `ValueError`."""
         if manifest.encoding == "delta":
             assert self.version == manifest.base_version
             self.version = None
             weight_delta.apply(b"".join(pieces), self.data)
+        elif manifest.encoding == "adapter":
+            if self.origin is None:
+                assert self.version == 0
+                self.origin = _room(len(self.data))
+                self.origin[:] = self.data
+            self.version = None
+            weight_adapter.apply(b"".join(pieces), self.origin, self.data)
         else:
             self.begin(manifest)
             start = 0
@@ -112,12 +126,19 @@ class Held:
         return found
 
 
+def _room(nbytes: int) -> memoryview:
+    """Memory in a file without a name."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(max(1, nbytes))
+        return memoryview(mmap.mmap(file.fileno(), 0))[:nbytes]
+
+
 def _recompute(manifest: Manifest, cursors: dict[int, Cursor], facts: Facts, held: Held) -> Recomputed:
     places = list(zip(manifest.chunk_partitions, manifest.chunk_offsets, strict=True))
     if any(facts.deleted(Where("weights", *place)) for place in places):
         return Recomputed(None, None, released=True)
-    if manifest.encoding == "delta" and held.version != manifest.base_version:
-        return Recomputed(None, None, released=True)  # what it changes is released, or broken and said so
+    if held.misses(manifest):
+        return Recomputed(None, None, released=True)
     try:
         return Recomputed(held.recompute(manifest, _pieces(places, cursors)), None)
     except ValueError as error:

@@ -147,6 +147,11 @@ class Config(Section):
         return bool(self.eval_sources) and self.eval.engine == "rollout"
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether versions are published as adapters on version 0."""
+        return self.weights.encoding != "merged" and self.trainer.lora_rank > 0
+
+    @property
     def eval_reward(self) -> RewardSection:
         """The reward functions of evaluations: their own, else those of the run."""
         if self.eval.functions is None:

@@ -303,6 +303,9 @@ class WeightsSection(Section):
         "all", description="chain deletes, once a whole version is out, those before the whole one before it; replaying them needs all"
     )
     anchor_every: Positive = Field(20, description="versions from one that is published whole to the next; those between are changes")
+    encoding: Literal["auto", "merged", "adapter"] = Field(
+        "auto", description="adapter: where LoRA trains, versions are sent as adapters, which readers merge into version 0; auto: then, too"
+    )
     shared: bool = Field(True, description="the rollout workers of a machine keep one copy in shared memory, which one of them reads")
     transport: Literal["kafka", "ipc"] = Field(
         "kafka", description="ipc: rollout workers on the trainer's machine load from its memory; all others, and late ones, read the log"

@@ -78,6 +78,12 @@ def _support(config: Config) -> str | None:
     return None
 
 
+def _adapters(config: Config) -> str | None:
+    if config.weights.encoding == "adapter" and not config.trainer.lora_rank:
+        return "weights.encoding: 'adapter' needs trainer.lora_rank; without it there are no adapters, set 'auto'"
+    return None
+
+
 def _proximal(config: Config) -> str | None:
     proximal, per_version = config.algorithm.proximal, config.schedule.steps_per_version
     if proximal == "current" and per_version != 1:
@@ -318,6 +324,7 @@ CHECKS: tuple[Check, ...] = (
     _stale_in_hand,
     _temperature,
     _support,
+    _adapters,
     _proximal,
     _corrected_once,
     _correction_bounds,

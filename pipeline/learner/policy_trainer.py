@@ -13,6 +13,7 @@ from penstock.infra.backends.ranks.lead_backend import LeadBackend
 from penstock.infra.checkpoints.rules import Recorded, State
 from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.errors import BackendError, CheckpointError
+from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.learner.ranks.lead import Ranks
@@ -33,6 +34,8 @@ class Weights:
 
     _copy: Callable[[], Sequence[TensorBytes]]
     hash_name: Hash = HASH
+    adapted: Adapted | None = None
+    """The same weights with their adapters apart, if they have some; `_copy` may then be called at any time."""
     _tensors: Sequence[TensorBytes] | None = field(default=None, repr=False)
     _digest: str | None = None
     _invalid: bool = False
@@ -40,10 +43,11 @@ class Weights:
     @property
     def tensors(self) -> Sequence[TensorBytes]:
         """The tensors themselves."""
-        if self._tensors is None:
+        tensors = self._tensors
+        if tensors is None:
             assert not self._invalid, "the model has taken another step: these weights were not copied in time"
-            self._tensors = self._copy()
-        return self._tensors
+            self._tensors = tensors = self._copy()
+        return tensors
 
     @property
     def digest(self) -> str:
@@ -52,8 +56,13 @@ class Weights:
         return self._digest
 
     def invalidate(self) -> None:
-        """Refuse to copy from now on: the model is about to change."""
-        self._invalid = True
+        """Refuse to copy from now on: the model is about to change. What has its adapters apart does not change with it."""
+        self._invalid = self.adapted is None
+
+    def forget(self) -> None:
+        """Drop the tensors; the digest stays."""
+        assert self.adapted is not None, "these weights cannot be made again"
+        self._tensors = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +118,9 @@ class PolicyTrainer:
 
     def weights(self) -> Weights:
         """The current weights; all callers between two steps share one copy."""
-        self._weights = self._weights or Weights(self.backend.weights, self.hash_name)
+        if self._weights is None:
+            adapted = self.backend.adapted()
+            self._weights = Weights(self.backend.weights if adapted is None else adapted.merged, self.hash_name, adapted)
         return self._weights
 
     def release_weights(self) -> None:

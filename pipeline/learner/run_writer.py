@@ -15,7 +15,7 @@ from penstock.infra import faults
 from penstock.infra.errors import LogError, LogUnreachable, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.paths import run_directory
-from penstock.infra.tensors.stream import hash_of
+from penstock.infra.tensors.stream import expected_nbytes
 from penstock.pipeline.learner.checkpointer import MODEL, Checkpointer
 from penstock.pipeline.learner.chunk_gaps import ChunkGaps
 from penstock.pipeline.learner.fingerprint import arithmetic_of
@@ -25,7 +25,7 @@ from penstock.pipeline.learner.weight_publisher import Publication, WeightPublis
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.publish import manifest_record
-from penstock.pipeline.runtime.weights.retention import deletable
+from penstock.pipeline.runtime.weights.retention import deletable, is_anchor
 from penstock.pipeline.scheduling import rules
 from penstock.topics import ledger, weights
 from penstock.topics.ledger import Entry
@@ -164,8 +164,9 @@ class RunWriter:
                 self._publish_again(content, published)
             self.session.reporter.values.update(version=version)
             return
-        started, tensors = time.monotonic(), content.tensors  # a copy: the model may change from here on
-        assert tensors, "a model has parameters"
+        started = time.monotonic()
+        if content.adapted is None:
+            assert content.tensors, "a model has parameters"  # a copy: the model may change from here on
         self._publication = self._publisher.begin(content, version=version, step=step, manifests=self.state.manifests)
         self._stalled_s = time.monotonic() - started
 
@@ -182,12 +183,14 @@ class RunWriter:
         began, manifest = time.monotonic(), self._publisher.finish(publication)
         self._publication = None
         self._gaps.read_to(weights.chunk_places(manifest))
-        whole = sum(tensor.nbytes for tensor in publication.content.tensors)
+        origin = self.state.manifests.get(0, manifest)
+        whole = sum(expected_nbytes(dtype, shape) for _, dtype, shape in weights.layout(origin))
         now = time.monotonic()
         measured = {
             "bytes": float(manifest.nbytes),
             "full_bytes": float(whole),
             "delta": float(manifest.encoding == "delta"),
+            "adapter": float(manifest.encoding == "adapter"),
             "publish_s": now - publication.started,
             "stall_s": self._stalled_s + now - began,
         }
@@ -196,7 +199,8 @@ class RunWriter:
         self.state.add(manifest)
         self._publisher.committed(publication)
         self.session.reporter.values.update(version=manifest.version)
-        if manifest.encoding == "full" and self.session.config.weights.keep == "chain":
+        chosen = self.session.config.weights
+        if chosen.keep == "chain" and is_anchor(manifest, every=chosen.anchor_every):
             self._release()
 
     def _release(self) -> None:
@@ -205,7 +209,8 @@ class RunWriter:
         store = self.checkpoints.store
         steps = store.steps() if store is not None and per_version > 1 else []  # a snapshot within a version is read again
         needed = {rules.version_after(done, steps_per_version=per_version) for done in steps} & self.state.manifests.keys()
-        before = deletable(self.state.manifests, ends=self._gaps.ends, needed=needed)
+        every = self.session.config.weights.anchor_every
+        before = deletable(self.state.manifests, ends=self._gaps.ends, every=every, needed=needed)
         topic = self.session.topic("weights")
         try:
             self.session.log.delete_records({(topic, partition): offset for partition, offset in before.items()})
@@ -216,13 +221,14 @@ class RunWriter:
 
     def repair_newest(self) -> None:
         """Send the newest version again if its chunks cannot be read, as far as it is still in memory. Raises `LogError`."""
-        newest, base = self.state.newest_version, self._publisher.base
-        if self._publication is not None or base is None or base.version != newest:
+        newest = self.state.newest_version
+        published = self.state.manifests.get(newest)
+        content = None if published is None or self._publication is not None else self._publisher.newest(published)
+        if published is None or content is None:
             return
-        published = self.state.manifests[newest]
         if (problem := self._publisher.look_through(self.state.manifests, newest)) is not None:
             self.session.reporter.say(f"version {newest} cannot be read any more ({problem}): it is sent again")
-            self._publish_again(Weights(lambda: base.tensors, hash_of(published.digest)), published)
+            self._publish_again(content, published)
 
     def _publish_again(self, content: Weights, published: Manifest) -> None:
         """Send a published version whole; a manifest with the same digest says where its chunks are now."""

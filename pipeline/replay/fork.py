@@ -27,7 +27,7 @@ from penstock.topics.runs import RunRecord
 
 OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")
 """Keys that say where a fork begins."""
-OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype")
+OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "trainer.lora_rank", "trainer.lora_alpha")
 """Keys that the optimizer's state was written under."""
 
 
@@ -147,7 +147,8 @@ def _origin(recording: Recording, course: PolicyTrainer, step: int) -> dict[str,
 def _write(course: PolicyTrainer, directory: Path, *, state: bool) -> None:
     """The model as engines open it, and the optimizer's state; durable before they have their name."""
     (directory / "model").mkdir(parents=True)
-    course.backend.export(directory / "model", course.backend.weights())
+    adapted = course.backend.adapted()  # the state has the adapters: below them lies what the parent's lie on
+    course.backend.export(directory / "model", course.backend.weights() if adapted is None else adapted.below())
     if state:
         course.backend.save(directory / "backend")
     sync_directory(directory)

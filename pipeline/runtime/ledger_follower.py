@@ -27,7 +27,7 @@ class LedgerState:
 
     run: str
     newest_only: bool = False
-    """Keep, beside version 0, only what the newest versions are put together from: the last two anchors and what follows them."""
+    """Keep, beside version 0, only what the newest versions are put together from: the last two that begin a chain, and what follows."""
     manifests: dict[int, Manifest] = field(default_factory=dict)
     newest_version: int = -1
     steps: int = 0
@@ -39,7 +39,7 @@ class LedgerState:
     opened: Entry | None = None
     last_seq: int = -1
     _anchor: int = 0
-    """The newest version that is whole."""
+    """The newest version that begins a chain."""
 
     def apply(self, record: Record) -> Entry | Manifest | None:
         """Apply a record of `ledger` or of partition 0 of `weights`; None when it was applied before. Raises `Unusable`."""
@@ -85,7 +85,7 @@ class LedgerState:
             manifest = replace(manifest, names=origin.names, dtypes=_same(manifest.dtypes, origin.dtypes), shapes=origin.shapes)
         self.manifests[manifest.version] = manifest
         self.newest_version = max(manifest.version, self.newest_version)
-        if self.newest_only and manifest.encoding == "full":
+        if self.newest_only and manifest.begins_chain:
             for version in [version for version in self.manifests if 0 < version < self._anchor]:
                 del self.manifests[version]
             self._anchor = max(manifest.version, self._anchor)

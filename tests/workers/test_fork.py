@@ -136,11 +136,17 @@ def test_what_a_fork_cannot_do_is_refused_before_anything_is_trained(
     assert why in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_fork_of_a_deepspeed_run_goes_on_with_its_optimizer(
-    run_id: str, log: MemoryLog, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param({"backend": "deepspeed", "zero_stage": 2}, id="DeepSpeed", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 4}, id="LoRA"),
+    ],
+)
+def test_a_fork_goes_on_with_its_parents_optimizer(
+    run_id: str, log: MemoryLog, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: dict[str, Any]
 ) -> None:
-    trainer = {"backend": "deepspeed", "zero_stage": 2, "lr_schedule": "linear"}
+    trainer = {"lr_schedule": "linear", **trainer}
     config = config_of(tiny_model, tmp_path, run={"steps": STEPS, "seed": 7}, rollout={"workers": 1}, trainer=trainer)
     complete(log, run_id, config)
     kid = f"{run_id}-kid"

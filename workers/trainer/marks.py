@@ -36,10 +36,10 @@ def mark_at(session: Session, inbox: GroupInbox, places: Places, positions: Mapp
 
 
 def note_anchor(places: Places, record: Record, state: LedgerState) -> None:
-    """Note where the manifest of a whole version stands."""
+    """Note where the manifest of a version that begins a chain stands."""
     with contextlib.suppress(Unusable):
         manifest = state.manifests.get(weights.check(record, run=state.run).policy_version_min or 0)
-        if manifest is not None and manifest.encoding == "full":
+        if manifest is not None and manifest.begins_chain:
             places.anchors.setdefault(manifest.version, record.offset)
 
 

@@ -22,7 +22,7 @@ NEWEST = (16, 256)
 CHECKPOINTS = 2
 """Checkpoints a trainer can come back to without reading everything: the newest, and the one before should that be damaged."""
 ANCHORS = 2
-"""Whole versions, at most as new as those checkpoints, from which on manifests are read."""
+"""Versions that begin a chain, at most as new as those checkpoints, from which on manifests are read."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Places:
     steps: dict[int, int] = field(default_factory=dict)
     """Steps done -> offset of the entry that committed the last of them."""
     anchors: dict[int, int] = field(default_factory=dict)
-    """Whole versions -> offset of the manifest."""
+    """Versions that begin a chain -> offset of the manifest."""
     rebased: int | None = None
 
     def checkpoints(self, saved: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -43,7 +43,7 @@ class Places:
         return tuple(known)
 
     def anchor(self, version: int) -> tuple[int, int]:
-        """(version, offset) of a whole version that is `ANCHORS` before `version`, or of the first; forgets the older ones."""
+        """(version, offset) of what begins a chain `ANCHORS` such versions before `version`, or of the first; forgets the older ones."""
         older = sorted(known for known in self.anchors if known <= version)[-ANCHORS:]
         first = older[0] if older else 0
         self.anchors = {known: at for known, at in self.anchors.items() if known >= first}
@@ -140,7 +140,7 @@ def _read_manifests(log: Log, run: str, mark: ResumeMark, story: LedgerState, pl
             story.take(manifest)
         except Unusable:
             continue
-        if manifest.encoding == "full":
+        if manifest.begins_chain:
             places.anchors.setdefault(manifest.version, record.offset)
 
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on every linear layer of a model but its output, by `peft`.
 
-The rule: whoever reads the weights gets merged ones, `W + alpha / rank * B A` in float32 and rounded once, under the names that the
-model has without adapters; only the adapters are trained, and they are float32.
+The rule: whoever reads the weights gets merged ones, `W + alpha / rank * B A` as `topics.versions` makes them, under the names that
+the model has without adapters; only the adapters are trained, and they are float32.
 """
 
 import contextlib
@@ -10,12 +10,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
 from penstock.infra.errors import BackendError
-from penstock.infra.tensors.stream import TensorBytes
-from penstock.infra.tensors.torch_copy import fitting, from_bytes
+from penstock.infra.tensors.adapted import Adapted, Adapter
+from penstock.infra.tensors.stream import Hash, TensorBytes, digest
+from penstock.infra.tensors.torch_copy import fitting, from_bytes, seen_bytes
 
 NAME = "default"
 FOLDER = "adapter"
@@ -44,27 +47,26 @@ class Adapters:
         for layer in self.layers.values():
             for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
                 part.to(torch.float32)
+        self._digests_below: dict[Hash, str] = {}
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The merged weights, each under its name in the plain model; merged ones are copies."""
-        for name, parameter in self.model.named_parameters():
-            owner, _, _ = name.rpartition(".base_layer.")
-            if owner and name.endswith(".weight"):
-                yield f"{owner}.weight", self._merged(self.layers[owner])
-            elif owner:
-                yield name.replace(".base_layer.", "."), parameter
-            elif ".lora_" not in name:
-                yield name, parameter
+    def apart(self) -> Adapted:
+        """The model's weights at this moment: a copy of the adapters, and the weights below them where they are."""
+        adapters = {
+            f"{name}.weight": Adapter(a=_floats(layer.lora_A), b=_floats(layer.lora_B), scale=layer.scaling[NAME])
+            for name, layer in self.layers.items()
+        }
+        return Adapted(below=self._seen_below, below_digest=self._digest_below, adapters=adapters)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace the weights below the adapters, or none, and set the adapters to add nothing."""
-        plain = {name.replace(".base_layer.", "."): parameter for name, parameter in self.model.named_parameters() if ".lora_" not in name}
+        plain = dict(self._below())
         given = fitting(tensors, shapes={name: tuple(parameter.shape) for name, parameter in plain.items()})
         for name, parameter in plain.items():
             parameter.copy_(from_bytes(given[name]))
         for layer in self.layers.values():
             layer.lora_B[NAME].weight.zero_()
+        self._digests_below = {}
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -89,13 +91,26 @@ class Adapters:
         }
         save_file(tensors, str(directory / "adapter_model.safetensors"), {"format": "pt"})
 
-    @torch.no_grad()
-    def _merged(self, layer: Any) -> torch.Tensor:
-        """[out, in] in the dtype of the weight."""
-        weight, a, b = layer.get_base_layer().weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        merged: torch.Tensor = torch.addmm(weight.float(), b, a, alpha=layer.scaling[NAME]).to(weight.dtype)
-        return merged
+    def _below(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights below the adapters, each under its name in the plain model."""
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" not in name:
+                yield name.replace(".base_layer.", "."), parameter
+
+    def _seen_below(self) -> Iterator[TensorBytes]:
+        return (seen_bytes(name, parameter) for name, parameter in self._below())
+
+    def _digest_below(self, hash_name: Hash) -> str:
+        if hash_name not in self._digests_below:
+            self._digests_below[hash_name] = digest(self._seen_below(), hash_name)
+        return self._digests_below[hash_name]
 
     def _enable(self, enabled: bool) -> None:
         for layer in self.layers.values():
             layer.enable_adapters(enabled)
+
+
+def _floats(part: Any) -> npt.NDArray[np.float32]:
+    """A copy of A or B."""
+    copied: npt.NDArray[np.float32] = part[NAME].weight.detach().to("cpu", torch.float32, copy=True).numpy()
+    return copied

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from penstock.infra.backends.base import Backend, LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.errors import BackendError, PenstockError
+from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import TensorBytes
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ class LeadBackend:
         """A copy of the full weights."""
         self._gather()
         return self.own.weights()
+
+    def adapted(self) -> Adapted | None:
+        """The weights with their adapters apart, of which every rank has all."""
+        return self.own.adapted()
 
     def load_weights(self, tensors: Iterable[TensorBytes]) -> None:
         """Replace every rank's weights, or none."""

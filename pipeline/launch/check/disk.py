@@ -56,6 +56,8 @@ class Growth:
     count: int
     share: float
     """Of a delta in the whole version; 1 for an upper bound."""
+    adapters: int | None = None
+    """Bytes of a version that is published as adapters; None where versions are whole ones and deltas."""
 
     @property
     def whole(self) -> int:
@@ -76,6 +78,10 @@ class Growth:
     def weights(self, steps: int) -> int:
         """The topic `weights` after so many steps."""
         chosen, versions = self.config.weights, versions_of(steps, steps_per_version=self.config.schedule.steps_per_version)
+        undeleted = chosen.partitions * self.config.weight_segment_bytes  # disk is freed by whole segments
+        if self.adapters is not None:
+            everything = self.whole + versions * self.adapters
+            return everything if chosen.keep == "all" else min(everything, self.whole + 3 * chosen.anchor_every * self.adapters + undeleted)
         longest = math.ceil(1 / max(self.share, 1e-6)) + 1  # the deltas of a chain are not more bytes than its anchor
         every = min(chosen.anchor_every, longest)
         anchors = versions // every
@@ -83,7 +89,6 @@ class Growth:
         if chosen.keep == "all":
             return everything
         cycle = self.whole + (every - 1) * self.delta
-        undeleted = chosen.partitions * self.config.weight_segment_bytes  # disk is freed by whole segments
         return min(everything, self.whole + 3 * cycle + undeleted)  # version 0, two anchors with what follows them, and the next one
 
     def kept_samples(self, steps: int) -> int:

@@ -125,9 +125,14 @@ def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
         "moments": 8 * trained // optimizer,
         "gradients": 4 * trained // gradients,
         "frozen copies": frozen * item * count,
-        "published": 2 * item * count,
+        "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
         "activations": activations(config, shape) + LOGITS,
     }
+
+
+def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
+    """What a version takes that is published as adapters; None for other versions, and for models that are not estimated."""
+    return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
 
 
 def activations(config: Config, shape: Shape) -> int:
@@ -153,7 +158,7 @@ def engine_parts(config: Config, shape: Shape) -> dict[str, int]:
         "libraries": LIBRARIES["vllm" if vllm else "transformers"],
         "weights": item * shape.parameters,
         "packed output layer": packed,
-        "new version": ITEM[config.trainer.dtype] * shape.parameters,
+        "new version": (2 if config.sends_adapters else 1) * ITEM[config.trainer.dtype] * shape.parameters,
         "layers while they load": embedding + packed if vllm else 0,
         "keys and values": shape.cached(rows * (longest + (64 if vllm else 0)), item),
         "logits": rows * shape.vocabulary * 4 * 2,

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import Growth, delta_share, parameters
-from penstock.pipeline.launch.check.memory import estimates, shape_of
+from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, estimates, shape_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.records.runs import size
@@ -93,12 +94,15 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
     if count is None:
         return
     chosen, steps, share = config.weights, info["steps"], delta_share(config.trainer.dtype, config.trainer.lr)
-    likely, most = Growth(config=config, count=count, share=share), Growth(config=config, count=count, share=1.0)
-    note(
-        "weights",
+    of_model = partial(Growth, config=config, count=count, adapters=adapter_bytes(config, _shape(config)))
+    likely, most = of_model(share=share), of_model(share=1.0)
+    sent = (
         f"{size(likely.whole)} whole, every {chosen.anchor_every} versions; a delta about {size(likely.delta)} at trainer.lr = "
-        f'{config.trainer.lr:g} in {config.trainer.dtype}; weights.keep = "{chosen.keep}"',
+        f"{config.trainer.lr:g} in {config.trainer.dtype}"
+        if likely.adapters is None
+        else f"{size(likely.whole)} whole, once; the adapters of each version {size(likely.adapters)}"
     )
+    note("weights", f'{sent}; weights.keep = "{chosen.keep}"')
     keeps = "" if config.kafka.keep_steps is None else f" (at most {size(likely.kept_samples(steps))} are kept)"
     home = next(parent for parent in (state_path(), *state_path().parents) if parent.exists())
     free = shutil.disk_usage(home).free
@@ -110,7 +114,7 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
         f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints; {size(free)} are free{soon}",
     )
     if full is not None:
-        chain = Growth(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), count=count, share=share)
+        chain = of_model(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), share=share)
         less = f'set weights.keep = "chain" ({size(chain.here(steps))}), ' if chosen.keep == "all" and chain.here(steps) <= free else ""
         fewer = "set kafka.keep_steps, " if config.kafka.keep_steps is None and steps * likely.samples > free // 4 else ""
         raise PenstockError(
@@ -122,7 +126,7 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
 
 def memory_line(config: Config) -> str:
     """The most that each worker is expected to take; says so where that is more than this machine has free."""
-    shape = shape_of(json.loads((config.model_directory / "config.json").read_text(encoding="utf-8")))
+    shape = _shape(config)
     if shape is None:
         return "not estimated: the model is no decoder with dense gated layers"
     found, counts = estimates(config, shape), {"trainer": config.trainer.processes, "rollout": config.rollout.workers}
@@ -130,6 +134,10 @@ def memory_line(config: Config) -> str:
     total, free = sum(each.total * counts.get(each.role, 1) for each in found), psutil.virtual_memory().available
     where = "most of it on the GPUs" if visible_gpus() else f"{size(free)} are free"
     return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
+
+
+def _shape(config: Config) -> Shape | None:
+    return shape_of(json.loads((config.model_directory / "config.json").read_text(encoding="utf-8")))
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[[str], None]) -> list[dict[str, Any]]:

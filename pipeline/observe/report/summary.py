@@ -139,14 +139,15 @@ def _schedule(view: RunView) -> dict[str, Any]:
 
 
 def _weights(view: RunView) -> dict[str, Any]:
-    """What was published: a delta is a version that was sent as what differs from the one before."""
+    """What was published: a delta is a version that was sent as what differs from the one before, adapters are on version 0."""
     measured = [entry.metrics for _, entry in sorted(view.versions.items())]
-    deltas = [each["bytes"] for each in measured if each.get("delta")]
+    deltas, adapters = ([each["bytes"] for each in measured if each.get(name)] for name in ("delta", "adapter"))
     return {
         "versions": len(view.versions),
         "bytes": int(sum(entry.metrics.get("bytes", 0.0) for entry in view.versions.values())),
         "digest": _digest(view),
         "delta_bytes_median": int(statistics.median(deltas)) if deltas else None,
+        "adapter_bytes_median": int(statistics.median(adapters)) if adapters else None,
         "full_bytes": next((int(each["full_bytes"]) for each in reversed(measured) if "full_bytes" in each), None),
     }
 

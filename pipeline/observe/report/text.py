@@ -209,10 +209,14 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         lines.append(("practice", Text(practice)))
     digest = str(weights["digest"] or "none")
     sent = f"{weights['versions']} versions, {weights['bytes'] / 1e6:,.1f} MB"
-    if weights["delta_bytes_median"] is not None:
-        sent += f" (a delta {weights['delta_bytes_median'] / weights['full_bytes']:.1%} of a full version)"
-    lines.append(("weights", Text(f"{sent}; digest {digest[:16]}")))
+    lines.append(("weights", Text(f"{sent}{_changes(weights)}; digest {digest[:16]}")))
     return lines
+
+
+def _changes(weights: Mapping[str, Any]) -> str:
+    """How large versions are that were not sent whole."""
+    sizes = {"a delta": weights["delta_bytes_median"], "adapters": weights["adapter_bytes_median"]}
+    return "".join(f" ({what} {size / weights['full_bytes']:.1%} of a full version)" for what, size in sizes.items() if size is not None)
 
 
 def _practice(measured: Mapping[str, float | None]) -> str:

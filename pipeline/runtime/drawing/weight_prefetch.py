@@ -16,6 +16,7 @@ from penstock.infra.tensors.machine_memory import MachineMemory, is_supported
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.infra.tensors.weight_copy import NONE, WeightCopy
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower, LedgerState
+from penstock.pipeline.runtime.weights.below import Below
 from penstock.pipeline.runtime.weights.direct import Inlet
 from penstock.pipeline.runtime.weights.ends import read_ends
 from penstock.pipeline.runtime.weights.read import ChunkReader, bring
@@ -52,7 +53,7 @@ class WeightPrefetch:
         """What this worker shares with others, once it knows the run's version 0."""
         self._ask_at = 0.0
         self._log, self._run, self._say = log, run, say
-        self._reader = ChunkReader(log, run)
+        self._reader, self._below = ChunkReader(log, run), Below()
         self._refused: Manifest | None = None
         """The manifest of the version that could not be read last."""
         self._retry_at = 0.0
@@ -190,7 +191,7 @@ class WeightPrefetch:
         """Read a version where reading ended last, or anew if that fails: what comes there may have been deleted since."""
         for was_open in (self._reader.is_open, False):
             try:
-                bring(self._copy, self._log, self.state.manifests, version, run=self._run, reader=self._reader)
+                bring(self._copy, self._log, self.state.manifests, version, run=self._run, reader=self._reader, below=self._below)
             except LogUnreachable:
                 raise
             except LogError:

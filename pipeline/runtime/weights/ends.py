@@ -63,11 +63,15 @@ def _read_manifests(log: Log, at: Partition, state: LedgerState) -> int:
 
 
 def _is_whole(story: LedgerState) -> bool:
-    """Whether all is there that the newest version is put together from; version 0 may have been sent again later."""
+    """Whether all is there that the newest version is put together from.
+
+    Version 0 may have been sent again later, but not after another version is out: adapters go with its manifest near the beginning.
+    """
     try:
-        return weights.chain(story.manifests, story.newest_version)[0].version > 0
+        first, *others = weights.chain(story.manifests, story.newest_version)
     except ValueError:
         return False
+    return first.version > 0 or (bool(others) and others[0].begins_chain)
 
 
 def _first_of_longest(records: list[Record], number_of: Callable[[Record], int]) -> tuple[int, int] | None:

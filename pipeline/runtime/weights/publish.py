@@ -6,7 +6,7 @@ The rule: chunks first, manifest last; beside the version itself and the one bef
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,8 @@ from penstock.infra import faults
 from penstock.infra.log import Pending, Producer
 from penstock.infra.tensors.stream import ITEM_BYTES, TensorBytes
 from penstock.infra.tensors.stream import digest as tensors_digest
-from penstock.topics import weight_delta, weights
+from penstock.topics import weights
+from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing
 
@@ -47,10 +48,12 @@ def send_version(
     max_bytes: int,
     digest: Callable[[], str] | None = None,
     base: Base | None = None,
+    adapters: Iterable[Any] | None = None,
 ) -> Manifest:
     """Send a version, whole or as what differs from `base`, and describe its chunks once every one is acknowledged.
 
     `partitions` take the chunks in turn. `digest` gives that of the tensors where it may be known already; it is asked while they are sent.
+    `adapters`, blocks of `weight_adapter`, are sent in the place of tensors: `digest` then gives that of the merged ones.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
     if base is not None and _layout(ordered) != _layout(base.tensors):
@@ -59,8 +62,8 @@ def send_version(
     with ThreadPoolExecutor(1, "digest") as beside:
         computed = beside.submit(digest or partial(tensors_digest, ordered))
         if base is None:
-            for tensor in ordered:
-                writer.add(tensor.data)
+            for data in [tensor.data for tensor in ordered] if adapters is None else adapters:
+                writer.add(data)
         else:
             _send_changes(writer, base.tensors, ordered)
         writer.finish()
@@ -68,8 +71,8 @@ def send_version(
     return Manifest(
         version=version,
         step=step,
-        encoding="full" if base is None else "delta",
-        base_version=None if base is None else base.version,
+        encoding="adapter" if adapters is not None else "full" if base is None else "delta",
+        base_version=0 if adapters is not None else None if base is None else base.version,
         digest=computed.result(),
         nbytes=sum(writer.sizes),
         names=tuple(tensor.name for tensor in described),

@@ -1,4 +1,4 @@
-"""Reads a version from the log: its anchor and the deltas after that, or the deltas since the version that is here already.
+"""Reads a version from the log: its anchor and what changes that, or only what changes the version that is here already.
 
 The rule: a reader gets a version when it is whole and its digest fits, or not at all. Silence is limited, not how long a reading takes.
 """
@@ -15,7 +15,9 @@ from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Start, Tail
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
-from penstock.topics import weight_delta, weights
+from penstock.pipeline.runtime.weights.below import Below, merge_into_origin
+from penstock.topics import weights
+from penstock.topics.versions import weight_delta
 from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -43,11 +45,13 @@ def fetch(log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str
 
 
 def bring(
-    copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str, reader: "ChunkReader | None" = None
-) -> int:
+    copy: WeightCopy, log: Log, manifests: Mapping[int, Manifest], version: int, *, run: str, reader: "ChunkReader | None" = None,
+    below: Below | None = None,
+) -> int:  # fmt: skip
     """Bring a copy to a version, checked against its digest; returns the bytes of chunks that were read.
 
     A `reader` stays open, so that the next call need not connect; close it after an error. Without one, one is made for this call.
+    `below` keeps version 0 where versions are adapters, so that the next call need not read it.
     Raises `LogError`; the copy then holds the version it held before, or a later one whose digest was checked, or none.
     """
     try:
@@ -55,27 +59,35 @@ def bring(
     except ValueError as error:
         raise LogError(str(error)) from error
     held = next((index for index, link in enumerate(chain) if copy.holds(link.version, link.digest)), -1)
+    if held < 0 and below is not None and len(chain) > 1 and chain[1].encoding == "adapter" and below.serves(copy, chain[0]):
+        held = 0
     with contextlib.ExitStack() as ending:
         if reader is None:
             reader = ending.enter_context(contextlib.closing(ChunkReader(log, run)))
-        return _follow(copy, chain[held + 1 :], reader)
+        return _follow(copy, chain[0], chain[held + 1 :], reader, below)
 
 
-def _follow(copy: WeightCopy, links: Sequence[Manifest], reader: "ChunkReader") -> int:
-    """Bring a copy from version to version, and check the digest of the last one that was reached."""
+def _follow(copy: WeightCopy, origin: Manifest, links: Sequence[Manifest], reader: "ChunkReader", below: Below | None) -> int:
+    """Bring a copy from version to version of a chain that begins with `origin`, and check the digest of the last one that was reached."""
     reached, before = None, reader.nbytes
     reader.expect({place for link in links for place in weights.chunk_places(link)})
     try:
         for link in links:
-            if link.encoding == "delta":
-                _apply(copy, link, reader)
-            else:
+            if link.encoding == "full":
                 _replace(copy, link, reader)
+            elif link.encoding == "delta":
+                _apply(link, reader, lambda stream: copy.change(partial(weight_delta.apply, stream)))
+            elif below is None:
+                _apply(link, reader, partial(merge_into_origin, copy))
+            else:
+                if not below.serves(copy, origin):
+                    below.keep(copy, origin)
+                _apply(link, reader, partial(below.merge, copy))
             reached = link
     finally:
         reader.expect(())
         if reached is not None:
-            _hold(copy, reached)
+            _hold(copy, reached, below)
     return reader.nbytes - before
 
 
@@ -90,12 +102,12 @@ def _replace(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> Non
     _collect(manifest, reader, copy.data)
 
 
-def _apply(copy: WeightCopy, manifest: Manifest, reader: "ChunkReader") -> None:
-    """Read a delta and, once all of it is here and well formed, overwrite what it changes."""
+def _apply(manifest: Manifest, reader: "ChunkReader", change: Callable[[bytearray], None]) -> None:
+    """Read a delta or adapters and, once all of it is here, overwrite what they change; `change` refuses what is not well formed."""
     stream = bytearray(manifest.nbytes)
     _collect(manifest, reader, memoryview(stream))
     try:
-        copy.change(partial(weight_delta.apply, stream))
+        change(stream)
     except ValueError as error:
         raise LogError(f"weights of version {manifest.version}: {error}") from error
 
@@ -107,9 +119,11 @@ def _collect(manifest: Manifest, reader: "ChunkReader", into: memoryview) -> Non
         into[starts[chunk.index] : starts[chunk.index + 1]] = chunk.data
 
 
-def _hold(copy: WeightCopy, manifest: Manifest) -> None:
-    """Let the bytes count as a version if they have its digest."""
+def _hold(copy: WeightCopy, manifest: Manifest, below: Below | None) -> None:
+    """Let the bytes count as a version if they have its digest; if not, what is kept of version 0 may be at fault."""
     if (found := copy.computed(hash_of(manifest.digest))) != manifest.digest:
+        if below is not None:
+            below.forget()
         raise LogError(f"weights of version {manifest.version}: their digest is {found}, the manifest says {manifest.digest}")
     copy.hold(manifest.version, manifest.digest)
 

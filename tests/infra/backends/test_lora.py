@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import from_bytes, to_bytes
+from penstock.topics.versions import weight_adapter
 from tests.support.training import VOCABULARY, batch_of, take_step, train
 
 KINDS = [("torch", {}), ("torch", {"dtype": "bfloat16"}), ("deepspeed", {"zero_stage": 2})]
@@ -102,6 +103,25 @@ def test_recorded_weights_are_taken_over_whole(model_path: str, name: str, own: 
     take_step(backend, [batch_of(0)])
     with pytest.raises(ValueError, match="another model"):
         backend.load_weights(other.weights()[1:])
+
+
+@pytest.mark.parametrize(("name", "own"), KINDS)
+def test_adapters_apart_are_the_weights_of_their_moment_and_a_reader_makes_the_same_of_them(
+    model_path: str, name: str, own: dict[str, Any]
+) -> None:
+    backend = opened(model_path, name, **own)
+    first = backend.weights()
+    train(backend, 2)
+    then, apart = backend.weights(), backend.adapted()
+    train(backend, 1, first=2)
+    assert digest(then) == digest(apart.merged()) != digest(backend.weights())
+    assert apart.below_digest("blake3") == digest(first)
+    below = sorted(first, key=lambda tensor: tensor.name)
+    target = bytearray(b"".join(bytes(tensor.data) for tensor in below))
+    stream = b"".join(bytes(part) for part in apart.blocks([(one.name, one.dtype, one.shape) for one in below]))
+    weight_adapter.apply(stream, memoryview(bytes(target)), memoryview(target))
+    assert target == b"".join(bytes(tensor.data) for tensor in sorted(then, key=lambda tensor: tensor.name))
+    backend.close()
 
 
 def test_adapters_are_not_sharded(model_path: str) -> None:

@@ -178,10 +178,19 @@ def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retenti
         delta = bool(manifests) and publisher._may_be_delta(manifests)
         manifests[version] = manifest(version, nbytes=int(share * whole) if delta else whole, base=version - 1 if delta else None)
         assert kept.weights(version) == sum(one.nbytes for one in manifests.values()) == kept.here(version) - version * kept.samples
-        before = deletable(manifests, ends={2: version}).get(2, 0)
+        before = deletable(manifests, ends={2: version}, every=every).get(2, 0)
         lying = sum(one.nbytes for number, one in manifests.items() if not number or number > before)
         assert short.weights(version) >= lying
     assert short.weights(100) == short.weights(10**6) >= lying
+
+
+def test_adapters_are_counted_once_a_version_and_in_intervals_where_old_ones_are_deleted(tmp_path: Path) -> None:
+    config = configured(project(tmp_path), trainer={"lora_rank": 16}, weights={"anchor_every": 4})
+    chained = config.model_copy(update={"weights": config.weights.model_copy(update={"keep": "chain"})})
+    kept, short = (disk.Growth(config=chosen, count=10**9, share=1.0, adapters=10**8) for chosen in (config, chained))
+    assert kept.weights(100) == kept.whole + 100 * 10**8
+    assert short.weights(3) == kept.weights(3)
+    assert kept.whole + 8 * 10**8 < short.weights(100) == short.weights(10**6) < kept.weights(100)
 
 
 def manifest(version: int, *, nbytes: int, base: int | None) -> Manifest:

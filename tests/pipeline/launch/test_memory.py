@@ -6,7 +6,7 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.memory import Estimate, Shape, engine_parts, estimates, shape_of
+from penstock.pipeline.launch.check.memory import Estimate, Shape, adapter_bytes, engine_parts, estimates, shape_of
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -63,6 +63,8 @@ def of(role: str, **sections: dict[str, Any]) -> Estimate:
 def test_what_saves_memory_makes_the_estimate_smaller() -> None:
     full = of("trainer")
     assert of("trainer", trainer={"lora_rank": 16}).total < 0.75 * full.total
+    adapters, merged = (of("trainer", trainer={"lora_rank": 16}, weights={"encoding": encoding}) for encoding in ("auto", "merged"))
+    assert adapters.parts["published"] < 0.6 * merged.parts["published"]
     assert of("trainer", trainer={"dtype": "bfloat16"}).parts["activations"] < full.parts["activations"]
     assert of("trainer", trainer={"gradient_checkpointing": True}).parts["activations"] < full.parts["activations"]
     assert of("trainer", trainer={"share_prompts": "off"}).parts["activations"] > full.parts["activations"]
@@ -72,6 +74,13 @@ def test_what_saves_memory_makes_the_estimate_smaller() -> None:
     }
     assert of("trainer", algorithm={"kl_coef": 0.1}).parts["frozen copies"] == full.parts["weights"]
     assert of("rollout", rollout={"engine": "vllm", "concurrency": 8}).total < of("rollout", rollout={"engine": "vllm"}).total
+
+
+def test_the_adapters_of_a_version_are_counted_exactly() -> None:
+    table = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}, "trainer": {"lora_rank": 16}}
+    assert adapter_bytes(from_table(table), shape(SMOLLM2)) == 4 * 4_884_480
+    assert adapter_bytes(from_table(table | {"weights": {"encoding": "merged"}}), shape(SMOLLM2)) is None
+    assert adapter_bytes(from_table(table), None) is None
 
 
 def test_a_tied_output_layer_costs_vllm_a_packed_copy_of_the_embedding_on_a_cpu_alone() -> None:

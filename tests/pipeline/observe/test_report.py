@@ -177,7 +177,7 @@ def test_filtered_groups_are_told_apart_by_whether_all_samples_or_none_solved_th
 
 def test_weights_evaluations_and_lag_are_reported(report: dict[str, Any]) -> None:
     told = {"versions": 11, "bytes": 11_000, "digest": f"{10:064x}"}
-    assert report["weights"] == {**told, "delta_bytes_median": None, "full_bytes": None}
+    assert report["weights"] == {**told, "delta_bytes_median": None, "adapter_bytes_median": None, "full_bytes": None}
     assert (report["steps"], report["versions"]) == (10, 10)
     assert [(found["version"], found["greedy_accuracy"]) for found in report["eval"]] == [(0, 0.0), (10, 0.9)]
     assert (report["lag"]["mean"], report["lag"]["max"]) == (0.0, 0.0)

@@ -16,6 +16,9 @@ from tests.support.ranks import measured, on_ranks
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
 CASES = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in range(4))]
+TERM = 0.7
+"""Mean absolute advantage of a token here. A loss is a mean of terms of this size that nearly cancel (one of them comes to 0.012), so
+that what was rounded in it is relative to them and not to what is left."""
 
 
 @pytest.mark.costly
@@ -39,8 +42,9 @@ def test_several_processes_give_the_losses_gradients_and_weights_of_one(
     for (name, own), found in zip(cases, on_ranks(size, cases, settings, config, groups=groups, directory=tmp_path), strict=True):
         case = f"{name} {own}"
         print(f"{size} processes, {groups} groups, {case}: {apart(found, alone)}")
-        np.testing.assert_allclose(found["trained_steps"], alone["trained_steps"], rtol=1e-4, err_msg=case)
-        np.testing.assert_allclose(found["trained_steps"][0], alone["trained_steps"][0], rtol=1e-5, err_msg=case)
+        (losses, norms), (alone_losses, alone_norms) = np.transpose(found["trained_steps"]), np.transpose(alone["trained_steps"])
+        np.testing.assert_allclose(losses, alone_losses, rtol=0, atol=1e-5 * TERM, err_msg=case)
+        np.testing.assert_allclose(norms, alone_norms, rtol=1e-5, err_msg=case)
         for tensor, gradient in alone["first"].items():
             distance = np.abs(found["first"][tensor] - gradient).max()
             assert distance <= 1e-5 * np.abs(gradient).max() + 1e-6, f"{case}: first gradient of {tensor}"
@@ -48,16 +52,15 @@ def test_several_processes_give_the_losses_gradients_and_weights_of_one(
 
 
 def apart(found: dict[str, Any], alone: dict[str, Any]) -> str:
-    """Largest relative differences of losses and norms, and of whole tensors by their norms."""
+    """Largest relative differences of losses (to their terms), of norms, and of whole tensors by their norms."""
 
     def far(key: str) -> float:
         norms = [(np.linalg.norm(found[key][name] - value), np.linalg.norm(value)) for name, value in alone[key].items()]
         return float(max(gap / norm for gap, norm in norms if norm))
 
     steps = [np.array(run["trained_steps"]) for run in (found, alone)]
-    of_steps = np.abs(steps[0] - steps[1]) / np.abs(steps[1])
-    losses, norms = of_steps.max(axis=0)
-    tensors = f"first gradients {far('first'):.1e}, weights after {len(of_steps)} steps {far('trained'):.1e}"
+    losses, norms = (np.abs(steps[0] - steps[1]) / np.stack([np.full(len(steps[1]), TERM), steps[1][:, 1]], axis=1)).max(axis=0)
+    tensors = f"first gradients {far('first'):.1e}, weights after {len(steps[0])} steps {far('trained'):.1e}"
     return f"losses {losses:.1e}, norms {norms:.1e}, {tensors}"
 
 

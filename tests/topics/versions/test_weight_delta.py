@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.topics import weight_delta
-from penstock.topics.weight_delta import PIECE_BYTES, apply, code_gaps, encode, joined, pieces, positions_of
+from penstock.topics.versions import weight_delta
+from penstock.topics.versions.weight_delta import PIECE_BYTES, apply, code_gaps, encode, joined, pieces, positions_of
 
 ITEMS = st.sampled_from((1, 2, 4, 8))
 

@@ -1,0 +1,86 @@
+"""A run that trains adapters publishes them: every worker forms the weights that merged publication gives, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.audit.report import audit
+from penstock.pipeline.launch.create import create
+from penstock.topics import weights
+from tests.support.crew import Crew, audited, complete, config_of, records_of
+from tests.support.listed_records import Listed
+from tests.support.trainer_alone import outcome_of
+
+pytest.importorskip("peft")
+
+
+def adapting(model: Path, directory: Path, *, encoding: str, **sections: Any) -> Any:
+    trainer = {"lora_rank": 4, "lr": 3e-2, "checkpoint_every": 2}
+    return config_of(model, directory, trainer=trainer, weights={"encoding": encoding}, run={"steps": 5, "seed": 7}, **sections)
+
+
+def encodings(log: MemoryLog, run: str) -> list[str]:
+    records = records_of(log, f"{run}.weights")
+    return [weights.read(record, run=run)[1].encoding for record in records if record.partition == weights.MANIFESTS]
+
+
+def test_a_run_ends_in_the_same_weights_however_they_are_published(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    outcomes, logs = {}, dict[str, MemoryLog]()
+    for encoding in ("auto", "merged"):
+        log, run = MemoryLog(), f"{run_id}-{encoding}"
+        report = complete(log, run, adapting(tiny_model, tmp_path, encoding=encoding))
+        assert audited(log, run).clean
+        outcomes[encoding], logs[encoding] = (outcome_of(log, run), report["reward"], report["tokens"]), log
+    assert encodings(logs["auto"], f"{run_id}-auto") == ["full", *4 * ["adapter"], "adapter"]
+    assert "adapter" not in encodings(logs["merged"], f"{run_id}-merged")
+    assert outcomes["auto"] == outcomes["merged"]
+    assert len({digest for _, digest in outcomes["auto"][0]["versions"]}) == 6
+
+
+def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapters(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    undisturbed, log, late = MemoryLog(), MemoryLog(), f"{run_id}-late"
+    config = adapting(tiny_model, tmp_path, encoding="adapter", schedule={"mode": "pipelined"})
+    complete(undisturbed, run_id, config)
+    with Crew(log, late) as crew:
+        create(config, log=log, run_id=late, say=lambda _: None)
+        crew.start_all(config)
+        crew.wait(lambda: encodings(log, late).count("adapter") >= 2)
+        for name in ("rollout-0", "trainer"):
+            crew.stop(name)
+        crew.start("trainer")
+        crew.start("rollout", 0)
+        crew.wait()
+    assert audited(log, late).clean
+    assert outcome_of(log, late)["versions"] == outcome_of(undisturbed, run_id)["versions"]
+    assert encodings(log, late) == encodings(undisturbed, run_id)
+
+
+def test_the_audit_finds_a_damaged_adapter_and_one_whose_digest_does_not_fit(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    log = MemoryLog()
+    complete(log, run_id, adapting(tiny_model, tmp_path, encoding="adapter"))
+    records = [record for topic in log.topics(f"{run_id}.") for record in records_of(log, topic)]
+    sound = audit(Listed(run_id, records))
+    assert sound.clean
+    places = [index for index, record in enumerate(records) if record.topic == f"{run_id}.weights" and record.partition >= weights.FIRST]
+    chunk = weights.read_chunk(records[places[0]], run=run_id)[1]
+    wrong = replace(chunk, data=bytes(chunk.data[:200]) + bytes([chunk.data[200] ^ 1]) + bytes(chunk.data[201:]))
+    value = weights.encode_chunk(wrong)
+    damaged = replace(records[places[0]], value=value, headers=weights.chunk_headers(wrong, run=run_id).encode(value))
+    assert broken(run_id, records, places[0], damaged) == {"chunks"}
+    at = next(
+        index for index, record in enumerate(records)
+        if record.topic == f"{run_id}.weights" and record.partition == 0 and weights.read(record, run=run_id)[1].encoding == "adapter"
+    )  # fmt: skip
+    manifest = weights.read(records[at], run=run_id)[1]
+    other = replace(manifest, digest=manifest.digest[:-1] + ("0" if manifest.digest[-1] != "0" else "1"))
+    value = weights.encode(other)
+    wrong_digest = replace(records[at], value=value, headers=weights.headers(other, run=run_id).encode(value))
+    assert "digests" in broken(run_id, records, at, wrong_digest)
+
+
+def broken(run: str, records: list[Any], index: int, instead: Any) -> set[str]:
+    result = audit(Listed(run, [*records[:index], instead, *records[index + 1 :]]))
+    return {one.check.name for one in result.results if one.violations}
