@@ -10,9 +10,8 @@ import time
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Partition, Start, Tail
-from penstock.pipeline.envs.datasets.configured import Data, open_data
+from penstock.pipeline.envs.datasets.configured import Data, open_data, pool_of
 from penstock.pipeline.envs.datasets.rows import Row
-from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
