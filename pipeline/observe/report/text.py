@@ -51,8 +51,13 @@ def render(report: Mapping[str, Any], *, directory: Path | None = None) -> Rende
 
 def as_text(report: Mapping[str, Any], *, directory: Path | None = None) -> str:
     """The same without colours, for a file or a pipe."""
-    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
-    console.print(render(report, directory=directory), soft_wrap=False)
+    return printed(render(report, directory=directory), width=TEXT_WIDTH)
+
+
+def printed(picture: RenderableType, *, width: int) -> str:
+    """A picture as lines of plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(picture)
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
