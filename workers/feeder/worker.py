@@ -85,7 +85,7 @@ def _paused(state: Admission, session: Session) -> bool:
 
 
 def _counts(state: Admission, session: Session) -> dict[str, float]:
-    """What the feeder reports: `all_out` once no prompt will ever follow and all have ended; `admissible`, what waits for room."""
+    """The feeder's measurements: `all_out` is 1 once no prompt will follow and all groups have ended; `admissible` groups wait for room."""
     choices = state.choices
     all_out = choices.exhausted and state.ended_below == state.admitted
     return {

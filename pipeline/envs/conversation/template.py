@@ -23,7 +23,7 @@ _ANSWER = "QZJX0QZJX"
 """Stands for an answer where only what follows it is wanted; no template contains it."""
 _PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
 _NEWS = "WVKY1WVKY"
-"""Stands for what is said next, to see where a template puts it."""
+"""A placeholder for the next messages, to find where a template puts them."""
 
 
 def template_of(
@@ -124,7 +124,7 @@ class ChatTemplate:
             prefix, _, rest = text.rpartition(_ANSWER)
             same_prefix, _, other_rest = moved.rpartition(_ANSWER)
             end, other_end = self._end_of_turn(rest), self._end_of_turn(other_rest)
-            # What is said next must not appear before the answer, nor before the end of the answer's turn.
+            # The next messages must not appear before the answer, nor before the end of the answer's turn.
             if _ANSWER not in text or prefix != same_prefix or end is None or rest[:end] != other_rest[:other_end]:
                 continue
             if _NEWS not in other_rest[:other_end]:

@@ -130,9 +130,9 @@ def _evals(evals: Sequence[Mapping[str, Any]]) -> Text:
     first, last = evals[0], evals[-1]
     found = []
     for name in ("greedy", "sampled"):
-        ends = [told for one in ([first] if last is first else [first, last]) if (told := held_out(one, name)) is not None]
+        ends = [score for one in ([first] if last is first else [first, last]) if (score := held_out(one, name)) is not None]
         if ends:
-            found.append(" → ".join([ends[0], *(told.removeprefix(f"{name} ") for told in ends[1:])]))
+            found.append(" → ".join([ends[0], *(score.removeprefix(f"{name} ") for score in ends[1:])]))
     prompts = f", {int(last['n'])} held-out prompts" if last.get("n") else ""
     if failed := sum(int(one.get("n_failed") or 0) for one in evals):
         prompts += f", {failed} completions without a reward"
