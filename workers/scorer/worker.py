@@ -4,16 +4,15 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 `failed` and a dead letter, never a zero.
 """
 
-import json
 import time
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
-from penstock.pipeline.envs.reward_child import payload, reward_pool
+from penstock.pipeline.envs.reward_child import payload_of, reward_pool
 from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import Score, episodes_of
+from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
@@ -266,21 +265,12 @@ class Scorer:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
             self._unscored.append(self._group(group, "abandoned", why, ()))
             return
-        samples = group.ordered()
-        token_ids = [sample.token_ids.tolist() for sample in samples]
-        completions = [self.decoder.decode(ids) for ids in token_ids]
+        samples, prompt = group.ordered(), group.prompt
+        completions = [self.decoder.decode(sample.token_ids) for sample in samples]
         job = (state.partition, self._generation, number)
         self._scoring[job] = Scoring(state.partition, group, completions)
-        messages = json.loads(group.prompt.messages) if group.prompt.messages else None
-        columns = json.loads(group.prompt.columns)
-        step = (groups.version_min(samples) or 0) * self.session.schedule.steps_per_version
-        self.pool.submit(
-            job,
-            payload(
-                completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step,
-                episodes=episodes_of(samples),
-            ),
-        )  # fmt: skip
+        per_version = self.session.schedule.steps_per_version
+        self.pool.submit(job, payload_of(prompt, samples, completions, messages=prompt.messages, steps_per_version=per_version))
 
     def _fail_broken(self, group: OpenGroup, cause: str) -> None:
         """End a group that lacks a sample because its environment broke, as failed: a reward of zero would be wrong."""
