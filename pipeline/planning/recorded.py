@@ -133,7 +133,6 @@ def workload(record: Record) -> Workload:
         load_s=load_s,
         deliver_s=deliver_s,
         take_s=take_s,
-        scorers=config.scorer.workers,
         train_group_s=group_s * share,
         train_token_s=token_s * share,
         step_s=step_s + update_s,
