@@ -3,7 +3,7 @@
 The rule: a file counts when one of its functions is called with the sample in its arguments: a record of `prompts`, `rollouts` or
 `groups`, a prompt, a request, a completion, a group, or the arrays and tensors made of them. Rules take integers and reward functions take
 text, so the files of `ALWAYS` count when they are called at all. What only publishes weights does not count: the path ends at the
-optimizer step.
+last optimizer step.
 
 Example:
     python benchmarks/sample_path.py
@@ -47,9 +47,20 @@ IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/envs/builtin_rewards.p
 """What runs in the reward functions' child process, where nothing is observed."""
 AS_BYTES = ("topics/", "infra/kafka/")
 """Where a sample is bytes for a while: there any bytes in the arguments count."""
-OTHER_RECORDS = ("topics/catalogue", "topics/dead_letters", "topics/ledger", "topics/metrics", "topics/runs", "topics/weights")
+OTHER_RECORDS = (
+    "topics/catalogue",
+    "topics/dead_letters",
+    "topics/ledger",
+    "topics/metrics",
+    "topics/runs",
+    "topics/weight",
+    "pipeline/scheduling/resume_mark",
+)
+"""Files of what is in no record of a sample; `resume_mark` is what a ledger entry says beside its step."""
 WEIGHTS = ("infra/tensors/", "infra/checkpoints", "pipeline/runtime/weights/", "pipeline/runtime/drawing/weight_prefetch")
 """Files that carry weights, which are tensors too."""
+LAST = ("workers/trainer/worker.py", "Trainer.end")
+"""Called once the last step is trained: what is called after is how workers end."""
 ROLES = ("feeder", "rollout", "scorer", "trainer")
 
 
@@ -62,16 +73,18 @@ class Trace:
         self._of_code: dict[CodeType, str | None] = {}
         self._begun = False
         """Whether a prompt has been seen; what is called before is how workers start."""
+        self._over = False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Note the file of a call, if it is ours and carries a sample."""
-        if event != "call":
+        if event != "call" or self._over:
             return
         code = frame.f_code
         if code not in self._of_code:
             self._of_code[code] = self._file(code)
         file = self._of_code[code]
-        if file is None or file in self.files:
+        self._over = self._over or (file, code.co_qualname) == LAST
+        if file is None or file in self.files or self._over:
             return
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         values = [frame.f_locals.get(name) for name in arguments]

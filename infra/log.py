@@ -39,7 +39,6 @@ class Committed:
     metadata: str = ""
 
 
-StartAt = Callable[[Mapping[Partition, Committed]], Mapping[Partition, int]]
 """Chooses start offsets, given the commits; a partition it leaves out starts at its committed offset, else at the beginning."""
 
 
@@ -243,9 +242,7 @@ class Log(Protocol):
     def offsets_at(self, partitions: Iterable[Partition], time_ms: int) -> dict[Partition, int]: ...
     def delete_records(self, before: Mapping[Partition, int]) -> None: ...
     def read(self, topic: str, partition: int, offsets: Sequence[int], *, timeout_s: float = 60.0) -> list[Record]: ...
-    def tail(
-        self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, fetch_bytes: int | None = None
-    ) -> Tail: ...
+    def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> Tail: ...
     def member(
         self,
         group: str,
@@ -253,7 +250,6 @@ class Log(Protocol):
         *,
         max_records: int = 1000,
         max_bytes: int = 64 << 20,
-        start_at: StartAt | None = None,
         gathers: bool = True,
         session_s: float = SESSION_S,
         pools: Pools | None = None,

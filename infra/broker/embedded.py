@@ -115,8 +115,8 @@ def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> 
         return files.info(started_s=time.monotonic() - began, risk=risk)
 
 
-def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-    """Stop the broker of `home`; return whether there was one. After `timeout_s` seconds it is killed, which loses nothing."""
+def stop(home: Path | None = None) -> bool:
+    """Stop the broker of `home`; return whether there was one. After `STOP_TIMEOUT_S` it is killed, which loses nothing."""
     files = _Files(state_directory() if home is None else home.absolute())
     if not files.directory.is_dir():
         return False
@@ -125,7 +125,7 @@ def stop(home: Path | None = None, *, timeout_s: float = STOP_TIMEOUT_S) -> bool
         if process.running(files.pid_file) is None:
             files.pid_file.unlink(missing_ok=True)
             return False
-        _end(files, timeout_s=timeout_s)
+        _end(files, timeout_s=STOP_TIMEOUT_S)
         if process.running(files.pid_file) is not None:
             raise BrokerError(f"the broker (process {process.running(files.pid_file)}) does not end: kill -9 it")
     return True
@@ -258,9 +258,9 @@ def _errors(files: _Files, since: int) -> str:
     return _last_lines("\n".join(errors[-2:] + causes[-1:])) if errors else ""
 
 
-def _last_lines(text: str, *, lines: int = 3, characters: int = 500) -> str:
-    kept = [line.strip() for line in text.splitlines() if line.strip()][-lines:]
-    return " | ".join(kept)[-characters:] or "it said nothing"
+def _last_lines(text: str) -> str:
+    kept = [line.strip() for line in text.splitlines() if line.strip()][-3:]
+    return " | ".join(kept)[-500:] or "it said nothing"
 
 
 def _text(path: Path, *, since: int = 0) -> str:

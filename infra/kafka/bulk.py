@@ -104,7 +104,7 @@ class BulkReader(_Client):
             yield records
 
     def _passed_over(self, message: Any) -> int | None:
-        """The offset to go on from where a person has told the run's readers to pass over this damaged batch."""
+        """The offset behind this damaged batch, if a person has had the run's readers skip it (`penstock topics skip`)."""
         at, run = (message.topic(), message.partition()), message.topic().partition(".")[0]
         letters = [] if self._letters is None else self._letters(f"{run}.dead-letters")
         known = dead_letters.stretches(letters, run=run)

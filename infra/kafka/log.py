@@ -20,7 +20,7 @@ from penstock.infra.kafka.reading.offset_reader import OffsetReader
 from penstock.infra.kafka.reading.tail import KafkaTail
 from penstock.infra.kafka.settings import Connection
 from penstock.infra.kafka.transactions import KafkaTransactions
-from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start, StartAt
+from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -99,18 +99,16 @@ class KafkaLog:
         """Partition -> one past the last readable offset; with `committed`, no further than the first open transaction."""
         return self._admin.offsets(partitions, end=True, committed=committed)
 
-    def tail(
-        self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, fetch_bytes: int | None = None
-    ) -> KafkaTail:
+    def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> KafkaTail:
         """A reader of exactly these partitions; `group` only keeps offsets for it.
 
         `fetch_bytes`: how much of a partition is asked for at once, by one who wants little of what is there.
         """
-        return self._tail(starts, committed=committed, group=group, letters=self.letters, fetch_bytes=fetch_bytes)
+        return self._tail(starts, group=group, letters=self.letters, fetch_bytes=fetch_bytes)
 
-    def _tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, **chosen: Any) -> KafkaTail:
+    def _tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **chosen: Any) -> KafkaTail:
         """As `tail`; without `letters` it stops at whatever is damaged."""
-        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, committed=committed, group=group, **chosen)
+        return KafkaTail(self._connection, self._costs, self._contact, self._admin, starts, group=group, **chosen)
 
     def hanging(self, topics: Iterable[str], *, patience_s: float = hanging.PATIENCE_S) -> list[Hanging]:
         """Transactions in these topics that nobody will end, which takes a while to tell; group offsets are looked at, too."""
@@ -132,7 +130,6 @@ class KafkaLog:
         *,
         max_records: int = 1000,
         max_bytes: int = 64 << 20,
-        start_at: StartAt | None = None,
         gathers: bool = True,
         session_s: float = SESSION_S,
         pools: Pools | None = None,
@@ -151,7 +148,6 @@ class KafkaLog:
             topics,
             max_records=max_records,
             max_bytes=max_bytes,
-            start_at=start_at,
             gathers=gathers,
             session_s=session_s,
             letters=self.letters,

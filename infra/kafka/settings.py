@@ -139,13 +139,13 @@ def admin(connection: Connection) -> dict[str, Any]:
     return common(connection)
 
 
-def consumer(connection: Connection, *, group: str | None, committed: bool) -> dict[str, Any]:
+def consumer(connection: Connection, *, group: str | None) -> dict[str, Any]:
     """Settings for reading: of named partitions when `group` is None or only keeps offsets, as a group member with `membership`."""
     return {
         **common(connection),
         "group_id": group,
         "metrics_enabled": False,  # they cost CPU on every fetch and are never read
-        "isolation_level": "read_committed" if committed else "read_uncommitted",  # the client's own default is uncommitted
+        "isolation_level": "read_committed",  # the client's own default is uncommitted
         # A tail seeks to where it begins. An offset that is not kept, or was never written, must not become a silent jump.
         "auto_offset_reset": "none",
         "allow_auto_create_topics": False,  # a forgotten worker of a deleted run would make its topics again, with other settings

@@ -6,7 +6,7 @@ The rule: one lock makes every step atomic; what a test sees here holds on Kafka
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.infra.errors import LogError, RecordMissing
-from penstock.infra.log import FOLLOWING, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start, StartAt
+from penstock.infra.log import FOLLOWING, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start
 from penstock.infra.memory.readers import MemoryMember, MemoryTail
 from penstock.infra.memory.state import Part, State, Transaction
 from penstock.infra.memory.writers import MemoryProducer, MemoryTransactions
@@ -112,11 +112,9 @@ class MemoryLog:
             raise RecordMissing(f"{where} has no committed record at offset {', '.join(map(str, missing[:10]))}")
         return [records[offset] for offset in offsets]
 
-    def tail(
-        self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, fetch_bytes: int | None = None
-    ) -> MemoryTail:
+    def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> MemoryTail:
         """A reader of exactly these partitions; `group` only keeps offsets for it, and nothing is fetched ahead."""
-        return MemoryTail(self._state, starts, committed=committed, group=group)
+        return MemoryTail(self._state, starts, group=group)
 
     def member(
         self,
@@ -125,13 +123,12 @@ class MemoryLog:
         *,
         max_records: int = 1000,
         max_bytes: int = 64 << 20,
-        start_at: StartAt | None = None,
         gathers: bool = True,
         session_s: float = SESSION_S,
         pools: Pools | None = None,
     ) -> MemoryMember:
         """A member of a consumer group; equal partition numbers of topics with equal counts go to one member."""
-        return MemoryMember(self._state, group, topics, max_records=max_records, start_at=start_at, pools=pools)
+        return MemoryMember(self._state, group, topics, max_records=max_records, pools=pools)
 
     def wait_out(self, give_up_s: float, *, say: Callable[[str], None] | None = None) -> None:
         """Do nothing: there are no outages."""

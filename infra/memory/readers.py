@@ -17,7 +17,6 @@ from penstock.infra.log import (
     Records,
     Revoked,
     Start,
-    StartAt,
     check_commits,
 )
 from penstock.infra.memory.state import Part, State
@@ -27,8 +26,8 @@ from penstock.topics.wire.record import Record
 class _Reader:
     """Positions in partitions, and the records behind them."""
 
-    def __init__(self, state: State, *, committed: bool, jumps: bool = False) -> None:
-        self._state, self._committed, self._jumps = state, committed, jumps
+    def __init__(self, state: State, *, jumps: bool = False) -> None:
+        self._state, self._jumps = state, jumps
         self.positions: dict[Partition, int] = {}
         self._cuts: dict[Partition, int] = {}
         """Number of times each partition had been cut back when it was last read."""
@@ -44,11 +43,10 @@ class _Reader:
         for partition, position in self.positions.items():
             part = self._state.part(partition)
             first = self._valid(partition, part, position)
-            end = part.stable_end if self._committed else part.end
-            some = part.between(first, end, limit - len(records))
+            some = part.between(first, part.stable_end, limit - len(records))
             records += some
             full = len(records) >= limit
-            self.positions[partition] = some[-1].offset + 1 if full and some else first if full else max(first, end)
+            self.positions[partition] = some[-1].offset + 1 if full and some else first if full else max(first, part.stable_end)
             if full:
                 break
         return records
@@ -70,9 +68,9 @@ class MemoryTail:
 
     outage_s = 0.0
 
-    def __init__(self, state: State, starts: Mapping[Partition, Start], *, committed: bool, group: str | None) -> None:
-        self._state, self._committed, self._group = state, committed, group
-        self._reader = _Reader(state, committed=committed)
+    def __init__(self, state: State, starts: Mapping[Partition, Start], *, group: str | None) -> None:
+        self._state, self._group = state, group
+        self._reader = _Reader(state)
         self.add(starts)
 
     def add(self, partitions: Mapping[Partition, Start]) -> None:
@@ -82,8 +80,7 @@ class MemoryTail:
                 part = self._state.part(partition)
                 if not isinstance(start, int) and start not in ("earliest", "latest"):
                     raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
-                latest = part.stable_end if self._committed else part.end
-                self._reader.move(partition, start if isinstance(start, int) else part.begin if start == "earliest" else latest)
+                self._reader.move(partition, start if isinstance(start, int) else part.begin if start == "earliest" else part.stable_end)
 
     def poll(self, timeout_s: float, *, max_records: int = 500) -> list[Record]:
         """Records that arrive within `timeout_s`, in offset order within each partition; possibly none."""
@@ -143,12 +140,10 @@ class MemoryMember:
 
     outage_s = 0.0
 
-    def __init__(
-        self, state: State, group: str, topics: Sequence[str], *, max_records: int, start_at: StartAt | None, pools: Pools | None = None
-    ) -> None:
+    def __init__(self, state: State, group: str, topics: Sequence[str], *, max_records: int, pools: Pools | None = None) -> None:
         self._state, self._name, self._topics, self._pools = state, group, tuple(topics), pools
-        self._max_records, self._start_at = max_records, start_at
-        self._reader = _Reader(state, committed=True, jumps=True)
+        self._max_records = max_records
+        self._reader = _Reader(state, jumps=True)
         self._membership: Membership | None = None
         self._assigned: tuple[Partition, ...] = ()
         self.member_id = f"member-{id(self):x}"
@@ -193,7 +188,6 @@ class MemoryMember:
             self._membership = Membership(group=self._name, generation=self._group.generation, member_id=self.member_id)
             committed = {partition: self._group.offsets.get(partition, Committed(offset=None)) for partition in self._assigned}
             starts = {partition: noted.offset or 0 for partition, noted in committed.items()}
-            starts |= dict(self._start_at(committed)) if self._start_at is not None else {}
             self._reader.positions = {}
             for partition, start in starts.items():
                 self._reader.move(partition, start)

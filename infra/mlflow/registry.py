@@ -18,7 +18,7 @@ ARTIFACTS = "checkpoints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelVersion:
-    """A checkpoint's model and what is said about it."""
+    """A checkpoint's model and its description."""
 
     step: int
     directory: Path

@@ -88,7 +88,7 @@ class MlflowRun:
             log_params(self._client, self._entities, self.run_id, target.params)
             if target.data:
                 self._client.log_inputs(self.run_id, inputs(self._entities, target.data))
-            if found.info.status != "RUNNING" and not target.over:  # a tracker before this one was told to stop
+            if found.info.status != "RUNNING" and not target.over:  # an earlier tracker was asked to stop
                 self._client.update_run(self.run_id, status="RUNNING")
 
     def log(self, points: Sequence[Point], *, position: Mapping[str, int]) -> None:

@@ -152,7 +152,7 @@ class Uploader:
         self._done = over
 
     def _to_register(self) -> bool:
-        """Whether the registry is behind; a server, which is sent the models themselves, is told when all else is done."""
+        """Whether the registry is out of date; on a server, which gets the models themselves, it is updated after everything else."""
         return self._target.local and self._kept != self._registered
 
     def _connect(self) -> MlflowRun:

@@ -21,16 +21,16 @@ class Call(Generic[Key]):
     payload: str
     attempts_left: int
     alone: bool = False
-    """Whether it gets a child to itself: another one died with it and with others in hand, and nobody knows whose fault that was."""
+    """Whether it gets a child to itself, because a child died while it worked on this call and others, and any of them may be the cause."""
     deadline: float = float("inf")
     called: float = 0.0
     stopped: str | None = None
-    """Why the child was told to give it up."""
+    """Why the child was asked to give it up; None if it was not."""
     unwanted: bool = False
 
 
 class PipedChild(Generic[Key]):
-    """A child process with requests that wait to be written and answers that wait to be whole."""
+    """A child process, the requests still to be written to it, and the answers read so far."""
 
     def __init__(self, target: str, *, deadline: float) -> None:
         self.process, self._lifeline = spawn(target)
@@ -51,7 +51,7 @@ class PipedChild(Generic[Key]):
 
     @property
     def wanted(self) -> int:
-        """How many of its calls somebody waits for."""
+        """Number of its calls whose answers are still wanted."""
         return sum(not call.unwanted for call in self.calls.values())
 
     def has_room(self, call: Call[Key]) -> bool:
@@ -95,7 +95,7 @@ class PipedChild(Generic[Key]):
             self._sending.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The answers that are whole, and whether it has ended: an answer that it sent before counts."""
+        """The complete answers, and whether the child has ended; answers that it sent before its end count."""
         ended = False
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.stdout, READ_BYTES):

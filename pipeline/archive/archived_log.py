@@ -79,9 +79,7 @@ class ArchivedLog:
             raise RecordMissing(f"{topic}/{partition} has no record at offset {', '.join(map(str, missing[:10]))} in {self.archive.path}")
         return [records[offset] for offset in offsets]
 
-    def tail(
-        self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, fetch_bytes: int | None = None
-    ) -> "ArchivedTail":
+    def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, fetch_bytes: int | None = None) -> "ArchivedTail":
         """A reader of these partitions, one after the other."""
         return ArchivedTail(self, starts)
 

@@ -85,14 +85,14 @@ class Archive:
     def note(self) -> Note | None:
         """What the archive says of itself; None before the first export. Raises `ValueError` for what this version cannot read."""
         try:
-            told = json.loads((self.path / NOTE).read_text(encoding="utf-8"))
+            stored = json.loads((self.path / NOTE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except json.JSONDecodeError as error:
             raise ValueError(f"{self.path / NOTE} is not JSON: {error}") from error
-        if told.get("format") != FORMAT:
-            raise ValueError(f"{self.path / NOTE}: format {told.get('format')!r}, this version reads {FORMAT}")
-        note = Note(**told)
+        if stored.get("format") != FORMAT:
+            raise ValueError(f"{self.path / NOTE}: format {stored.get('format')!r}, this version reads {FORMAT}")
+        note = Note(**stored)
         for topic, count in note.partitions.items():
             if not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
                 raise ValueError(f"{self.path / NOTE}: {topic} with {count!r} partitions, a topic has 1 to {MOST_PARTITIONS}")
@@ -188,8 +188,8 @@ def find_archive(directory: Path) -> Archive:
 
 def _reaches(path: Path) -> int | None:
     """The offset after what a file holds; None where somebody has written it anew without saying so."""
-    told = (pq.read_metadata(path).metadata or {}).get(NEXT)
-    return None if told is None else int(told)
+    stored = (pq.read_metadata(path).metadata or {}).get(NEXT)
+    return None if stored is None else int(stored)
 
 
 def _offsets(row_group: pq.RowGroupMetaData) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def relaxed(kind: pa.DataType) -> pa.DataType:
 
 
 def _read_part(record: Record, *, run: str) -> tuple[Headers, Part]:
-    """One part alone; what is said of the whole group is compared where it is the only one."""
+    """One part alone; claims about the whole group are compared only if it is the only part."""
     found, part = groups.check(record, run=run), groups.decode_part(record.value)
     match(found, group=part.group.group, outcome=part.group.outcome, part=part.part, parts=part.parts)
     if part.parts == 1:

@@ -53,7 +53,7 @@ def _each(kind: Kind, records: Sequence[Record], *, run: str) -> tuple[pa.Table,
     for field in kind.schema:
         if field.name not in columns and field not in PLACE:
             values = pa.array([row.beside.get(field.name) for row in rows], field.type)
-            # What is said of a record is said in each of its rows.
+            # Columns about the record are repeated in each of its rows.
             columns[field.name] = values if repeated is None else values.take(repeated)
     return _table(kind, np.repeat(np.array(records, object), counts).tolist(), columns), counts
 

@@ -12,7 +12,7 @@ from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire import errors
 
 JUDGED = ("prompts", "calls", "replies", "rollouts", "groups", "weights", "metrics", "ledger", "dead-letters")
-"""Topics whose absent records are told from deleted ones."""
+"""Topics in which absent records are distinguished from deleted ones."""
 NEEDED = {"ledger": "what became of the run's groups", "dead-letters": "which records nobody was to use"}
 """Without the beginning of these nothing can be judged."""
 

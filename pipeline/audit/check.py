@@ -34,3 +34,13 @@ class Check:
     """Noun for what was examined, in the plural."""
     examined: Callable[[Facts], int]
     rule: Rule
+
+
+def check(name: str, promise: str, **counted: Callable[[Facts], int]) -> Callable[[Rule], Check]:
+    """Make a check of the rule below; what it examines is given as `noun=how many`, the noun with _ for a space.
+
+    Example:
+        @check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)
+    """
+    ((counts, examined),) = counted.items()
+    return lambda rule: Check(name=name, promise=promise, counts=counts.replace("_", " "), examined=examined, rule=rule)

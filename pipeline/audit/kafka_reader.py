@@ -132,7 +132,7 @@ class KafkaSource:
         )
 
     def _passed_over(self, message: Any) -> int:
-        """The offset behind a damaged batch over which a person has told the run's readers to go. Raises `Unreadable` for another error."""
+        """The offset behind a damaged batch that a person has had the run's readers skip. Raises `Unreadable` for another error."""
         name, partition, error = message.topic(), message.partition(), message.error()
         letters = self.read("dead-letters") if error.code() == KafkaError._BAD_MSG else ()
         for place, offsets in dead_letters.stretches(letters, run=self.run):

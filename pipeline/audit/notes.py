@@ -109,7 +109,7 @@ def _unusable_letters(facts: Facts) -> Iterator[str]:
 
 
 def _unread(facts: Facts) -> Iterator[str]:
-    if left := len(unaccounted(facts)) - sum(1 for _ in accounted(facts)):
+    if left := len(unaccounted(facts)) - sum(1 for _ in accounted.rule(facts)):
         yield f"{left} records cannot be used and have no dead letter; nothing shows that a reader had come to them before the run ended"
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -51,8 +52,8 @@ def say(text: str) -> None:
 
 
 def emit(value: object) -> None:
-    """Print a result as JSON."""
-    print(json.dumps(value, indent=2, default=str))
+    """Print a result as JSON; a dataclass becomes an object of its fields."""
+    print(json.dumps(value, indent=2, default=lambda held: asdict(held) if is_dataclass(held) else str(held)))  # type: ignore[arg-type]
 
 
 def security_settings(given: list[str] | None) -> dict[str, str]:

@@ -21,15 +21,13 @@ Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="prompts, rollouts, 
 @app.command("list")
 def list_topics(run: RunOrFolder, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
     """A run's topics with their partitions and records."""
-    from dataclasses import asdict
-
     from penstock.pipeline.observe.records.browse import list_topics as rows_of
     from penstock.pipeline.observe.records.runs import own_sizes, size
 
     with reading(run, bootstrap, security) as (log, run_id):
         rows = rows_of(log, run_id, sizes=own_sizes(log))
     if json:
-        emit([asdict(row) for row in rows])
+        emit(rows)
         return
     width = max((len(row.topic) for row in rows), default=0)
     for row in rows:
@@ -122,10 +120,8 @@ def export_topics(
 
 
 def _print_export(done: "Exported", *, json: bool) -> None:
-    from dataclasses import asdict
-
     if json:
-        emit(asdict(done))
+        emit(done)
         return
     for line in done.gone:
         print(line)
@@ -143,8 +139,6 @@ def import_topics(
     json: Json = False,
 ) -> None:
     """Bring an exported run to a broker: the same records at new offsets."""
-    from dataclasses import asdict
-
     from penstock.pipeline.archive.files import find_archive
     from penstock.pipeline.archive.import_run import import_run
 
@@ -152,7 +146,7 @@ def import_topics(
     with at(bootstrap, security, start=True) as log:
         done = import_run(log, archive, becomes=run_id, say=say)
     if json:
-        emit(asdict(done))
+        emit(done)
     else:
         rows = ", ".join(f"{count:,} {name}" for name, count in done.records.items() if count)
         print(f"run {done.run}: {rows} in {done.seconds:.1f} s; `penstock report {done.run}` looks at it")
@@ -166,8 +160,6 @@ def acls(
     json: Json = False,
 ) -> None:
     """The least a Kafka user may do for each role of a run, as `kafka-acls.sh` takes it; asks no broker."""
-    from dataclasses import asdict
-
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.launch.acls import all_rules, as_command
     from penstock.topics.catalogue import check_run_id
@@ -178,7 +170,7 @@ def acls(
     except (ValueError, KeyError, IndexError) as error:
         raise ConfigError(f"{error}; --user takes {{run}} and {{role}}") from error
     if json:
-        emit({role: {"user": users[role], "rules": [asdict(rule) for rule in held]} for role, held in rules.items()})
+        emit({role: {"user": users[role], "rules": held} for role, held in rules.items()})
         return
     for role, held in rules.items():
         print(f"# {role}")
@@ -197,8 +189,6 @@ def unblock(
     json: Json = False,
 ) -> None:
     """Transactions whose end the cluster has lost, behind which readers wait for ever; with --yes, writes the missing ends."""
-    from dataclasses import asdict
-
     from penstock.pipeline.runtime.run_registry import resolve
 
     with at(bootstrap, security) as log:
@@ -209,7 +199,7 @@ def unblock(
             if decided is not None:
                 log.end_hanging(found, commit=decided)
     if json:
-        emit({"hanging": [asdict(found) for found in hanging], "ended": sum(decided is not None for _, decided in ended)})
+        emit({"hanging": hanging, "ended": sum(decided is not None for _, decided in ended)})
         return
     for found in hanging:
         print(found)

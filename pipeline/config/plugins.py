@@ -156,7 +156,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         module_spec.loader.exec_module(module)
-    # The border to a user's module: whatever it raises is told to them in one line.
+    # The boundary to a user's module: whatever it raises becomes one line.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error

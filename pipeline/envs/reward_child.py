@@ -4,13 +4,17 @@ The rule: where a function is async, or a service, one child judges many groups 
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra.sandbox.pool import ChildPool
 from penstock.pipeline.envs.builtin_rewards import WARM_UPS
-from penstock.pipeline.envs.rewards import Score, resolve
+from penstock.pipeline.envs.rewards import Score, episodes_of, resolve
+from penstock.topics.groups import Group, version_min
+from penstock.topics.prompts import Prompt
+from penstock.topics.samples import Rollout
 
 if TYPE_CHECKING:
     from penstock.pipeline.config.schema import RewardSection
@@ -65,6 +69,21 @@ def payload(
         "step": step,
         "episodes": episodes,
     }
+
+
+def payload_of(
+    asked: Prompt | Group, samples: Sequence[Rollout], completions: Sequence[str], *, messages: str | None, steps_per_version: int
+) -> dict[str, Any]:
+    """The same of recorded samples and their texts; `asked` has the text and columns of their prompt, `messages` its chat as JSON."""
+    return payload(
+        completions,
+        prompt=asked.prompt,
+        messages=json.loads(messages) if messages else None,
+        columns=json.loads(asked.columns),
+        completion_ids=[sample.token_ids.tolist() for sample in samples],
+        step=(version_min(samples) or 0) * steps_per_version,
+        episodes=episodes_of(samples),
+    )
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:

@@ -1,6 +1,6 @@
 """How often a reward has failed in the same way, and when that stops the run.
 
-The rule: the same failure in more than `SHARE` of the groups is a fault of the function: what it spares would be a biased choice of groups.
+The rule: the same failure in more than `SHARE` of the groups is a fault of the function, and training on the other groups would be biased.
 """
 
 import re

@@ -21,7 +21,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before it is asked a second time; doubles with each."""
 CONNECT_S = 5.0
 IN_TIME = 0.95
-"""Share of the time limit after which the reason is said, before the child process is stopped without one."""
+"""Share of the time limit after which the call fails with its reason, before the child process is killed without one."""
 LATER = (408, 425, 429, 502, 503, 504)
 """Statuses that ask to come again."""
 

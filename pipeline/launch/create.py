@@ -18,9 +18,8 @@ from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets import check
-from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data, pool_of
 from penstock.pipeline.envs.datasets.rows import Dataset
-from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.environments.sources import AGENT, check_agent
 from penstock.pipeline.envs.tokenization import Renderer, digests
 from penstock.pipeline.learner.try_functions import try_own_functions

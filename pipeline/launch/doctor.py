@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -48,10 +48,6 @@ class Finding:
     found: str
     do: str = ""
     """The remedy; empty when nothing is wrong."""
-
-    def as_dict(self) -> dict[str, str]:
-        """For `--json`."""
-        return asdict(self)
 
 
 NEEDS = (

@@ -35,7 +35,7 @@ KEPT = {"steps": 32, "versions": 4, "groups": 1024, "evals": 32}
 WORK = ("samples", "calls", "groups", "admitted", "step")
 """Cumulative numbers of workers that rise while there is progress; `step` rises in a recovery, too."""
 REWARD_ERRORS = 20
-"""Kinds of errors of rewards that are told apart."""
+"""Kinds of reward errors that are counted separately."""
 
 Folded = Entry | Measurement | DeadLetter | RunRecord | Headers
 Also = Callable[[Folded | None, Record], None]

@@ -88,7 +88,7 @@ class Ended:
     """The groups of the steps before this one are settled."""
 
     def settle(self, group: int, fate: str) -> None:
-        """Count how a group has ended, the first time it is said."""
+        """Count a group's fate, once."""
         if group in self.settled:
             return
         self.settled.add(group)

@@ -1,7 +1,7 @@
 """Where a run stands at this moment: progress, pace, silent workers and the bottleneck, as plain data for `penstock status --json`.
 
-The rule: pure functions of what the topics say and of the time. A worker that is not heard of is said to be silent, not dead; a bottleneck
-is named only where the shares of busy time bear it out.
+The rule: pure functions of what the topics say and of the time. A worker that does not report is called silent, not dead; a bottleneck is
+named only where the shares of busy time show it.
 """
 
 import itertools
@@ -23,7 +23,7 @@ SPEED_STEPS = 20
 RECENT_STEPS = 10
 """Steps over which the trainer's waiting is taken."""
 SELDOM, MOSTLY = 0.2, 0.6
-"""Shares of time below which a role is said to wait seldom, and above which it is said to be busy."""
+"""Share of time below which a role counts as seldom waiting, and share above which it counts as busy."""
 
 
 SLOW_REWARD_S = 0.3

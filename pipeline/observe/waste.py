@@ -1,6 +1,6 @@
 """What is drawn and not trained: the share of groups lost to each cause, and what to change.
 
-The rule: pure functions of the headers; a cause is named only where it costs much, so that a healthy run is told nothing.
+The rule: pure functions of the headers; a cause is named only where it costs much, so that a healthy run gets no advice.
 """
 
 import itertools
@@ -94,7 +94,7 @@ def _abandoned(share: float, _: list[GroupFacts]) -> tuple[str, str]:
 
 
 LIMITS: Mapping[str, float] = {"filtered": 0.5, "truncated": 0.2, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
-"""Fate -> the share of the groups from which on it is said."""
+"""Fate -> the share of groups from which on it is reported."""
 EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts]], tuple[str, str]]] = {
     "filtered": _filtered,
     "truncated": _truncated,

@@ -25,7 +25,7 @@ from penstock.topics.wire.errors import Unusable
 LEAST_STEPS = 3
 """Steps that a run needs before its times mean anything."""
 UNLIKE = 1.2
-"""Ratio of the most to the fewest samples side by side from which on the time of a decode step is told by their number."""
+"""Ratio of the most to the fewest samples side by side from which on the time of a decode step is fitted to their number."""
 WAITED = 0.2
 """Share of a step in which its trainer waited, from which on it takes a group as soon as it can."""
 
@@ -133,7 +133,6 @@ def workload(record: Record) -> Workload:
         load_s=load_s,
         deliver_s=deliver_s,
         take_s=take_s,
-        scorers=config.scorer.workers,
         train_group_s=group_s * share,
         train_token_s=token_s * share,
         step_s=step_s + update_s,

@@ -1,4 +1,4 @@
-"""A run in simulated time: feeder, rollout workers, scorers and trainer as discrete events.
+"""A run in simulated time: feeder, rollout workers and trainer as discrete events.
 
 The rule: admission, start, freshness, order and publication are decided by the module that the live workers call; only durations are
 given. Equal workloads give equal outcomes.
@@ -45,12 +45,10 @@ class _Run:
     workers: list[SimulatedWorker] = field(init=False)
     groups: dict[int, DrawnGroup] = field(default_factory=dict)
     """Groups whose outcome the trainer has and has not trained."""
-    scorers: simpy.Resource = field(init=False)
     arrived: simpy.Event = field(init=False)
 
     def __post_init__(self) -> None:
         self.selector = Selector(self.work.schedule)
-        self.scorers = simpy.Resource(self.world, capacity=self.work.scorers)
         self.arrived = self.world.event()
         self.workers = [
             SimulatedWorker(self.world, self.work, newest=lambda: self.newest, finished=self.drawn) for _ in range(self.work.engines)
@@ -70,26 +68,16 @@ class _Run:
             prompt = Asked(self.admitted, rules.min_version(work.schedule, slot=slot))
             self.workers[place].unfinished += 1
             self.admitted += 1
-            if work.prompt_s:
-                self.world.process(self._send(self.workers[place], prompt))
-            else:
-                self.workers[place].ask(prompt)
-
-    def _send(self, worker: SimulatedWorker, prompt: Asked) -> Process:
-        yield self.world.timeout(self.work.prompt_s)
-        worker.ask(prompt)
+            self.workers[place].ask(prompt)
 
     def drawn(self, worker: SimulatedWorker, group: DrawnGroup) -> None:
         """A worker has drawn a group, or aborted it."""
-        if self.work.reward_s or self.work.deliver_s:
-            self.world.process(self._score(worker, group))
+        if self.work.deliver_s:
+            self.world.process(self._deliver(worker, group))
         else:
             self._outcome(worker, group)
 
-    def _score(self, worker: SimulatedWorker, group: DrawnGroup) -> Process:
-        with self.scorers.request() as turn:
-            yield turn
-            yield self.world.timeout(self.work.reward_s)
+    def _deliver(self, worker: SimulatedWorker, group: DrawnGroup) -> Process:
         yield self.world.timeout(self.work.deliver_s)
         self._outcome(worker, group)
 

@@ -3,14 +3,13 @@
 The rule: every figure comes from the plan or the comparison; nothing is simulated here.
 """
 
-import io
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from penstock.pipeline.observe.report.text import printed
 from penstock.pipeline.planning.papers.comparison import Comparison, Figure
 from penstock.pipeline.planning.search import NEAR_BEST, Candidate, Plan
 
@@ -87,7 +86,7 @@ def plan_as_text(plan: Plan) -> str:
         table.add_section()
         for candidate in plan.by_step_size:
             table.add_row(*_row(candidate, base=plan.synchronous))
-    return "\n".join(head) + "\n" + printed(table)
+    return "\n".join(head) + "\n" + printed(table, width=WIDTH)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def comparison_as_text(comparison: Comparison) -> str:
             figure.name, _shown(figure, figure.simulated), published, off, f"{100 * figure.tolerance:g}", "" if figure.holds else "misses"
         )
     lists = [*_listed("put in", comparison.inputs), *_listed("assumed", comparison.assumed)]
-    return "\n".join([comparison.paper, "", *lists, "", printed(table).rstrip("\n"), "", *comparison.notes]) + "\n"
+    return "\n".join([comparison.paper, "", *lists, "", printed(table, width=WIDTH).rstrip("\n"), "", *comparison.notes]) + "\n"
 
 
 def _row(candidate: Candidate, *, base: Candidate) -> tuple[str, ...]:
@@ -170,14 +169,6 @@ def _flat(values: Any) -> str:
     if not isinstance(values, dict):
         return str(values)
     return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items())
-
-
-def printed(table: Table) -> str:
-    """A table as lines of plain text."""
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
 
 def modes_of(candidates: Sequence[Candidate]) -> list[str]:

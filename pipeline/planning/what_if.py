@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
+from penstock.pipeline.observe.report.text import printed
 from penstock.pipeline.planning import recorded
 from penstock.pipeline.planning.outcome import Outcome
 from penstock.pipeline.planning.recorded import Record
 from penstock.pipeline.planning.simulator import simulate
-from penstock.pipeline.planning.text import printed
+from penstock.pipeline.planning.text import WIDTH
 from penstock.pipeline.planning.workload import Workload
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -120,7 +121,7 @@ def as_text(found: WhatIf) -> str:
             f"{outcome.lag_mean:.1f}",
             str(outcome.lag_max),
         )
-    return "\n".join(lines) + "\n" + printed(table)
+    return "\n".join(lines) + "\n" + printed(table, width=WIDTH)
 
 
 def _speedup(found: WhatIf, one: Variant) -> float:

@@ -81,13 +81,8 @@ class Workload:
     """The engine's time for the prompt of a group, in which it draws nothing else."""
     load_s: float = 0.0
     """To load a version into an engine, which draws nothing meanwhile."""
-    prompt_s: float = 0.0
-    """From the feeder's decision to the prompt's arrival at its worker."""
-    reward_s: float = 0.0
-    """A scorer's time for one group."""
-    scorers: int = 1
     deliver_s: float = 0.0
-    """From a group's last token to its outcome in the log, beside `reward_s`."""
+    """From a group's last token to its outcome in the log."""
     take_s: float = 0.0
     """From a group's outcome in the log to the trainer."""
     train_token_s: float = 0.0

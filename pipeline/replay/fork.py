@@ -132,8 +132,8 @@ def _origin(recording: Recording, course: PolicyTrainer, step: int) -> dict[str,
     if step and (of_step := recording.steps[step - 1].digest) is not None:
         recorded.add(of_step)
     if recorded and recorded != {digest}:
-        told = ", ".join(f"{one[:16]}…" for one in sorted(recorded))
-        raise Unrecoverable(f"after step {step} the weights are {digest[:16]}…, the ledger of {recording.run} says {told}")
+        expected = ", ".join(f"{one[:16]}…" for one in sorted(recorded))
+        raise Unrecoverable(f"after step {step} the weights are {digest[:16]}…, the ledger of {recording.run} says {expected}")
     tracked = load(recording.log, recording.run, topics=("metrics",)).mlflow
     return {
         "run": recording.run,

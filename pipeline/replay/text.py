@@ -40,8 +40,8 @@ def difference(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
         yield "  its groups: " + ", ".join(str(group["group"]) for group in first["groups"])
     yield from (f"  {number['text']}" for number in first["numbers"])
     for tensor in first["tensors"][:SHOWN]:
-        told = tensor.get("problem") or f"{tensor['differing']} of {tensor['elements']} elements, by {tensor['max_abs']:.3g} at most"
-        yield f"  tensor {tensor['name']}: {told}"
+        finding = tensor.get("problem") or f"{tensor['differing']} of {tensor['elements']} elements, by {tensor['max_abs']:.3g} at most"
+        yield f"  tensor {tensor['name']}: {finding}"
     if (more := len(first["tensors"]) - SHOWN) > 0:
         yield f"  and {more} more tensors"
     if first["note"]:

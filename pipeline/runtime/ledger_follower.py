@@ -19,6 +19,8 @@ from penstock.topics.wire.record import Record
 
 _CATCH_UP_POLL_S = 0.2
 """A transaction's marker at the end of a partition is passed without a record: the position is checked this often."""
+SILENCE_S = 60.0
+"""A broker that answers, but sends no record for this long although there are more, is given up."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,7 @@ class LedgerFollower:
         for record in self._tail.poll(timeout_s):
             self._apply(record)
 
-    def catch_up(self, silence_s: float = 60.0) -> None:
+    def catch_up(self) -> None:
         """Apply every record that is there now. Raises `LogError` when none comes for so long although there are more."""
         ends = self._log.end_offsets([(f"{self.state.run}.ledger", 0), (f"{self.state.run}.weights", 0)])
         last = time.monotonic()
@@ -125,8 +127,8 @@ class LedgerFollower:
                 self._apply(record)
             if records or self._tail.outage_s > 0:
                 last = time.monotonic()
-            elif time.monotonic() - last > silence_s:
-                raise LogError(f"nothing came of {behind[0][0]}/{behind[0][1]} for {silence_s:g} s, and there is more of it")
+            elif time.monotonic() - last > SILENCE_S:
+                raise LogError(f"nothing came of {behind[0][0]}/{behind[0][1]} for {SILENCE_S:g} s, and there is more of it")
 
     def close(self) -> None:
         """Close the reader."""

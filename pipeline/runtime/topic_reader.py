@@ -90,7 +90,17 @@ class RunReader:
 
     def prompts(self, *, wanted: AbstractSet[int] | None = None, decode: bool = True, repeats: bool = False) -> Iterator[Read[Prompt]]:
         """The prompt of each group, or of each wanted one; with `repeats` also the records that do not count."""
-        return self._firsts("prompts", prompts.check, prompts.read if decode else None, wanted=wanted, repeats=repeats)
+        seen = set[int | None]()
+        for checked in self._checked("prompts", prompts.check, wanted, None):
+            if checked.headers is None:
+                yield checked
+                continue
+            group = checked.headers.group
+            if (repeated := group in seen) and not repeats:
+                continue
+            yield (read := self._decoded(replace(checked, repeats=repeated), prompts.read if decode else None))
+            if read.problem is None:
+                seen.add(group)
 
     def samples(
         self,
@@ -183,28 +193,6 @@ class RunReader:
     @cached_property
     def _ends(self) -> dict[str, dict[Partition, int]]:
         return {topic: self.log.end_offsets(_partitions(self.log, f"{self.run}.{topic}")) for topic in EFFECTS_FIRST}
-
-    def _firsts(
-        self,
-        topic: str,
-        check: Check,
-        decoder: Decoder[Payload] | None,
-        *,
-        wanted: AbstractSet[int] | None,
-        partitions: Sequence[int] | None = None,
-        repeats: bool,
-    ) -> Iterator[Read[Payload]]:
-        seen = set[tuple[int | None, int | None]]()
-        for checked in self._checked(topic, check, wanted, partitions):
-            if checked.headers is None:
-                yield checked
-                continue
-            says = checked.headers.group, checked.headers.sample
-            if (repeated := says in seen) and not repeats:
-                continue
-            yield (read := self._decoded(replace(checked, repeats=repeated), decoder))
-            if read.problem is None:
-                seen.add(says)
 
     def _checked(self, topic: str, check: Check, wanted: AbstractSet[int] | None, partitions: Sequence[int] | None) -> Iterator[Read[Any]]:
         """Records with their headers, or with why those cannot be used; of groups that nobody wants none."""

@@ -1,7 +1,7 @@
 """Sets of group numbers: a run has millions of groups.
 
-The rule: a bit for each number, in pages that exist where a number does and are let go once all of it and all before are in, so that
-numbers given out in order take next to no memory, and one far beyond all others costs a page and no more.
+The rule: one bit a number, in pages that exist only where a number does and are freed once they and all before them are full. So numbers
+in order take next to no memory, and one far beyond all others costs a single page.
 """
 
 from collections.abc import Mapping

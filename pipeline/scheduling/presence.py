@@ -1,7 +1,7 @@
 """Which partitions have a worker that reports and takes their prompts, or their calls: only there groups are admitted, and only there
 their clocks run.
 
-The rule: a worker that was killed says nothing of its end, so ownership lasts only as long as its reports come.
+The rule: a worker that was killed does not report its end, so ownership lasts only as long as its reports come.
 """
 
 import time
@@ -56,7 +56,7 @@ def hear(presence: Presence, measured: Measurement, *, label: str = PROMPTS) -> 
     """Apply a worker's measurement, if it is one of a worker that owns such partitions or did."""
     if measured.role in _OWNERS[label] and label in measured.labels:
         owned = [] if measured.kind == "final" else [int(text) for text in measured.labels[label].split(",") if text]
-        # Two machines may start workers of one name: what each says of its partitions says nothing of the other's.
+        # Two machines may start workers of one name: the reports of one do not change the partitions of the other.
         presence.heard(f"{measured.worker}/{measured.incarnation}", owned, slots=int(measured.values.get("slots", 1)))
 
 

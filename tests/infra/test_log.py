@@ -161,9 +161,8 @@ def test_an_open_transaction_holds_back_what_is_written_behind_it(log: Log, run_
     write(log, topic, [b"before"])
     opened = open_transaction(log, [outgoing(topic, b"inside")])
     (behind,) = write(log, topic, [b"behind"])
-    committed, everything = log.tail({(topic, 0): "earliest"}), log.tail({(topic, 0): "earliest"}, committed=False)
+    committed = log.tail({(topic, 0): "earliest"})
     assert [record.value for record in committed.read_to_end(WAIT_S)] == [b"before"]
-    assert [record.value for record in everything.read_to_end(WAIT_S)] == [b"before", b"inside", b"behind"]
     assert (log.end_offsets(places), log.end_offsets(places, committed=False)) == ({(topic, 0): 1}, {(topic, 0): behind + 1})
     with pytest.raises(LogError, match="took too long"):
         log.read(topic, 0, [behind], timeout_s=1.0)
@@ -175,7 +174,6 @@ def test_an_open_transaction_holds_back_what_is_written_behind_it(log: Log, run_
     settle(log, topic)
     assert log.read(topic, 0, [behind])[0].value == b"behind"
     committed.close()
-    everything.close()
 
 
 def test_a_tail_that_starts_behind_the_end_says_so(log: Log, run_id: str) -> None:
@@ -319,23 +317,6 @@ def test_a_new_member_starts_behind_what_was_committed_and_gets_its_metadata(log
     assert second.assigned.partitions[topic, 0] == Committed(offset=2, metadata="half done: ü")
     assert [record.value for record in second.records] == [b"2"]
     second.member.close()
-
-
-def test_a_member_may_choose_where_each_partition_starts(log: Log, run_id: str) -> None:
-    (topic,) = make_topics(log, run_id, "a", partitions=2)
-    write(log, topic, [b"0", b"1", b"2"], partition=0)
-    write(log, topic, [b"3", b"4"], partition=1)
-    asked = []
-
-    def start_at(committed):  # type: ignore[no-untyped-def]
-        asked.append(dict(committed))
-        return {(topic, 0): 2}
-
-    heard = Heard(log.member(f"{run_id}.group", [topic], start_at=start_at))
-    listen(heard, until=lambda: len(heard.records) == 3)
-    assert sorted(record.value for record in heard.records) == [b"2", b"3", b"4"]
-    assert asked == [{(topic, 0): Committed(offset=None), (topic, 1): Committed(offset=None)}]
-    heard.member.close()
 
 
 def test_two_members_share_equal_partitions_of_both_topics_and_one_inherits(log: Log, run_id: str) -> None:

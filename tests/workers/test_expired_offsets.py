@@ -34,8 +34,8 @@ class BatchedTail(MemoryTail):
 class NotingLog(MemoryLog):
     """Hands out tails that note their largest batch."""
 
-    def tail(self, starts: Mapping[Partition, Start], *, committed: bool = True, group: str | None = None, **_: Any) -> MemoryTail:
-        return BatchedTail(self._state, starts, committed=committed, group=group)
+    def tail(self, starts: Mapping[Partition, Start], *, group: str | None = None, **_: Any) -> MemoryTail:
+        return BatchedTail(self._state, starts, group=group)
 
 
 def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weights(

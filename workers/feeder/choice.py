@@ -1,7 +1,7 @@
 """Which prompt comes next: an aborted one once more, else the next row that is not left out.
 
-The rule: what is chosen follows from the log and the configuration alone, never from when a record came: a row is left out by the reward
-its group got in the epoch before, and that outcome is waited for.
+The rule: what is chosen follows from the log and the configuration alone, never from when a record came: a row is left out by the
+reward that its group got in the epoch before, and the choice waits for that outcome.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Choices:
-    """What was asked so far, as far as it decides what is asked next."""
+    """The prompts asked so far, as far as they decide what is asked next."""
 
     order: PromptOrder
     limit: int | None = None

@@ -10,9 +10,8 @@ import time
 
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Partition, Start, Tail
-from penstock.pipeline.envs.datasets.configured import Data, open_data
+from penstock.pipeline.envs.datasets.configured import Data, open_data, pool_of
 from penstock.pipeline.envs.datasets.rows import Row
-from penstock.pipeline.envs.datasets.tags import pool_of
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.session import Session
@@ -86,7 +85,7 @@ def _paused(state: Admission, session: Session) -> bool:
 
 
 def _counts(state: Admission, session: Session) -> dict[str, float]:
-    """What the feeder reports: `all_out` once no prompt will ever follow and all have ended; `admissible`, what waits for room."""
+    """The feeder's measurements: `all_out` is 1 once no prompt will follow and all groups have ended; `admissible` groups wait for room."""
     choices = state.choices
     all_out = choices.exhausted and state.ended_below == state.admitted
     return {

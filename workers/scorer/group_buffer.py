@@ -16,7 +16,7 @@ from penstock.topics.samples import Rollout
 from penstock.topics.wire.record import Record
 
 ORPHAN_AFTER_S = 30.0
-"""After this much working time without its prompt a sample is looked into: a prompt is always in the log before its samples."""
+"""After this much working time without its prompt a sample is checked against the log, in which a prompt is always before its samples."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class OpenGroup:
     samples: dict[int, Rollout] = field(default_factory=dict)
     records: dict[int, Record] = field(default_factory=dict)
     seen_s: float = 0.0
-    """The owner's working time when the group was first seen, or last looked into."""
+    """The owner's working time when the group was first seen, or last checked."""
     begun_s: float = 0.0
     """`PartitionGroups.drawing_s` when the group was first seen."""
     submitted: bool = False
@@ -70,7 +70,7 @@ class PartitionGroups:
     cut: bool = False
     """Whether its first prompts were deleted, and no note says which groups had ended."""
     drawing_s: float = 0.0
-    """For how long a rollout worker has been there for the partition: absence costs a group nothing."""
+    """Seconds in which a rollout worker was there for the partition; a group's deadline counts only these."""
     outcomes: dict[int, int] = field(default_factory=dict)
     """Group -> offset of its outcome, of the finished groups above the oldest unfinished one."""
 

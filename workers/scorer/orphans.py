@@ -28,7 +28,7 @@ def set_aside_orphans(session: Session, state: PartitionGroups, *, now_s: float)
 
 
 def _prompts_to_come(session: Session, state: PartitionGroups) -> frozenset[int] | None:
-    """Groups whose prompts stand in the log and have not arrived, as of this moment; None where the log cannot say so."""
+    """Groups whose prompts are in the log now and have not arrived here; None if the log cannot be read."""
     found = set()
     tail = None
     try:

@@ -1,6 +1,6 @@
-"""Writes how groups have ended, with the offsets from which the next owner goes on.
+"""Writes the outcomes of groups, with the offsets from which the next owner goes on.
 
-The rule: outcomes and offsets are one transaction, and only the owner of a partition commits; what the log says of an unknown end counts.
+The rule: outcomes and offsets are one transaction, and only the owner of a partition commits; after an unknown result the log decides.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ WRITE_BYTES, WRITE_GROUPS = 32 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class OutcomeWriter:
-    """Ends groups of the partitions that are owned."""
+    """Writes outcomes of the owned partitions' groups."""
 
     session: Session
     transactions: Transactions
@@ -54,7 +54,7 @@ class OutcomeWriter:
             ]
 
     def _commit(self, batch: Mapping[int, Sequence[Outgoing]]) -> None:
-        """Commit the outcomes of these groups with offsets; where it is unknown whether that happened, the log decides."""
+        """Commit the outcomes of these groups with offsets; if the result is unknown, read in the log which were written."""
         records = [record for parts in batch.values() for record in parts]
         partitions = {record.partition for record in records}
         try:

@@ -1,4 +1,4 @@
-"""What the scorer learns from the reports in `metrics`: which of its partitions somebody draws for.
+"""Follows the reports in `metrics`: for which of the scorer's partitions a rollout worker is there.
 
 The rule: a group's deadline counts only time in which a worker was there for its partition; where trajectories ask for their turns
 through the log, one that plays them and one that draws.
@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 
 class RolloutReports:
-    """Follows the reports of those who draw, on a clock that stands still while the broker is away."""
+    """Follows rollout workers' reports on a clock that stops while the broker is away."""
 
     def __init__(self, session: Session) -> None:
         """Read the reports that come from now on."""

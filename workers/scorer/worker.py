@@ -4,16 +4,15 @@ The rule: until its record is in `groups`, only the scorer that owns the partiti
 `failed` and a dead letter, never a zero.
 """
 
-import json
 import time
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
-from penstock.pipeline.envs.reward_child import payload, reward_pool
+from penstock.pipeline.envs.reward_child import payload_of, reward_pool
 from penstock.pipeline.envs.reward_faults import FaultCount
-from penstock.pipeline.envs.rewards import Score, episodes_of
+from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
@@ -29,7 +28,7 @@ from penstock.workers.scorer.outcome_writer import OutcomeWriter
 from penstock.workers.scorer.rollout_reports import RolloutReports
 
 LEDGER_EVERY_S = 0.5
-"""How often the scorer looks whether the run is closed."""
+"""How often the scorer checks whether the run is closed."""
 
 Job = tuple[int, int, int]
 """Partition, generation of the consumer group, group: a rebalance may bring the same group again while it is being scored."""
@@ -93,7 +92,7 @@ class Scorer:
     _scoring: dict[Job, Scoring] = field(default_factory=dict)
     _generation: int = 0
     _unscored: list[Group] = field(default_factory=list)
-    """Outcomes of groups without rewards: their prompt must not be decoded, or they were aborted."""
+    """Outcomes of groups that get no rewards: their prompt must not be decoded, a sample was aborted, or an environment broke."""
     _faults: FaultCount = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +101,7 @@ class Scorer:
         self.outcomes = OutcomeWriter(self.session, self.transactions, self.member, self.owned, self._read_finished)
 
     def turn(self) -> None:
-        """Take what arrived, have complete groups scored, write what was scored."""
+        """Read new records, submit complete groups to the reward functions, write the outcomes."""
         for event in self.member.take(0.001 if self._scoring else 0.1):
             match event:
                 case Assigned():
@@ -139,7 +138,7 @@ class Scorer:
         self.reports.close()
 
     def _revoked(self, partitions: set[int]) -> None:
-        """Forget partitions and end what is scored for them: the next owner, maybe this worker, reads and scores their groups again."""
+        """Forget partitions and cancel their reward calls: the next owner, maybe this worker, reads and scores their groups again."""
         for partition in partitions:
             self.owned.pop(partition, None)
         void = {job for job in self._scoring if job[0] in partitions}
@@ -253,7 +252,7 @@ class Scorer:
         return wanted
 
     def _submit(self, state: PartitionGroups, number: int) -> None:
-        """Have a group scored once all its samples are here."""
+        """Submit a group to the reward functions once all its samples are here."""
         group = state.open[number]
         if not group.complete or group.submitted:
             return
@@ -266,24 +265,15 @@ class Scorer:
             why = f"{group.aborted} of {len(group.samples)} samples were aborted: the group could no longer be fresh"
             self._unscored.append(self._group(group, "abandoned", why, ()))
             return
-        samples = group.ordered()
-        token_ids = [sample.token_ids.tolist() for sample in samples]
-        completions = [self.decoder.decode(ids) for ids in token_ids]
+        samples, prompt = group.ordered(), group.prompt
+        completions = [self.decoder.decode(sample.token_ids) for sample in samples]
         job = (state.partition, self._generation, number)
         self._scoring[job] = Scoring(state.partition, group, completions)
-        messages = json.loads(group.prompt.messages) if group.prompt.messages else None
-        columns = json.loads(group.prompt.columns)
-        step = (groups.version_min(samples) or 0) * self.session.schedule.steps_per_version
-        self.pool.submit(
-            job,
-            payload(
-                completions, prompt=group.prompt.prompt, messages=messages, columns=columns, completion_ids=token_ids, step=step,
-                episodes=episodes_of(samples),
-            ),
-        )  # fmt: skip
+        per_version = self.session.schedule.steps_per_version
+        self.pool.submit(job, payload_of(prompt, samples, completions, messages=prompt.messages, steps_per_version=per_version))
 
     def _fail_broken(self, group: OpenGroup, cause: str) -> None:
-        """End a group that lacks a sample because its environment broke: that is no reward of zero."""
+        """End a group that lacks a sample because its environment broke, as failed: a reward of zero would be wrong."""
         assert group.prompt_record is not None
         self.session.dead_letters.write(group.prompt_record, Unusable(f"group {group.group}: {cause}", kind="environment-failed"))
         self._unscored.append(self._group(group, "failed", cause, ()))
@@ -309,7 +299,7 @@ class Scorer:
         return replace(self._group(group, outcome.outcome, outcome.reason, outcome.samples), reward_ns=round(1e9 * result.seconds))
 
     def _overdue(self) -> list[Group]:
-        """Incomplete groups past their deadline, in time in which a rollout worker was there, as abandoned."""
+        """Outcome "abandoned" for incomplete groups past their deadline, which counts only time in which a rollout worker was there."""
         deadline, abandoned = self.session.config.scorer.group_deadline_s, []
         for state in self.owned.values():
             for group in state.overdue(deadline_s=deadline):

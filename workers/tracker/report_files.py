@@ -10,7 +10,7 @@ from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.runtime.session import Session
 
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
-"""Time to make the run's page, normally and once this process was told to stop."""
+"""Time to make the run's page, normally and once this process was asked to stop."""
 PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
 """Limits of the page sent to MLflow, smaller than those of a page that a person asks for."""
 

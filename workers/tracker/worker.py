@@ -49,12 +49,12 @@ SETTLE_S = 2.0
 MLFLOW_END_S = 60.0
 """Time to deliver MLflow's missing points when the run is over."""
 STOPPED_S = 15.0
-"""Time for all remaining work once this process was told to stop: half of the launcher's limit."""
+"""Time for all remaining work once this process was asked to stop: half of the launcher's limit."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 def main(session: Session) -> None:
-    """Follow the run until it is closed and its workers have ended, or until told to stop; leaves a report either way."""
+    """Follow the run until it is closed and its workers have ended, or until asked to stop; leaves a report either way."""
     directory = run_directory(session.run)
     directory.mkdir(parents=True, exist_ok=True)
     tracker = Tracker(session, directory=directory)
@@ -260,7 +260,7 @@ class Tracker:
         return uploader.run_id
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
-        """Wait for MLflow up to `limit_s`, less once this process was told to stop; goes on reporting meanwhile."""
+        """Wait for MLflow up to `limit_s`, less once this process was asked to stop; goes on reporting meanwhile."""
         began = time.monotonic()
         while not check(0.25):
             if time.monotonic() - began > limit_s or self._out_of_time():
@@ -275,7 +275,7 @@ class Tracker:
             self._retention.delete(self.view, positions, saved)
 
     def _out_of_time(self) -> bool:
-        """True if this process was told to stop and `STOPPED_S` have passed since."""
+        """True if this process was asked to stop and `STOPPED_S` have passed since."""
         now = time.monotonic()
         if self.session.stop.is_set():
             self._stopped_at = self._stopped_at or now

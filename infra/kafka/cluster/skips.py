@@ -1,4 +1,4 @@
-"""Stretches of a partition that cannot be read at all, and over which a person has told every reader to go.
+"""Unreadable stretches of a partition that a person has had every reader skip (`penstock topics skip`).
 
 The rule: what is passed over stands in the run's `dead-letters`, written by a person; no reader passes over anything by itself.
 """

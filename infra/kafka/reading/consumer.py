@@ -43,7 +43,6 @@ def make_consumer(
     costs: Costs,
     *,
     group: str | None,
-    committed: bool,
     session_s: float | None = None,
     pools: Pools | None = None,
     jumps: bool = False,
@@ -54,7 +53,7 @@ def make_consumer(
     One with a session takes part in the group, in a pool where it has `pools`. With `jumps` it goes on with the first kept record where an
     offset is not kept: for a caller that compares offsets itself.
     """
-    configs = settings.consumer(connection, group=group, committed=committed)
+    configs = settings.consumer(connection, group=group)
     if fetch_bytes is not None:
         configs["max_partition_fetch_bytes"] = fetch_bytes
     if jumps:

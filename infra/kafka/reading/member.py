@@ -22,7 +22,7 @@ from penstock.infra.kafka.outage import Contact, Outage
 from penstock.infra.kafka.reading import consumer as reading
 from penstock.infra.kafka.reading.buffer import Buffer
 from penstock.infra.kafka.settings import Connection
-from penstock.infra.log import SESSION_S, Assigned, Commits, Event, Membership, Pools, StartAt
+from penstock.infra.log import SESSION_S, Assigned, Commits, Event, Membership, Pools
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ class KafkaMember:
         *,
         max_records: int,
         max_bytes: int,
-        start_at: StartAt | None,
         gathers: bool = True,
         session_s: float = SESSION_S,
         pools: Pools | None = None,
@@ -58,7 +57,7 @@ class KafkaMember:
         self._letters, self._session_s = letters, session_s
         admin.require((topic, 0) for topic in topics)
         self._connection, self._costs, self._contact = connection, costs, contact
-        self._group, self._topics, self._start_at = group, list(topics), start_at
+        self._group, self._topics = group, list(topics)
         self._join_limit_s, self._gathers, self._pools = join_limit_s, gathers, pools
         self._ids = TopicIds(admin)
         self._ids.add(topics)
@@ -117,9 +116,7 @@ class KafkaMember:
     # The methods below run on the polling thread.
 
     def _join(self) -> Any:
-        consumer = reading.make_consumer(
-            self._connection, self._costs, group=self._group, committed=True, session_s=self._session_s, pools=self._pools
-        )
+        consumer = reading.make_consumer(self._connection, self._costs, group=self._group, session_s=self._session_s, pools=self._pools)
         private_api.subscribe(consumer, self._topics, _Listener(self, consumer))
         return consumer
 
@@ -165,7 +162,7 @@ class KafkaMember:
             self._paused = set()
 
     def _begin(self) -> None:
-        """Deliver an assignment: look up what was committed, let the user choose where to start, then let records flow."""
+        """Deliver an assignment: look up what was committed, then let records flow from there."""
         incoming = self._incoming
         assert incoming is not None
         partitions, membership = incoming
@@ -178,10 +175,9 @@ class KafkaMember:
             private_api.ask_for_metadata(self._consumer)
             return
         committed = {reading.partition_of(tp): reading.to_committed(offsets.get(tp)) for tp in sorted(partitions)}
-        starts = self._start_at(committed) if self._start_at is not None else {}
         # Always seek: a fetch for an earlier assignment may have moved the position past records that were never delivered.
         for partition, noted in committed.items():
-            offset, first = starts.get(partition, noted.offset), kept[TopicPartition(*partition)]
+            offset, first = noted.offset, kept[TopicPartition(*partition)]
             if offset is not None and offset < first:
                 where = f"{partition[0]}/{partition[1]}"
                 self._contact.say(f"{where}: offsets {offset} to {first - 1} were deleted unread; reading on at {first}")

@@ -67,9 +67,7 @@ class OffsetReader:
     ) -> None:
         with self._lock:
             if self._reader is None:
-                self._reader = self._contact.reach(
-                    lambda: consumer.make_consumer(self._connection, self._costs, group=None, committed=True, jumps=True)
-                )
+                self._reader = self._contact.reach(lambda: consumer.make_consumer(self._connection, self._costs, group=None, jumps=True))
                 self._outage = Outage(self._contact)
             began = time.thread_time()
             for run in _runs([offset for offset in offsets if offset >= 0 and offset not in into]):

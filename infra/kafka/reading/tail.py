@@ -34,21 +34,18 @@ class KafkaTail:
         admin: Admin,
         starts: Mapping[Partition, Start],
         *,
-        committed: bool,
         group: str | None,
         letters: ReadLetters | None = None,
         fetch_bytes: int | None = None,
     ) -> None:
         self._letters = letters
-        self._admin, self._costs, self._committed, self._group = admin, costs, committed, group
+        self._admin, self._costs, self._group = admin, costs, group
         self._consumer: Any = None
         self._ids = TopicIds(admin)
         offsets = self._resolve(starts)
         self._meter = costs.meter("poll_s")
         self._few_until = 0.0
-        self._consumer = contact.reach(
-            lambda: consumer.make_consumer(connection, costs, group=group, committed=committed, fetch_bytes=fetch_bytes)
-        )
+        self._consumer = contact.reach(lambda: consumer.make_consumer(connection, costs, group=group, fetch_bytes=fetch_bytes))
         self._outage = Outage(contact)
         self._assign(offsets)
 
@@ -63,8 +60,8 @@ class KafkaTail:
         offsets = {partition: start for partition, start in starts.items() if isinstance(start, int)}
         earliest = [partition for partition, start in starts.items() if start == "earliest"]
         latest = [partition for partition, start in starts.items() if start == "latest"]
-        offsets |= self._admin.offsets(earliest, end=False, committed=self._committed)
-        offsets |= self._admin.offsets(latest, end=True, committed=self._committed)
+        offsets |= self._admin.offsets(earliest, end=False, committed=True)
+        offsets |= self._admin.offsets(latest, end=True, committed=True)
         for partition, start in starts.items():
             if partition not in offsets:
                 raise ValueError(f"a tail starts at 'earliest', 'latest' or an offset, not at {start!r}")
@@ -107,8 +104,8 @@ class KafkaTail:
         """
         deadline = time.monotonic() + timeout_s
         held = self.partitions
-        ends = self._admin.offsets(held, end=True, committed=self._committed and not undecided)
-        begins = self._admin.offsets(held, end=False, committed=self._committed)
+        ends = self._admin.offsets(held, end=True, committed=not undecided)
+        begins = self._admin.offsets(held, end=False, committed=True)
         behind = {partition for partition in held if max(self.position(partition), begins[partition]) < ends[partition]}
         records: list[Record] = []
         while behind:

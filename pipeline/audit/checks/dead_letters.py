@@ -5,7 +5,7 @@ The rule: a record without a dead letter is a violation only where the log prove
 
 from collections.abc import Callable, Iterator, Mapping
 
-from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts, LetterFact, Unusable
 from penstock.pipeline.audit.kept.tables import Where
@@ -14,6 +14,7 @@ from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.dead_letters import SKIPPED
 
 
+@check("letters", "a dead letter carries the record that it names", dead_letters=lambda facts: len(facts.letters))
 def true(facts: Facts) -> Iterator[Violation]:
     """A dead letter names a record that exists and carries its bytes."""
     for letter in facts.letters:
@@ -28,6 +29,7 @@ def true(facts: Facts) -> Iterator[Violation]:
             yield Violation(text=f"a dead letter about {letter.about} carries other bytes than lie there", where=letter.where)
 
 
+@check("letters-once", "no process sets a record aside twice", dead_letters=lambda facts: len(facts.letters))
 def once(facts: Facts) -> Iterator[Violation]:
     """One process sets a record aside once; another process that takes over may do so again."""
     first_letters: dict[tuple[Where, str], LetterFact] = {}
@@ -46,6 +48,7 @@ def _processes(facts: Facts, letter: LetterFact) -> int:
     return sum(worker == letter.worker and fact.began_ns <= letter.time_ns for (worker, _), fact in facts.workers.items())
 
 
+@check("accounted", "a record nobody can use has its dead letter", unusable_records=lambda facts: len(facts.unusable))
 def accounted(facts: Facts) -> Iterator[Violation]:
     """Every record that cannot be used has its dead letter, once its reader has passed it."""
     passed: dict[tuple[str, int], int] = {}
@@ -162,26 +165,4 @@ _READ: Mapping[str, Callable[[Facts, int], list[int]]] = {
 """Topic -> the offsets of one of its partitions that the log shows to have been read."""
 
 
-CHECKS = (
-    Check(
-        name="letters",
-        promise="a dead letter carries the record that it names",
-        counts="dead letters",
-        examined=lambda facts: len(facts.letters),
-        rule=true,
-    ),
-    Check(
-        name="letters-once",
-        promise="no process sets a record aside twice",
-        counts="dead letters",
-        examined=lambda facts: len(facts.letters),
-        rule=once,
-    ),
-    Check(
-        name="accounted",
-        promise="a record nobody can use has its dead letter",
-        counts="unusable records",
-        examined=lambda facts: len(facts.unusable),
-        rule=accounted,
-    ),
-)
+CHECKS = (true, once, accounted)

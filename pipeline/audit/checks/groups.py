@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 
-from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import INCOMPLETE, Facts
 from penstock.pipeline.audit.kept.groups import OutcomeFact
@@ -17,6 +17,7 @@ from penstock.pipeline.audit.rules import DROPS
 WITH_SAMPLES = frozenset({"scored", "filtered"})
 
 
+@check("one-outcome", "one outcome a group, all parts of it", outcomes=lambda facts: len(facts.outcomes))
 def one_outcome(facts: Facts) -> Iterator[Violation]:
     """A group has one outcome, complete with all its parts; identical repetitions are duplicates."""
     first = facts.outcomes.first
@@ -30,6 +31,7 @@ def one_outcome(facts: Facts) -> Iterator[Violation]:
             yield Violation(text=record.reason, group=record.group, where=record.where)
 
 
+@check("group-place", "an outcome stands in its prompt's partition and repeats the prompt", outcomes=lambda facts: len(facts.outcomes))
 def place(facts: Facts) -> Iterator[Violation]:
     """An outcome is in its prompt's partition and repeats the prompt's fields."""
     admitted = facts.prompts.first
@@ -44,6 +46,11 @@ def place(facts: Facts) -> Iterator[Violation]:
             yield violation(text=f"prompt, slot, version or row differ from the prompt at {prompt.where}")
 
 
+@check(
+    "group-samples",
+    "an outcome holds the first K samples as they were first drawn",
+    samples=lambda facts: sum(len(outcome.samples.numbers) for outcome in facts.outcomes),
+)
 def samples(facts: Facts) -> Iterator[Violation]:
     """An outcome holds the first K samples in `rollouts`, each as its first record; a failed or abandoned group holds none."""
     admitted, gone = facts.prompts.first, Gone(facts)
@@ -76,6 +83,7 @@ def _wanted(facts: Facts, outcome: OutcomeFact, partition: int, *, unknown: bool
     return sorted(fact.sample for fact in drawn) if len(drawn) == count else list(range(count))
 
 
+@check("one-fate", "every admitted group has exactly one fate", groups=lambda facts: len(facts.prompts.first))
 def one_fate(facts: Facts) -> Iterator[Violation]:
     """Each admitted group is trained, filtered, stale, failed, abandoned or unused, and no other group has a fate."""
     admitted, outcomes, trained, stale = facts.prompts.first, facts.outcomes.first, facts.planned.first, facts.stale()
@@ -113,33 +121,4 @@ def fates(facts: Facts) -> dict[str, int]:
     return counts
 
 
-CHECKS = (
-    Check(
-        name="one-outcome",
-        promise="one outcome a group, all parts of it",
-        counts="outcomes",
-        examined=lambda facts: len(facts.outcomes),
-        rule=one_outcome,
-    ),
-    Check(
-        name="group-place",
-        promise="an outcome stands in its prompt's partition and repeats the prompt",
-        counts="outcomes",
-        examined=lambda facts: len(facts.outcomes),
-        rule=place,
-    ),
-    Check(
-        name="group-samples",
-        promise="an outcome holds the first K samples as they were first drawn",
-        counts="samples",
-        examined=lambda facts: sum(len(outcome.samples.numbers) for outcome in facts.outcomes),
-        rule=samples,
-    ),
-    Check(
-        name="one-fate",
-        promise="every admitted group has exactly one fate",
-        counts="groups",
-        examined=lambda facts: len(facts.prompts.first),
-        rule=one_fate,
-    ),
-)
+CHECKS = (one_outcome, place, samples, one_fate)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 
-from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import Facts
 from penstock.pipeline.audit.rules import DROPS
 
 
+@check("prompt-numbers", "groups are numbered without gap, one prompt each", prompts=lambda facts: len(facts.prompts))
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Admitted groups are numbered without gaps, and each has one prompt."""
     first = facts.prompts.first
@@ -29,6 +30,7 @@ def numbers(facts: Facts) -> Iterator[Violation]:
         yield Violation(text=f"no prompt of group {missing}, although group {last} was admitted", group=missing)
 
 
+@check("prompt-arithmetic", "slot, oldest version and K follow from the schedule", prompts=lambda facts: len(facts.prompts.first))
 def arithmetic(facts: Facts) -> Iterator[Violation]:
     """Slot and oldest version follow from the groups dropped so far, K from the configuration."""
     terms, stale, outcomes, gone = facts.terms, facts.stale(), facts.outcomes.first, Gone(facts)
@@ -57,6 +59,7 @@ def arithmetic(facts: Facts) -> Iterator[Violation]:
             yield violation(text=f"{prompt.samples} samples are asked for, the run has {terms.samples_per_prompt}")
 
 
+@check("backpressure", "no prompt before the version that makes room for it", prompts=lambda facts: len(facts.prompts.first))
 def backpressure(facts: Facts) -> Iterator[Violation]:
     """No prompt is published before the version that makes room for it, and none beyond what the run's steps need."""
     terms, published = facts.terms, facts.published_ns()
@@ -84,6 +87,7 @@ def one_clock(facts: Facts) -> bool:
     return len(hosts["feeder"]) == 1 and hosts["feeder"] == hosts["trainer"] and None not in hosts["feeder"]
 
 
+@check("sample-versions", "samples come from versions that exist and their prompt allows", samples=lambda facts: len(facts.samples))
 def versions(facts: Facts) -> Iterator[Violation]:
     """Samples are drawn under versions that exist and that their prompt allows."""
     manifests, gone = facts.first_manifests(), Gone(facts)
@@ -100,33 +104,4 @@ def versions(facts: Facts) -> Iterator[Violation]:
                     yield violation(text=text, version=version)
 
 
-CHECKS = (
-    Check(
-        name="prompt-numbers",
-        promise="groups are numbered without gap, one prompt each",
-        counts="prompts",
-        examined=lambda facts: len(facts.prompts),
-        rule=numbers,
-    ),
-    Check(
-        name="prompt-arithmetic",
-        promise="slot, oldest version and K follow from the schedule",
-        counts="prompts",
-        examined=lambda facts: len(facts.prompts.first),
-        rule=arithmetic,
-    ),
-    Check(
-        name="backpressure",
-        promise="no prompt before the version that makes room for it",
-        counts="prompts",
-        examined=lambda facts: len(facts.prompts.first),
-        rule=backpressure,
-    ),
-    Check(
-        name="sample-versions",
-        promise="samples come from versions that exist and their prompt allows",
-        counts="samples",
-        examined=lambda facts: len(facts.samples),
-        rule=versions,
-    ),
-)
+CHECKS = (numbers, arithmetic, backpressure, versions)

@@ -7,13 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import ANY, Gone
 from penstock.pipeline.audit.facts import EntryFact, Facts
 from penstock.pipeline.audit.kept.groups import OutcomeFact
 from penstock.pipeline.audit.rules import DROPS, as_object
 
 
+def _planned(facts: Facts) -> int:
+    return len(facts.planned)
+
+
+@check("ledger-order", "entries without gap, run-opened first, run-closed last", entries=lambda facts: len(facts.entries))
 def order(facts: Facts) -> Iterator[Violation]:
     """Entries are numbered without gaps or repetitions; run-opened comes first, run-closed last, each once."""
     for number, fact in enumerate(facts.entries):
@@ -35,6 +40,7 @@ def order(facts: Facts) -> Iterator[Violation]:
         yield Violation(text=text, where=facts.entries[-1].where)
 
 
+@check("step-numbers", "steps 0 to n-1 once each, of U groups, under the version S makes it", steps=lambda facts: _kinds(facts)["step"])
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Steps are 0 to n - 1, each once, of U groups, under version floor(step / S)."""
     terms = facts.terms
@@ -58,6 +64,9 @@ def numbers(facts: Facts) -> Iterator[Violation]:
         yield Violation(text=f"closed after {closed.step} steps, the ledger has {len(facts.steps())}", step=closed.step)
 
 
+@check(
+    "ledger-end", "the ledger reaches what measurements, checkpoints and metrics.jsonl have seen", anchors=lambda facts: len(facts.anchors)
+)
 def reached(facts: Facts) -> Iterator[Violation]:
     """The ledger reaches every step that something else has seen."""
     done, last = len(facts.steps()), facts.entries[-1].where if facts.entries else None
@@ -67,6 +76,7 @@ def reached(facts: Facts) -> Iterator[Violation]:
             yield Violation(text=text, step=done, where=last)
 
 
+@check("trained-once", "every trained group stands in exactly one step", groups=_planned)
 def trained_once(facts: Facts) -> Iterator[Violation]:
     """No group is in two steps, or twice in one."""
     first, again = facts.planned.first, {planned.group for planned in facts.planned.later()}
@@ -79,6 +89,11 @@ def trained_once(facts: Facts) -> Iterator[Violation]:
             seen |= {planned.group} & again
 
 
+@check(
+    "step-order",
+    "order = submission takes the lowest available groups",
+    groups=lambda facts: _planned(facts) if facts.terms.order == "submission" else 0,
+)
 def submission(facts: Facts) -> Iterator[Violation]:
     """Under `submission` order a plan takes the lowest group that is neither trained nor dropped."""
     if facts.terms.order != "submission":
@@ -103,6 +118,7 @@ def submission(facts: Facts) -> Iterator[Violation]:
             reached = planned.group
 
 
+@check("plans", "offsets and SHA-256 of plans exist and match their groups", groups=_planned)
 def plans(facts: Facts) -> Iterator[Violation]:
     """Every group of a plan is at the offset the plan names, with the digest it names."""
     for fact in facts.steps():
@@ -121,6 +137,7 @@ def plans(facts: Facts) -> Iterator[Violation]:
                 yield violation(text=f"the group at {where} has SHA-256 {outcome.sha256[:16]}…, planned was {planned.sha256[:16]}…")
 
 
+@check("lag", "nothing is trained beyond max_lag, nothing within it is stale", groups=lambda facts: _planned(facts) + len(facts.stale()))
 def lag(facts: Facts) -> Iterator[Violation]:
     """Nothing older than max_lag is trained, and nothing younger is called stale."""
     terms, outcomes = facts.terms, facts.outcomes.first
@@ -150,58 +167,4 @@ def _kinds(facts: Facts) -> Counter[str]:
     return Counter(fact.entry.kind for fact in facts.entries)
 
 
-def _planned(facts: Facts) -> int:
-    return len(facts.planned)
-
-
-CHECKS = (
-    Check(
-        name="ledger-order",
-        promise="entries without gap, run-opened first, run-closed last",
-        counts="entries",
-        examined=lambda facts: len(facts.entries),
-        rule=order,
-    ),
-    Check(
-        name="ledger-end",
-        promise="the ledger reaches what measurements, checkpoints and metrics.jsonl have seen",
-        counts="anchors",
-        examined=lambda facts: len(facts.anchors),
-        rule=reached,
-    ),
-    Check(
-        name="step-numbers",
-        promise="steps 0 to n-1 once each, of U groups, under the version S makes it",
-        counts="steps",
-        examined=lambda facts: _kinds(facts)["step"],
-        rule=numbers,
-    ),
-    Check(
-        name="trained-once",
-        promise="every trained group stands in exactly one step",
-        counts="groups",
-        examined=_planned,
-        rule=trained_once,
-    ),
-    Check(
-        name="step-order",
-        promise="order = submission takes the lowest available groups",
-        counts="groups",
-        examined=lambda facts: _planned(facts) if facts.terms.order == "submission" else 0,
-        rule=submission,
-    ),
-    Check(
-        name="plans",
-        promise="offsets and SHA-256 of plans exist and match their groups",
-        counts="groups",
-        examined=_planned,
-        rule=plans,
-    ),
-    Check(
-        name="lag",
-        promise="nothing is trained beyond max_lag, nothing within it is stale",
-        counts="groups",
-        examined=lambda facts: _planned(facts) + len(facts.stale()),
-        rule=lag,
-    ),
-)
+CHECKS = (order, reached, numbers, trained_once, submission, plans, lag)

@@ -5,17 +5,27 @@ The rule: what is trained is what the policy drew; what an environment said, or 
 
 from collections.abc import Iterator
 
-from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import Facts
 
 
+@check(
+    "trajectory-turns",
+    "in a trajectory turns follow each other, and the policy's tokens alone are trained",
+    samples=lambda facts: len(facts.samples),
+)
 def turns(facts: Facts) -> Iterator[Violation]:
     """A trajectory's turns follow each other, and the policy's tokens alone are trained."""
     for sample, flaw in facts.samples.flaws:
         yield Violation(text=f"sample {sample.sample}: {flaw}", group=sample.group, where=sample.where)
 
 
+@check(
+    "broken-environments",
+    "no outcome holds a sample whose environment broke",
+    samples=lambda facts: sum(len(outcome.samples.numbers) for outcome in facts.outcomes),
+)
 def broken(facts: Facts) -> Iterator[Violation]:
     """A sample whose environment broke is in no outcome."""
     broken, gone = facts.samples.broken, Gone(facts)
@@ -28,6 +38,11 @@ def broken(facts: Facts) -> Iterator[Violation]:
                 yield Violation(text=text, group=outcome.group, where=outcome.where)
 
 
+@check(
+    "turns-answered",
+    "where turns travel through the log, each is what was drawn for exactly what stands before it",
+    turns=lambda facts: sum(len(turns) for _, turns in facts.samples.turns) if _turns_are_kept(facts) else 0,
+)
 def answered(facts: Facts) -> Iterator[Violation]:
     """Each turn of the policy is what a reply gave for exactly what stands before it."""
     given = {(reply.key.group, reply.key.sample, reply.key.sha256, reply.tokens) for reply in facts.replies}
@@ -38,6 +53,9 @@ def answered(facts: Facts) -> Iterator[Violation]:
                 yield Violation(text=text, group=sample.group, where=sample.where)
 
 
+@check(
+    "replies-asked", "no turn was drawn that nobody had asked for", replies=lambda facts: 0 if facts.cut("calls") else len(facts.replies)
+)
 def asked(facts: Facts) -> Iterator[Violation]:
     """Nothing was drawn that nobody had asked for."""
     for reply in () if facts.cut("calls") else facts.replies:
@@ -52,33 +70,4 @@ def _turns_are_kept(facts: Facts) -> bool:
     return bool(facts.replies or facts.calls) and not facts.cut("replies")
 
 
-CHECKS = (
-    Check(
-        name="trajectory-turns",
-        promise="in a trajectory turns follow each other, and the policy's tokens alone are trained",
-        counts="samples",
-        examined=lambda facts: len(facts.samples),
-        rule=turns,
-    ),
-    Check(
-        name="broken-environments",
-        promise="no outcome holds a sample whose environment broke",
-        counts="samples",
-        examined=lambda facts: sum(len(outcome.samples.numbers) for outcome in facts.outcomes),
-        rule=broken,
-    ),
-    Check(
-        name="turns-answered",
-        promise="where turns travel through the log, each is what was drawn for exactly what stands before it",
-        counts="turns",
-        examined=lambda facts: sum(len(turns) for _, turns in facts.samples.turns) if _turns_are_kept(facts) else 0,
-        rule=answered,
-    ),
-    Check(
-        name="replies-asked",
-        promise="no turn was drawn that nobody had asked for",
-        counts="replies",
-        examined=lambda facts: 0 if facts.cut("calls") else len(facts.replies),
-        rule=asked,
-    ),
-)
+CHECKS = (turns, broken, answered, asked)

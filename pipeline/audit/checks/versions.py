@@ -6,7 +6,7 @@ The rule: only a digest recomputed from the chunks' bytes is trusted.
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
-from penstock.pipeline.audit.check import Check, Violation
+from penstock.pipeline.audit.check import Violation, check
 from penstock.pipeline.audit.checks.gone import Gone
 from penstock.pipeline.audit.facts import EntryFact, Facts, ManifestFact, Recomputed
 from penstock.pipeline.audit.kept.tables import Where
@@ -14,6 +14,11 @@ from penstock.topics.ledger import Entry
 from penstock.topics.weights import Manifest
 
 
+def _chunks(facts: Facts) -> int:
+    return sum(len(fact.manifest.chunk_sizes) for fact in facts.first_manifests().values())
+
+
+@check("version-numbers", "versions 0 to n, one manifest each, written with its entry", versions=lambda facts: len(facts.manifests))
 def numbers(facts: Facts) -> Iterator[Violation]:
     """Versions are 0 to n, each with one manifest and one entry of the ledger, after the step that completes it."""
     manifests, entries = facts.first_manifests(), dict[int, EntryFact]()
@@ -61,6 +66,7 @@ def _manifest_flaws(facts: Facts, entries: Mapping[int, EntryFact]) -> Iterator[
             yield violation(text=f"the manifest of version {version} has no entry in the ledger")
 
 
+@check("chunks", "chunks lie where manifests say, with their size and SHA-256", chunks=_chunks)
 def chunks(facts: Facts) -> Iterator[Violation]:
     """Every chunk of a manifest is at the offset it names, with the size and SHA-256 it names."""
     for version, fact in sorted(facts.first_manifests().items()):
@@ -80,9 +86,14 @@ def chunks(facts: Facts) -> Iterator[Violation]:
                 yield violation(text=text)
 
 
+@check(
+    "digests",
+    "digests recomputed from the chunks are the recorded ones",
+    versions=lambda facts: sum(version.digest is not None for version in facts.recomputed.values()),
+)
 def digests(facts: Facts) -> Iterator[Violation]:
     """The digest recomputed from a version's chunks is the one of manifest and ledger; the chain of base versions ends at a full one."""
-    manifests, broken, gone = facts.first_manifests(), {violation.version for violation in chunks(facts)}, Gone(facts)
+    manifests, broken, gone = facts.first_manifests(), {violation.version for violation in chunks.rule(facts)}, Gone(facts)
     for version, fact in sorted(manifests.items()):
         recomputed = None if version in broken else facts.recomputed.get(version)
         for text in (_digest_flaw(fact.manifest, recomputed), *_base_flaws(fact.manifest, manifests, gone)):
@@ -112,6 +123,11 @@ def _base_flaws(manifest: Manifest, manifests: Container[int], gone: Gone) -> It
         yield f"encoding {manifest.encoding} with base version {base}"
 
 
+@check(
+    "last-digests",
+    "steps, checkpoints and the closing entry have their version's digest",
+    entries=lambda facts: sum(fact.entry.kind in ("step", "checkpoint", "run-closed") for fact in facts.entries),
+)
 def ends(facts: Facts) -> Iterator[Violation]:
     """Steps, checkpoints and the closing entry have the digest of the version that was published at their step, or of a rebase there."""
     versions = [fact.entry for fact in facts.entries if fact.entry.kind == "version"]
@@ -161,37 +177,4 @@ def _closing_flaw(entry: Entry, newest: list[Entry]) -> str | None:
     return f"the run was closed with another digest than that of version {newest[0].version}"
 
 
-def _chunks(facts: Facts) -> int:
-    return sum(len(fact.manifest.chunk_sizes) for fact in facts.first_manifests().values())
-
-
-CHECKS = (
-    Check(
-        name="version-numbers",
-        promise="versions 0 to n, one manifest each, written with its entry",
-        counts="versions",
-        examined=lambda facts: len(facts.manifests),
-        rule=numbers,
-    ),
-    Check(
-        name="chunks",
-        promise="chunks lie where manifests say, with their size and SHA-256",
-        counts="chunks",
-        examined=_chunks,
-        rule=chunks,
-    ),
-    Check(
-        name="digests",
-        promise="digests recomputed from the chunks are the recorded ones",
-        counts="versions",
-        examined=lambda facts: sum(version.digest is not None for version in facts.recomputed.values()),
-        rule=digests,
-    ),
-    Check(
-        name="last-digests",
-        promise="steps, checkpoints and the closing entry have their version's digest",
-        counts="entries",
-        examined=lambda facts: sum(fact.entry.kind in ("step", "checkpoint", "run-closed") for fact in facts.entries),
-        rule=ends,
-    ),
-)
+CHECKS = (numbers, chunks, digests, ends)

@@ -10,6 +10,8 @@ import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, reading, say
 
+SAY_EVERY_S = 5.0
+
 
 def report(
     run: RunOrFolder,
@@ -78,12 +80,15 @@ def _page(
 class Progress:
     """Prints a line every few seconds while a log is read; may be called for every record."""
 
-    def __init__(self, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
-        self._say, self._every_s = say, every_s
+    def __init__(
+        self,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
         self._began = self._said = time.monotonic()
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if now - self._said >= self._every_s:
+        if now - self._said >= SAY_EVERY_S:
             self._said = now
             self._say(f"reading the log, for {now - self._began:.0f} s")

@@ -62,8 +62,6 @@ def rm(
     json: Json = False,
 ) -> None:
     """Remove runs: their topics, record and folder on this machine; says what is freed."""
-    from dataclasses import asdict
-
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.delete import delete, plan_deletion
     from penstock.pipeline.observe.records.runs import size
@@ -82,7 +80,7 @@ def rm(
                 print(f"{plan.run}: {size(plan.bytes)}{' freed' if yes else ''}")
     total = sum(plan.bytes for plan in plans)
     if json:
-        emit({"runs": [asdict(plan) for plan in plans], "bytes": total, "deleted": yes})
+        emit({"runs": plans, "bytes": total, "deleted": yes})
     elif not plans:
         print("no run is that old")
     else:

@@ -50,10 +50,8 @@ def status(*, json: Json = False) -> None:
 
 
 def _show(info: Any, *, json: bool) -> None:
-    from dataclasses import asdict
-
     if json:
-        emit(asdict(info))
+        emit(info)
     elif info.running:
         print(f"running at {info.bootstrap}, pid {info.pid}")
     elif info.ended is not None:

@@ -27,7 +27,7 @@ def doctor(
         if not json:
             print(as_line(finding), flush=True)
     if json:
-        emit([finding.as_dict() for finding in findings])
+        emit(findings)
     else:
         print(summary(findings))
     return 1 if any(finding.level == "fail" for finding in findings) else 0

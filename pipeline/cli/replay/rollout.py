@@ -1,7 +1,6 @@
 """`penstock replay rollout`: recorded prompts drawn again. The rule: nothing is written to the run's topics."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,7 +40,7 @@ def rollout(
         found = sorted(redraw(log, run_id, wish, say=say), key=lambda one: (one.group, one.sample))
     figures = summary(found)
     if json:
-        emit({**figures, "differences": [asdict(one) for one in found if not one.same]})
+        emit({**figures, "differences": [one for one in found if not one.same]})
         return
     print(f"{figures['same_samples']} of {figures['samples']} samples are the same, token by token")
     print(f"{figures['tokens_before_a_difference']} of {figures['tokens']} tokens stand before a difference", end="")

@@ -8,7 +8,7 @@ from penstock.pipeline.envs.conversation.messages import Message, TemplateRefuse
 
 
 class PlainTemplate:
-    """For models without a chat template. Each answer ends with a stop id; what is said next follows it at once.
+    """For models without a chat template. Each answer ends with a stop id; the next message follows it at once.
 
     `tokenizer` is one of the `tokenizers` library; `stop_ids` end an answer, the first closes one that was cut off.
     """

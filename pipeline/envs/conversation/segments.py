@@ -80,7 +80,7 @@ class Answer:
     message: dict[str, Any]
     """In the OpenAI shape, with `tool_calls` and `reasoning_content` where there are any; goes into the messages as it is."""
     malformed: tuple[str, ...]
-    """What is wrong with tool calls that cannot be read, a line each, to be told to the policy."""
+    """What is wrong with tool calls that cannot be read, a line each, for the policy to read."""
     finish: Finish
     tokens: int
     """How many of the drawn tokens are kept: all, unless a text ended the answer."""

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.infra.errors import ConfigError
 from penstock.pipeline.envs.chat_template import chat_template_of, compiled, one_line, special_tokens, variables
 from penstock.pipeline.envs.conversation.base import Said, Template
 from penstock.pipeline.envs.conversation.forms import call_form, text_form
 from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, text_of
 from penstock.pipeline.envs.conversation.plain import PlainTemplate
 from penstock.pipeline.envs.conversation.reasoning import split_harmony, split_reasoning
-from penstock.pipeline.envs.conversation.tool_calls import FORMATS, format_of, read_calls
+from penstock.pipeline.envs.conversation.tool_calls import format_of, read_calls
 from penstock.pipeline.envs.conversation.tool_prompt import without_tools
 from penstock.pipeline.envs.tokenization import light_tokenizer, model_folder
 
@@ -24,7 +23,7 @@ _ANSWER = "QZJX0QZJX"
 """Stands for an answer where only what follows it is wanted; no template contains it."""
 _PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
 _NEWS = "WVKY1WVKY"
-"""Stands for what is said next, to see where a template puts it."""
+"""A placeholder for the next messages, to find where a template puts them."""
 
 
 def template_of(
@@ -33,21 +32,17 @@ def template_of(
     chat_template: str = "auto",
     stop_ids: Sequence[int],
     arguments: Mapping[str, Any] | None = None,
-    tool_format: str = "auto",
 ) -> Template:
     """The chat template of a model, or the texts one after the other where it has none; `chat_template` as in `data.chat_template`.
 
-    `stop_ids` end an answer. `arguments` go to the template. `tool_format` is how the model writes tool calls, a row of `FORMATS`;
-    "auto" takes the one that the template shows. Raises `ConfigError`.
+    `stop_ids` end an answer. `arguments` go to the template. Raises `ConfigError`.
     """
     folder = model_folder(model_directory)
     source = chat_template_of(folder, chat_template)
     tokenizer = light_tokenizer(folder)
     if source is None:
         return PlainTemplate(tokenizer, stop_ids)
-    return ChatTemplate(
-        tokenizer, source, stop_ids=stop_ids, arguments={**special_tokens(folder), **(arguments or {})}, tool_format=tool_format
-    )
+    return ChatTemplate(tokenizer, source, stop_ids=stop_ids, arguments={**special_tokens(folder), **(arguments or {})})
 
 
 class ChatTemplate:
@@ -56,24 +51,13 @@ class ChatTemplate:
     A template that does not read tools, or does not show calls of them, gets both as text in Hermes' format.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        source: str,
-        *,
-        stop_ids: Sequence[int],
-        arguments: Mapping[str, Any] | None = None,
-        tool_format: str = "auto",
-    ) -> None:
+    def __init__(self, tokenizer: Any, source: str, *, stop_ids: Sequence[int], arguments: Mapping[str, Any] | None = None) -> None:
         self._template = compiled(source)
-        if tool_format != "auto" and tool_format not in FORMATS:
-            raise ConfigError(f"tool_format: {tool_format!r} is none of auto, {', '.join(sorted(FORMATS))}")
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
         self._form = text_form(lambda messages: self._render(messages, None))
         calls = call_form(lambda messages: self._render(messages, [_PROBE]), self._form.parts) if "tools" in variables(source) else None
         self._takes_tools, self._form = calls is not None, calls or self._form
-        shown = format_of(source) if self._takes_tools else "hermes"
-        self._format = shown if tool_format == "auto" else tool_format
+        self._format = format_of(source) if self._takes_tools else "hermes"
         self._thinks = "think>" in source
         self._stop_ids = frozenset(stop_ids)
         added = tokenizer.get_added_tokens_decoder()
@@ -140,7 +124,7 @@ class ChatTemplate:
             prefix, _, rest = text.rpartition(_ANSWER)
             same_prefix, _, other_rest = moved.rpartition(_ANSWER)
             end, other_end = self._end_of_turn(rest), self._end_of_turn(other_rest)
-            # What is said next must not appear before the answer, nor before the end of the answer's turn.
+            # The next messages must not appear before the answer, nor before the end of the answer's turn.
             if _ANSWER not in text or prefix != same_prefix or end is None or rest[:end] != other_rest[:other_end]:
                 continue
             if _NEWS not in other_rest[:other_end]:

@@ -1,6 +1,7 @@
 """Prompts and answers from files, the Hugging Face hub, reasoning-gym, or a user's own function. Rows are read one at a time, by number."""
 
 from penstock.pipeline.envs.datasets.open import check, open_dataset
-from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Fields, Row, order
+from penstock.pipeline.envs.datasets.prompt_order import order
+from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Fields, Row
 
 __all__ = ["DataError", "Dataset", "Fields", "Row", "check", "open_dataset", "order"]

@@ -5,12 +5,13 @@ The rule: a pure function of the place, so that a restarted feeder makes the sam
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.pipeline.envs.datasets.rows import DataError, Dataset, order
+from penstock.pipeline.envs.datasets.rows import DataError, Dataset
 
 SOURCE_COLUMN = "data_source"
 """The column that a mixture adds to each row: the name of its source."""
@@ -71,6 +72,27 @@ class PromptOrder:
             self._turns.append((source, self._taken[source]))
             self._taken[source] += 1
         return self._turns[place]
+
+
+def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
+    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once.
+
+    A pure function, so that a restarted feeder makes the same prompts.
+
+    Example:
+        order(0, 7, 3, shuffle=False)  # -> (2, 1)
+    """
+    if n < 0 or size < 1:
+        raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
+    epoch, place = divmod(n, size)
+    return epoch, int(_permutation(seed, epoch, size)[place]) if shuffle else place
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
+    # Sorting Philox's raw stream: numpy keeps a bit generator's stream over its releases, but not Generator.permutation's.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
 def rising(dataset: Dataset, column: str) -> NDArray[np.int64]:

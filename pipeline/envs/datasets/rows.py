@@ -1,4 +1,4 @@
-"""One row of a data set, checked: a prompt (text or messages) and the columns for the reward functions; and which row a group gets.
+"""One row of a data set, checked: a prompt (text or messages) and the columns for the reward functions.
 
 The rule: a row that cannot be used is an error with its origin (`file:line`), never left out.
 """
@@ -8,12 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
-from functools import lru_cache
 from math import isnan
 from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from penstock.pipeline.config.plugins import nearest
 
@@ -177,24 +173,3 @@ def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dic
         raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
     messages = [{key: jsonable(inner, lenient=True) for key, inner in message.items() if inner is not None} for message in value]
     return None, messages
-
-
-def order(seed: int, n: int, size: int, *, shuffle: bool = True) -> tuple[int, int]:
-    """Epoch and row of group `n` over a data set of `size` rows; each epoch visits every row once.
-
-    A pure function, so that a restarted feeder makes the same prompts.
-
-    Example:
-        order(0, 7, 3, shuffle=False)  # -> (2, 1)
-    """
-    if n < 0 or size < 1:
-        raise ValueError(f"group {n} of a data set with {size} rows: expected n >= 0 and size >= 1")
-    epoch, place = divmod(n, size)
-    return epoch, int(_permutation(seed, epoch, size)[place]) if shuffle else place
-
-
-@lru_cache(maxsize=2)
-def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    # Sorting Philox's raw stream: numpy keeps a bit generator's stream over its releases, but not Generator.permutation's.
-    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -78,7 +78,7 @@ class ToolEpisode:
         )
 
     async def step(self, message: Message) -> Observation:
-        """The results of the tools that the policy's turn calls; what a tool raises is told to the policy."""
+        """The results of the tools that the policy's turn calls; the policy gets what a tool raises as its result."""
         calls = message.get("tool_calls") or ()
         results = [await call_tool(self._tools, call) for call in calls]
         return Observation(messages=tuple(results), ended=not calls)

@@ -29,7 +29,7 @@ def propose(
 ) -> str:
     """The text of a configuration file that lies in the folder `base`; the columns are guessed from their names where none is given.
 
-    `say` is told what takes a while.
+    `say` gets a line for what takes a while.
 
     Raises:
         ConfigError: the model, the data or the reward cannot be used as they are named.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from penstock.pipeline.observe.html.advantages import Advantages
 from penstock.pipeline.observe.html.chunks import Chunks, Place
 from penstock.pipeline.observe.html.token_texts import TokenTexts
+from penstock.pipeline.observe.live.completions import shared
 from penstock.pipeline.observe.run_status import fates
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.topic_reader import RunReader
@@ -200,25 +201,3 @@ def choose(view: RunView, *, samples: int, tokens: int, text_tokens: int) -> Wan
         if tokens >= 0 and text_tokens >= 0:
             detailed.add(number)
     return Wanted(frozenset(listed), frozenset(texts), frozenset(detailed))
-
-
-def shared(first: str, second: str) -> str:
-    """What two texts begin with.
-
-    Example:
-        shared("ask: 1+1", "ask: 2+2")  # -> "ask: "
-    """
-    length = min(len(first), len(second))
-    for place in range(length):
-        if first[place] != second[place]:
-            return first[:place]
-    return first[:length]
-
-
-def short(name: str) -> str:
-    """A reward function's name without where it lies.
-
-    Example:
-        short("/home/me/judge.py:digits")  # -> "digits"
-    """
-    return name.rpartition(":")[2]

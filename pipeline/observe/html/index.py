@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.pipeline.observe.html.groups import Drawn, GroupPages, Row, short
+from penstock.pipeline.config.plugins import short_name
+from penstock.pipeline.observe.html.groups import Drawn, GroupPages, Row
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, Column, smallest
 from penstock.pipeline.observe.html.run_history import MAX_TEXT, RunHistory
 from penstock.pipeline.observe.html.shares import component_means, fate_shares
@@ -74,7 +75,7 @@ def index(groups: GroupPages, history: RunHistory, *, report: Mapping[str, Any])
         "roles": list(ROLES),
         "prompts": prompts,
         "reasons": {str(row.group): row.reason[:MAX_TEXT] for row in groups.rows if row.reason},
-        "reward_names": [short(name) for name in groups.reward_names],
+        "reward_names": [short_name(name) for name in groups.reward_names],
         "reward_weights": list(groups.reward_weights),
         "advantage": {"name": groups.advantages.name, "why_not": groups.advantages.why_not},
         "letters": [_letter(view, letter) for letter in history.letters],

@@ -5,7 +5,6 @@ The rule: what is rounded is rounded here, by a stated step; everything else com
 
 import base64
 import json
-import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.pipeline.observe.report.summary import finite
 
 LOGPROB_STEP = 0.001
 """[nat] Behaviour logprobs are kept to half of this; the lowest is -65.534."""
@@ -24,7 +25,7 @@ def pack(facts: Mapping[str, Any], columns: Mapping[str, Column] | None = None) 
     """Facts and numeric columns [N] as base64: a length, JSON with null for what is no finite number, then the columns' byte planes."""
     arrays = {name: np.ascontiguousarray(array, array.dtype.newbyteorder("<")) for name, array in (columns or {}).items()}
     layout = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", len(array)] for name, array in arrays.items()]
-    header = json.dumps({"facts": _finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    header = json.dumps({"facts": finite(facts), "columns": layout}, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     head = header.encode("utf-8", "replace")
     return deflated(b"".join([struct.pack("<I", len(head)), head, *map(_planes, arrays.values())]))
 
@@ -48,14 +49,6 @@ def logprobs(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
 def smallest(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
     """The same numbers, 16 bits each where that is enough for all of them, none of them negative."""
     return values.astype(np.uint16 if not len(values) or int(values.max()) < 1 << 16 else np.uint32)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _planes(array: Column) -> bytes:

@@ -96,16 +96,21 @@ def without_template(prompt: str, prompts: list[str]) -> str:
     """
     if len(prompts) < 2:
         return prompt
-    first, last = _shared(prompts), _shared([text[::-1] for text in prompts])
+    first, last = len(shared(*prompts)), len(shared(*(text[::-1] for text in prompts)))
     low = first if first >= LEAST_COMMON else 0
     high = len(prompt) - (last if last >= LEAST_COMMON else 0)
     return prompt[low:high] if low < high else prompt
 
 
-def _shared(texts: list[str]) -> int:
-    """How many characters all of these texts begin with."""
+def shared(*texts: str) -> str:
+    """What all of these texts begin with.
+
+    Example:
+        shared("ask: 1+1", "ask: 2+2")  # -> "ask: "
+    """
     low, high = min(texts), max(texts)
-    return next((place for place, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), min(len(low), len(high)))
+    length = min(len(low), len(high))
+    return low[: next((place for place in range(length) if low[place] != high[place]), length)]
 
 
 def _cut(text: str, limit: int) -> str:

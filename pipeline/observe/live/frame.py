@@ -28,7 +28,7 @@ SILENT_S = 5.0
 GONE_S, PATIENCE_S = 60.0, 20.0
 """A worker that was not heard of for so long is gone; one that comes may be so much later than the others."""
 LASTING = ("starting", "loading", "training", "evaluating", "repeating", "writing")
-"""How work begins to be called during which a worker reports nothing: the time it takes is said instead."""
+"""First words of activities during which a worker does not report: the time they have taken is shown instead."""
 HEADER_LINES = 12
 """Lines beside the workers', with one that is folded."""
 FAILURES = 2
@@ -185,7 +185,7 @@ def _held_out(view: RunView) -> list[Text]:
         return []
     version = max(view.evals)
     values = view.evals[version].values
-    known = [told for name in ("greedy", "sampled") if (told := held_out(values, name)) is not None]
+    known = [score for name in ("greedy", "sampled") if (score := held_out(values, name)) is not None]
     return [Text.assemble(("eval   ", "dim"), (" · ".join(known), "bold"), (f" at version {version}", "dim"))]
 
 

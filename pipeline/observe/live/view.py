@@ -87,7 +87,7 @@ class LiveView:
         self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
 
     def close(self, *, status: str | None = None) -> None:
-        """Show the last state, leave it on the screen, and stop reading; `status` is said where the log does not know it yet."""
+        """Show the last state, leave it on the screen, and stop reading; `status` is shown where the log does not have it yet."""
         self.status = status
         if self._live is not None:
             self._draw()
@@ -146,7 +146,7 @@ class LiveView:
         if isinstance(folded, DeadLetter):
             self._tell_letter(folded)
         elif isinstance(folded, Measurement) and folded.kind == "eval":
-            known = [told for how in ("greedy", "sampled") if (told := held_out(folded.values, how)) is not None]
+            known = [score for how in ("greedy", "sampled") if (score := held_out(folded.values, how)) is not None]
             self.tell(f"version {folded.version}: held out {', '.join(known)}", style="blue")
 
     def _frame(self) -> RenderableType:

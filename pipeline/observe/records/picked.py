@@ -4,8 +4,7 @@ The rule: only the ends of the topic are read, however long a run is.
 """
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from penstock.infra.log import Log
 from penstock.pipeline.observe.live.completions import without_template
@@ -28,10 +27,6 @@ class Picked:
     answer: str | None
     completion: str
     reward: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def newest_samples(log: Log, run: str) -> list[Picked]:

@@ -5,7 +5,7 @@ The rule: headers and the small topics are read, a sample's payload never; a fig
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.infra.log import Log
@@ -69,7 +69,7 @@ def _counted(log: Log, run: str) -> dict[str, Any]:
         return {}
     read_view(RunReader(log, run), topics=("ledger", "prompts", "groups"), view=view, since=since)
     reward = _reward(view, steps=view.steps_done, per_version=steps_per_version(view))
-    found: dict[str, Any] = _plain({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
+    found: dict[str, Any] = finite({"groups": _groups(view), "repeated": view.repeated, "reward": reward})
     return found
 
 
@@ -124,7 +124,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
     }
     wall = report["time"]["train_s"]
     report["throughput"] = {name + "_per_s": report[name] / wall if wall else None for name in ("samples", "tokens")}
-    strict: dict[str, Any] = _plain(report)
+    strict: dict[str, Any] = finite(report)
     return strict
 
 
@@ -297,10 +297,10 @@ def _restarts(view: RunView) -> dict[str, int]:
     return {role: count for role, count in sorted(restarts.items()) if count}
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

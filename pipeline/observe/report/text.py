@@ -51,8 +51,13 @@ def render(report: Mapping[str, Any], *, directory: Path | None = None) -> Rende
 
 def as_text(report: Mapping[str, Any], *, directory: Path | None = None) -> str:
     """The same without colours, for a file or a pipe."""
-    console = Console(file=io.StringIO(), width=TEXT_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
-    console.print(render(report, directory=directory), soft_wrap=False)
+    return printed(render(report, directory=directory), width=TEXT_WIDTH)
+
+
+def printed(picture: RenderableType, *, width: int) -> str:
+    """A picture as lines of plain text."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(picture)
     assert isinstance(console.file, io.StringIO)
     return "".join(line.rstrip() + "\n" for line in console.file.getvalue().splitlines())
 
@@ -125,9 +130,9 @@ def _evals(evals: Sequence[Mapping[str, Any]]) -> Text:
     first, last = evals[0], evals[-1]
     found = []
     for name in ("greedy", "sampled"):
-        ends = [told for one in ([first] if last is first else [first, last]) if (told := held_out(one, name)) is not None]
+        ends = [score for one in ([first] if last is first else [first, last]) if (score := held_out(one, name)) is not None]
         if ends:
-            found.append(" → ".join([ends[0], *(told.removeprefix(f"{name} ") for told in ends[1:])]))
+            found.append(" → ".join([ends[0], *(score.removeprefix(f"{name} ") for score in ends[1:])]))
     prompts = f", {int(last['n'])} held-out prompts" if last.get("n") else ""
     if failed := sum(int(one.get("n_failed") or 0) for one in evals):
         prompts += f", {failed} completions without a reward"

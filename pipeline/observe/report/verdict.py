@@ -15,7 +15,7 @@ LEAST_POINTS = 8
 """Points of the curve below which their scatter says too little about the noise."""
 LEAST_CHANGE = 0.01
 ADVICE_WITHOUT = {"advice": "more rollout workers would make it faster"}
-"""What is said where nothing tells which role the trainer waited for."""
+"""The advice when it is not known which role the trainer waited for."""
 
 
 def verdict(report: Mapping[str, Any]) -> list[str]:

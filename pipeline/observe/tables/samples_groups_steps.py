@@ -4,7 +4,7 @@ The rule: of records that say the same thing twice the first counts, as for the 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -96,7 +96,7 @@ class RunTables:
 
         The advantage is the trainer's; null where it is a user's own function, which is not run for looking, or leaves the sample out.
         """
-        outcomes, scored = dict[int, dict[str, Any]](), dict[tuple[int, int], tuple[Any, ...]]()
+        outcomes, judged = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
         record = find(self.log, self.run)
         advantages = Advantages(json.loads(record.config) if record is not None and record.config else {}, trust_code=False)
         for read in self._reader.groups():
@@ -104,15 +104,11 @@ class RunTables:
                 outcomes[group.group] = _outcome_columns(group, read)
                 taken = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
                 for sample, advantage in zip(group.samples, taken, strict=True):
-                    scored[group.group, sample.rollout.sample] = (sample.completion, sample.reward, sample.components, advantage)
+                    given = {name: getattr(sample, name) for name in ("completion", "reward", "components")}
+                    judged[group.group, sample.rollout.sample] = {**given, "advantage": advantage}
         self._outcomes = outcomes
         drawn = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
-        rows = [
-            _attributes(rollout, SAMPLE_COLUMNS)
-            | dict(zip(JUDGED_COLUMNS, scored.get(key, (None,) * len(JUDGED_COLUMNS)), strict=True))
-            | {"tokens": len(rollout.token_ids)}
-            for key, rollout in sorted(drawn.items(), key=lambda item: item[0])
-        ]
+        rows = [{**_attributes(drawn[key], SAMPLES), **judged.get(key, {}), "tokens": len(drawn[key].token_ids)} for key in sorted(drawn)]
         return _table(rows, SAMPLES)
 
     def groups(self) -> pa.Table:
@@ -122,10 +118,9 @@ class RunTables:
             payloads = ((read.payload, read) for read in self._reader.groups())
             outcomes = {group.group: _outcome_columns(group, read) for group, read in payloads if group is not None}
         admitted = {read.payload.group: read.payload for read in self._reader.prompts() if read.payload is not None}
-        nothing = dict.fromkeys(OUTCOME_COLUMNS)
         rows = [
-            {**_attributes(admitted[number], PROMPT_COLUMNS), **outcomes.get(number, nothing), "fate": fate_of.get(number, OPEN)}
-            for number in sorted(admitted)
+            {**_attributes(prompt, GROUPS), **outcomes.get(number, {}), "fate": fate_of.get(number, OPEN)}
+            for number, prompt in sorted(admitted.items(), key=lambda item: item[0])
         ]
         return _table(rows, GROUPS)
 
@@ -175,45 +170,31 @@ ATTRIBUTES = {
     "admitted": "created_ns",
 }
 """Columns of samples and prompts that are called otherwise in the records."""
-JUDGED_COLUMNS = ("completion", "reward", "components", "advantage")
-SAMPLE_COLUMNS = tuple(name for name in SAMPLES.names if name not in (*JUDGED_COLUMNS, "tokens"))
-PROMPT_COLUMNS = ("group", "epoch", "row", "prompt", "prompt_ids", "columns", "min_version", "samples_per_prompt", "admitted")
-OUTCOME_COLUMNS = (
-    "reason",
-    "samples",
-    "reward_mean",
-    "policy_version_min",
-    "policy_version_max",
-    "scored",
-    "outcome",
-    "sha256",
-    "partition",
-    "offset",
-)
 
 
-def _attributes(record: Rollout | Prompt, columns: Iterable[str]) -> dict[str, Any]:
-    return {column: getattr(record, ATTRIBUTES.get(column, column)) for column in columns}
+def _attributes(record: Rollout | Prompt, schema: pa.Schema) -> dict[str, Any]:
+    """The columns of a table that the record itself has."""
+    named = {column: ATTRIBUTES.get(column, column) for column in schema.names}
+    return {column: getattr(record, name) for column, name in named.items() if hasattr(record, name)}
 
 
 def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
     drawn = [sample.rollout for sample in group.samples]
-    values = (
-        group.reason,
-        len(drawn),
-        sum(group.rewards) / len(drawn) if drawn else None,
-        min((rollout.version_min for rollout in drawn), default=None),
-        max((rollout.version_max for rollout in drawn), default=None),
-        group.scored_ns,
-        group.outcome,
-        read.headers and read.headers.sha256,
-        read.record.partition,
-        read.record.offset,
-    )
-    return dict(zip(OUTCOME_COLUMNS, values, strict=True))
+    return {
+        "reason": group.reason,
+        "samples": len(drawn),
+        "reward_mean": sum(group.rewards) / len(drawn) if drawn else None,
+        "policy_version_min": min((rollout.version_min for rollout in drawn), default=None),
+        "policy_version_max": max((rollout.version_max for rollout in drawn), default=None),
+        "scored": group.scored_ns,
+        "outcome": group.outcome,
+        "sha256": read.headers and read.headers.sha256,
+        "partition": read.record.partition,
+        "offset": read.record.offset,
+    }
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     # from_pandas: a NaN in memory stands for a null, also within lists.
-    columns = {field.name: pa.array([row[field.name] for row in rows], field.type, from_pandas=True) for field in schema}
+    columns = {field.name: pa.array([row.get(field.name) for row in rows], field.type, from_pandas=True) for field in schema}
     return pa.table(columns, schema=schema)

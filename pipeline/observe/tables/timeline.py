@@ -77,7 +77,7 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class Facts:
-    """What the intervals follow from, each told once."""
+    """The facts from which the intervals follow, each once."""
 
     drawn: dict[tuple[int, int], Drawn] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)

@@ -83,13 +83,10 @@ def proportional() -> DecodeTimes:
     return DecodeTimes((200.0,), (500.0,))
 
 
-def in_flight(split: Split, *, decode: DecodeTimes, scale: int = 1, seed: int = 0) -> tuple[float, float, int]:
-    """(tokens per unit of time, mean lag of a token, most of a group) of the simulated pipeline in its steady state.
-
-    `scale` divides machines and samples per step alike, which leaves the lag as it is.
-    """
-    engines, per_step = split.generating // scale, SAMPLES_PER_STEP // scale
-    schedule = preset("in_flight", prompts_per_step=per_step, samples_per_prompt=1, steps_per_version=1, max_lag=2 * MAX_LAG)
+def in_flight(split: Split, *, decode: DecodeTimes) -> tuple[float, float, int]:
+    """(tokens per unit of time, mean lag of a token, most of a group) of the simulated pipeline in its steady state."""
+    engines = split.generating
+    schedule = preset("in_flight", prompts_per_step=SAMPLES_PER_STEP, samples_per_prompt=1, steps_per_version=1, max_lag=2 * MAX_LAG)
     work = Workload(
         schedule=schedule,
         steps=(WARM_UP + MEASURED + 2) * MAX_LAG,  # no prompt is admitted for steps beyond the last: the run's end is not measured
@@ -98,46 +95,43 @@ def in_flight(split: Split, *, decode: DecodeTimes, scale: int = 1, seed: int = 
         concurrency=split.batch,
         slots=split.batch + 2,
         decode=decode,
-        train_token_s=TRAIN_TOKEN * split.generating / (ACCELERATORS - split.generating) / engines,
-        seed=seed,
+        train_token_s=TRAIN_TOKEN / (ACCELERATORS - engines),
     )
     steps = simulate(work).steps[WARM_UP * MAX_LAG : (WARM_UP + MEASURED) * MAX_LAG]
     tokens = sum(step.tokens for step in steps)
     passed = steps[-1].ended_s - steps[0].ended_s
-    rate = (tokens - steps[0].tokens) / passed * split.generating / engines
-    return rate, sum(step.token_lag for step in steps) / tokens, max(max(step.lags) for step in steps)
+    return (tokens - steps[0].tokens) / passed, sum(step.token_lag for step in steps) / tokens, max(max(step.lags) for step in steps)
 
 
-def in_turns(decode: DecodeTimes, *, scale: int = 1) -> Outcome:
+def in_turns(decode: DecodeTimes) -> Outcome:
     """One simulated round of the conventional run: MAX_LAG·B samples, of which all accelerators draw, then all train."""
-    schedule = preset("synchronous", prompts_per_step=SAMPLES_PER_STEP // scale, samples_per_prompt=1, steps_per_version=MAX_LAG)
-    engines = ACCELERATORS // scale
+    schedule = preset("synchronous", prompts_per_step=SAMPLES_PER_STEP, samples_per_prompt=1, steps_per_version=MAX_LAG)
     work = Workload(
         schedule=schedule,
         steps=MAX_LAG,
         lengths=uniform(LONGEST),
-        engines=engines,
+        engines=ACCELERATORS,
         concurrency=MAX_LAG,
         slots=MAX_LAG + 2,
         decode=decode,
-        train_token_s=TRAIN_TOKEN / engines,
+        train_token_s=TRAIN_TOKEN / ACCELERATORS,
     )
     return simulate(work)
 
 
-def reproduce(*, scale: int = 1) -> Comparison:
-    """The case study; `scale` > 1 simulates a part of the machines in less time."""
+def reproduce() -> Comparison:
+    """The case study."""
     decode, other = through_published_points(), proportional()
     limits = {"accelerators": ACCELERATORS, "samples_per_step": SAMPLES_PER_STEP, "max_lag": MAX_LAG}
     split = best_split(decode, **limits, train_token=TRAIN_TOKEN)
     second = best_split(other, **limits, train_token=TRAIN_TOKEN)
     draw, train, turns = conventional_rates(decode, accelerators=ACCELERATORS, each=MAX_LAG, train_token=TRAIN_TOKEN)
     _, _, second_turns = conventional_rates(other, accelerators=ACCELERATORS, each=MAX_LAG, train_token=TRAIN_TOKEN)
-    rate, token_lag, most = in_flight(split, decode=decode, scale=scale)
+    rate, token_lag, most = in_flight(split, decode=decode)
     bound = token_lag_bound(
         batch=split.batch, generating=split.generating, longest=LONGEST, mean=(LONGEST + 1) / 2, samples_per_step=SAMPLES_PER_STEP
     )
-    simulated_turns = in_turns(decode, scale=scale).tokens_per_s * scale
+    simulated_turns = in_turns(decode).tokens_per_s
     figures = (
         Figure(name="best batch per engine, H", simulated=split.batch, published=192, tolerance=0.02),
         Figure(name="best number of generating accelerators, I", simulated=split.generating, published=44, tolerance=0.0),

@@ -90,7 +90,7 @@ class Setting:
         return 1 - self.compute_s / self.pipelined_s
 
 
-def workload(speeds: Calibrated, *, groups: int, mode: str, seed: int, sigma: float = SIGMA) -> Workload:
+def workload(speeds: Calibrated, *, groups: int, mode: str, seed: int) -> Workload:
     """One round of so many groups under one version: S = R / U optimizer steps."""
     steps = groups // PROMPTS_PER_STEP
     order: Order = "submission" if mode == "synchronous" else "arrival"
@@ -98,7 +98,7 @@ def workload(speeds: Calibrated, *, groups: int, mode: str, seed: int, sigma: fl
     return Workload(
         schedule=schedule,
         steps=steps,
-        lengths=lognormal(MEAN_TOKENS, sigma),
+        lengths=lognormal(MEAN_TOKENS, SIGMA),
         engines=ENGINES,
         concurrency=speeds.concurrency,
         decode=DecodeTimes((0.0, float(speeds.concurrency)), (0.0, speeds.decode_s)),
@@ -108,11 +108,11 @@ def workload(speeds: Calibrated, *, groups: int, mode: str, seed: int, sigma: fl
     )
 
 
-def setting(speeds: Calibrated, *, groups: int, sigma: float = SIGMA) -> Setting:
+def setting(speeds: Calibrated, *, groups: int) -> Setting:
     """Simulate one number of groups under both schedules."""
 
     def runs(mode: str) -> list[Outcome]:
-        return [simulate(workload(speeds, groups=groups, mode=mode, seed=seed, sigma=sigma)) for seed in SEEDS]
+        return [simulate(workload(speeds, groups=groups, mode=mode, seed=seed)) for seed in SEEDS]
 
     pipelined = runs("pipelined")
     return Setting(
@@ -123,7 +123,7 @@ def setting(speeds: Calibrated, *, groups: int, sigma: float = SIGMA) -> Setting
     )
 
 
-def calibrate(*, synchronous_s: float, pipelined_s: float, compute_s: float, sigma: float = SIGMA) -> Calibrated:
+def calibrate(*, synchronous_s: float, pipelined_s: float, compute_s: float) -> Calibrated:
     """The speeds with which the simulated round of 96 groups takes as long as the published one.
 
     The compute time gives the trainer's speed, the synchronous end time the engines' speed; how many samples share that speed is the
@@ -133,11 +133,9 @@ def calibrate(*, synchronous_s: float, pipelined_s: float, compute_s: float, sig
 
     def at(concurrency: int) -> tuple[Calibrated, float]:
         unit = Calibrated(decode_s=1.0, group_s=0.0, concurrency=concurrency)
-        rollout = _mean(
-            [simulate(workload(unit, groups=CALIBRATED_AT, mode="synchronous", seed=seed, sigma=sigma)).wall_s for seed in SEEDS]
-        )
+        rollout = _mean([simulate(workload(unit, groups=CALIBRATED_AT, mode="synchronous", seed=seed)).wall_s for seed in SEEDS])
         speeds = replace(unit, decode_s=(synchronous_s - compute_s) / rollout, group_s=group_s)
-        ends = [simulate(workload(speeds, groups=CALIBRATED_AT, mode="pipelined", seed=seed, sigma=sigma)).wall_s for seed in SEEDS]
+        ends = [simulate(workload(speeds, groups=CALIBRATED_AT, mode="pipelined", seed=seed)).wall_s for seed in SEEDS]
         return speeds, _mean(ends)
 
     low, high = SAMPLES_PER_PROMPT, MOST_CONCURRENT

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
 from penstock.pipeline.envs.group_outcome import verdict
-from penstock.pipeline.envs.reward_child import payload, reward_pool
-from penstock.pipeline.envs.rewards import Score, episodes_of
+from penstock.pipeline.envs.reward_child import payload_of, reward_pool
+from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.replay.rescore.cases import Case, Left
-from penstock.topics.groups import Group, version_min
+from penstock.topics.groups import Group
 
 CHANGEABLE = ("algorithm.truncated", "algorithm.truncated_penalty", "algorithm.filter_zero_variance")
 """Keys beside `reward.…` that decide how a group of given samples ends."""
@@ -62,7 +62,9 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
                 ended[number] = case
             else:
                 waiting[number] = case
-                pool.submit(number, _payload(case, config))
+                per_version = config.schedule.steps_per_version
+                asked = payload_of(case.group, case.samples, case.completions, messages=case.messages, steps_per_version=per_version)
+                pool.submit(number, asked)
             while len(waiting) + len(ended) >= WINDOW * processes and given not in ended:
                 _take(pool, waiting, ended, config)
             while given in ended:
@@ -73,18 +75,6 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
                 _take(pool, waiting, ended, config)
             yield ended.pop(given)
             given += 1
-
-
-def _payload(case: Case, config: Config) -> object:
-    return payload(
-        case.completions,
-        prompt=case.group.prompt,
-        messages=json.loads(case.messages) if case.messages else None,
-        columns=json.loads(case.group.columns),
-        completion_ids=[sample.token_ids.tolist() for sample in case.samples],
-        step=(version_min(case.samples) or 0) * config.schedule.steps_per_version,
-        episodes=episodes_of(case.samples),
-    )
 
 
 def _take(pool: ChildPool[int], waiting: dict[int, Case | Left], ended: dict[int, Rescored | Left], config: Config) -> None:

@@ -150,11 +150,11 @@ class NewRun:
             max_bytes=self.config.weights.chunk_mib * 2**20,
             digest=lambda: story.manifests[0].digest,
         )
-        told = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
+        opened = {**json.loads((story.opened and story.opened.details) or "{}"), "config": json.loads(to_json(self.config)), "info": info}
         end = {"status": "finished", "reason": f"rescored from {self.source.run}: nothing was trained"}
         now = time.time_ns()
         entries = (
-            Entry(seq=0, kind="run-opened", time_ns=now, details=json.dumps(told)),
+            Entry(seq=0, kind="run-opened", time_ns=now, details=json.dumps(opened)),
             Entry(seq=1, kind="version", time_ns=now, version=0, step=0, digest=manifest.digest, metrics={"bytes": float(manifest.nbytes)}),
             Entry(seq=2, kind="run-closed", time_ns=now, step=0, digest=manifest.digest, details=json.dumps(end)),
         )

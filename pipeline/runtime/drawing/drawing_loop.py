@@ -1,4 +1,4 @@
-"""The loop of a worker that draws with an engine, whatever it is asked for: prompts of groups, or single turns of trajectories.
+"""The loop of a worker that draws with an engine: samples of groups, or single turns of trajectories.
 
 The rule: records arrive, weights load and replies go out only between two decode steps; while the consumer group rebalances the worker
 draws on and publishes nothing.
@@ -23,7 +23,7 @@ MEASURE_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class DrawingLoop(ABC):
-    """What such workers have in common; a subclass says what it is asked for and what becomes of what was drawn."""
+    """What such workers have in common; a subclass defines what it draws and how it publishes that."""
 
     session: Session
     engine: Engine
@@ -153,7 +153,7 @@ class DrawingLoop(ABC):
 
     @abstractmethod
     def _measure(self) -> None:
-        """What only this worker can say of its engine."""
+        """Report the engine's counts."""
 
     def _take(self, wait_s: float) -> None:
         for event in self.member.take(wait_s):

@@ -20,7 +20,7 @@ from penstock.topics.wire.record import Record
 
 @dataclass(slots=True)
 class GroupTask:
-    """One group: its prompt, and what has become of its samples."""
+    """One group: its prompt and the state of its samples."""
 
     prompt: Prompt
     partition: int

@@ -1,4 +1,4 @@
-"""Prompts become `rollouts`, whoever draws their samples; those of a group that are published together are one record.
+"""Draws the samples of prompts and publishes them to `rollouts`; samples of a group that are published together share a record.
 
 The rule: a prompt starts only under weights it allows, the lowest group number first, and only samples that are not in the log are
 drawn; a sample's random numbers follow from (run seed, group, sample). A worker publishes for partitions it owns: while the consumer
@@ -28,7 +28,7 @@ IDLE_WAIT_S = 0.2
 """How long an idle worker waits for prompts, or for the weights its prompts need, before it checks everything again."""
 
 GATHER_S = 1.0
-"""Samples wait this long for the rest of their group, which is of no use before; one request for all costs a fraction of many."""
+"""Samples wait this long for the rest of their group, which is useless without them; one record costs a fraction of many."""
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ class GroupWorker(DrawingLoop):
         return {(topic, partition): mark for partition, mark in self.tasks.watermarks().items()}
 
     def _measure(self) -> None:
-        """What only this worker can say of its engine and of the groups in flight."""
+        """Report the engine's counts and the lag of the groups in flight."""
         self._measured = time.monotonic()
         newest = self.weights.state.newest_version
         lags = [newest - group.oldest_version for group in self.engine.in_hand() if group.oldest_version is not None]

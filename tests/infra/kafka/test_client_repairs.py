@@ -246,7 +246,7 @@ def test_a_member_without_a_completed_join_is_made_anew(log: KafkaLog, run_id: s
 
     monkeypatch.setattr(private_api, "has_joined", hangs_at_first)
     parts = (log._connection, log._costs, log._contact, log._admin)
-    member = KafkaMember(*parts, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, start_at=None, join_limit_s=1.0)
+    member = KafkaMember(*parts, f"{run_id}.group", [topic], max_records=10, max_bytes=1 << 20, join_limit_s=1.0)
     heard = Heard(member)
     listen(heard, until=lambda: len(consumers) == 2 and len(heard.records) == 2 and len(heard.owned) == 4)
     member.close()

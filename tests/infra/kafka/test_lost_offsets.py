@@ -145,6 +145,6 @@ def test_readers_of_a_topic_that_somebody_deletes_say_so_also_when_it_is_made_ag
 
 
 def test_a_consumer_makes_no_topic_by_asking_for_it(log: KafkaLog) -> None:
-    made = KafkaConsumer(**settings.consumer(log.connection, group=None, committed=True))
+    made = KafkaConsumer(**settings.consumer(log.connection, group=None))
     assert made.config["allow_auto_create_topics"] is False
     made.close()

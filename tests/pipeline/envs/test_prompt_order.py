@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.envs.datasets.open import open_dataset
-from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, Turn, rising
-from penstock.pipeline.envs.datasets.rows import DataError, order
+from penstock.pipeline.envs.datasets.prompt_order import PromptOrder, Turn, order, rising
+from penstock.pipeline.envs.datasets.rows import DataError
 
 
 @given(

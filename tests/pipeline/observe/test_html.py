@@ -19,13 +19,13 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.algorithms.advantages import group_advantages
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.observe.html.build import Limits, Page, PageTooSlow, build, write
-from penstock.pipeline.observe.html.groups import shared
 from penstock.pipeline.observe.html.index import MARGIN_BYTES
 from penstock.pipeline.observe.html.pack import LOGPROB_STEP, logprobs, pack
 from penstock.pipeline.observe.html.run_history import generic, kind_of
 from penstock.pipeline.observe.html.shares import fate_shares
 from penstock.pipeline.observe.html.timeline import NEVER, Clock
 from penstock.pipeline.observe.html.token_texts import TokenTexts
+from penstock.pipeline.observe.live.completions import shared
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.report.verdict import verdict
 from penstock.pipeline.observe.run_view import RunView

@@ -50,7 +50,7 @@ class AgentSession:
     draw: Drawing
     bounds: Bounds
     on_draw: Callable[[bool], None] = lambda _: None
-    """Is told True when the policy begins to draw for this agent, and False when it has ended."""
+    """Called with True when the policy begins to draw for this agent, and with False when it has ended."""
     reward: float | None = None
     """What the agent called in as the reward of its trajectory."""
     truncated: bool = False
