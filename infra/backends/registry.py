@@ -5,15 +5,18 @@ from typing import Any
 
 from penstock.infra.backends.base import Backend, BackendKind
 from penstock.infra.engines.packages import Package
+from penstock.infra.without_unused import leave_out_unused
 
 
 def _torch(**settings: Any) -> Backend:
+    leave_out_unused()
     from penstock.infra.backends.torch_backend import TorchBackend
 
     return TorchBackend(**settings)
 
 
 def _deepspeed(**settings: Any) -> Backend:
+    leave_out_unused()
     from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
 
     return DeepSpeedBackend(**settings)

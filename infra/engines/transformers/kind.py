@@ -2,11 +2,13 @@
 
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
 from penstock.infra.engines.packages import Package
+from penstock.infra.without_unused import leave_out_unused
 
 
 def _open(settings: EngineSettings) -> Engine:
     import torch
 
+    leave_out_unused()
     from penstock.infra.engines.transformers.engine import TransformersEngine
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device

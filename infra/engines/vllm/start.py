@@ -5,6 +5,7 @@ The rule: afterwards the process has the thread count it was given, and its rand
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 import random
@@ -64,6 +65,7 @@ def _made(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
 
         import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
 
+        gc.freeze()  # vLLM collects garbage five times while it starts, each time through a million objects of what was just imported
         return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=engine_process)
 
 
