@@ -5,11 +5,9 @@ from typing import Any
 
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
 from penstock.infra.engines.packages import Package
-from penstock.infra.without_unused import leave_out_unused
 
 
 def _open(settings: EngineSettings) -> Engine:
-    leave_out_unused()
     from penstock.infra.engines.vllm.engine import VllmEngine
 
     return VllmEngine(

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.infra.engines.vllm.watch import OWNER, SCRATCH
 from penstock.infra.errors import EngineError
+from penstock.infra.unused_packages import left_out
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
 """Unless the environment says otherwise: no progress on the worker's output, nothing sent anywhere."""
@@ -60,10 +61,11 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
 def _made(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with left_out():
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
 
-        import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
+            import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
 
         gc.freeze()  # vLLM collects garbage five times while it starts, each time through a million objects of what was just imported
         return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=engine_process)
