@@ -13,9 +13,9 @@ UNUSED = ("scipy", "sklearn")
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Within the block, these packages cannot be imported, unless they are already: a CPU-second less at a worker's start."""
+    """Within the block, these packages cannot be imported, unless they are already: None stands in `sys.modules` for what is not found."""
     hidden = [name for name in UNUSED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  None stands for: not to be found
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
