@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.infra.backends.base import Backend, BackendKind
 from penstock.infra.engines.packages import Package
-from penstock.infra.unused_packages import left_out
+from penstock.infra.engines.unused_packages import left_out
 
 
 def _torch(**settings: Any) -> Backend:

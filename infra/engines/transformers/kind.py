@@ -2,7 +2,7 @@
 
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
 from penstock.infra.engines.packages import Package
-from penstock.infra.unused_packages import left_out
+from penstock.infra.engines.unused_packages import left_out
 
 
 def _open(settings: EngineSettings) -> Engine:

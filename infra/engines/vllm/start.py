@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.engines.unused_packages import left_out
 from penstock.infra.engines.vllm.watch import OWNER, SCRATCH
 from penstock.infra.errors import EngineError
-from penstock.infra.unused_packages import left_out
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
 """Unless the environment says otherwise: no progress on the worker's output, nothing sent anywhere."""

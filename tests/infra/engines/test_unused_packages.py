@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from penstock.infra import unused_packages
-from penstock.infra.unused_packages import left_out
+from penstock.infra.engines import unused_packages
+from penstock.infra.engines.unused_packages import left_out
 
 
 def test_within_the_block_a_package_is_missing_and_afterwards_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
