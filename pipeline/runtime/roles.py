@@ -182,7 +182,13 @@ _TABLE = (
         on_sample_path=False,
         workers=lambda config: int(bool(config.eval_sources) and not config.lends_engine),
         gpus=lambda config: config.rollout.gpus_per_worker,
-        reads={"weights": "manifests and chunks", "ledger": "the end of the run", "metrics": "what was measured before", **_JOINS},
+        reads={
+            "rollouts": "whether samples are drawn yet",
+            "weights": "manifests and chunks",
+            "ledger": "the end of the run",
+            "metrics": "what was measured before",
+            **_JOINS,
+        },
         writes={"metrics": "accuracy by version"},
     ),
     Role(

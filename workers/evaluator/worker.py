@@ -1,6 +1,7 @@
 """The evaluator: evaluates every n-th version on held-out prompts, greedy and sampled, and publishes to `metrics`.
 
-The rule: it reads the same weights as every worker and never delays training; to end a run early it can only ask.
+The rule: it reads the same weights as every worker and never delays training, nor the start of a run: its engine starts once others have
+drawn. To end a run early it can only ask.
 """
 
 import os
@@ -8,6 +9,7 @@ import os
 from penstock.infra.errors import ConfigError
 from penstock.pipeline.runtime.drawing.evaluation.evaluations import Evaluations
 from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
 
 
@@ -18,6 +20,9 @@ def main(session: Session) -> None:
         raise ConfigError("this run has no eval.source, so there is nothing to evaluate")
     if session.config.lends_engine:
         raise ConfigError('this run has nothing for an evaluator: with eval.engine = "rollout" a rollout worker evaluates')
+    _await_samples(session)
+    if session.stop.is_set():
+        return
     session.reporter.doing("loading the model", now=True)
     engine = make_engine(session.config)
     evaluations = Evaluations.open(session, engine, meanwhile=session.reporter.status)
@@ -35,3 +40,17 @@ def main(session: Session) -> None:
             session.reporter.doing("waiting for a version to evaluate")
     evaluations.close()
     engine.close()
+
+
+def _await_samples(session: Session) -> None:
+    """Wait until a sample is drawn, the run is closed, or the worker is asked to stop.
+
+    Until then the engine of a rollout worker and the trainer start, and on few cores another engine's start would hold them up.
+    """
+    partitions = [(session.topic("rollouts"), partition) for partition in range(session.config.partitions)]
+    follower = LedgerFollower(session.log, session.run)
+    while not session.stop.is_set() and follower.state.closed is None and not any(session.log.end_offsets(partitions).values()):
+        session.reporter.doing("waiting for the first samples")
+        session.reporter.status()
+        follower.poll(0.2)
+    follower.close()

@@ -5,6 +5,7 @@ The rule: afterwards the process has the thread count it was given, and its rand
 
 import contextlib
 import ctypes
+import gc
 import os
 import platform
 import random
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.engines.unused_packages import left_out
 from penstock.infra.engines.vllm.watch import OWNER, SCRATCH
 from penstock.infra.errors import EngineError
 
@@ -59,11 +61,13 @@ def start_vllm(arguments: Mapping[str, Any], *, threads: int, engine_process: bo
 def _made(arguments: Mapping[str, Any], *, engine_process: bool) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with left_out():
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
 
-        import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
+            import penstock.infra.engines.vllm.transfer  # noqa: F401  its backend has to be known when the model is loaded
 
+        gc.freeze()  # vLLM collects garbage five times while it starts, each time through a million objects of what was just imported
         return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=engine_process)
 
 

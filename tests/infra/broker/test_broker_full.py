@@ -23,6 +23,7 @@ def may_mount() -> bool:
     return tried.returncode == 0
 
 
+@pytest.mark.costly  # has a broker of its own
 def test_a_broker_without_disk_space_says_so_and_loses_nothing(tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("needs `unshare -rm` and mount: a disk that is full is imitated by a small file system")

@@ -23,6 +23,7 @@ from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled
 MOVES = st.lists(st.tuples(st.sampled_from(["join", "leave", "evict", "turn", "turn", "end", "end"]), st.integers(0, 20)), max_size=40)
 
 
+@pytest.mark.costly  # a run of several workers in each example
 @given(MOVES)
 def test_wherever_scorers_move_while_rewards_run_every_group_ends_once(moves: list[tuple[str, int]]) -> None:
     log, run, at_work = MemoryLog(), "moves", list[tuple[Scorer, HeldPool]]()

@@ -325,13 +325,12 @@ def test_an_evaluator_that_is_replaced_measures_no_version_again(run_id, log, ti
     config = config_of(tiny_model, tmp_path, run={"steps": 4, "seed": 7}, eval=held)
     with Crew(log, run_id) as crew:
         create(config, log=crew.log, run_id=run_id, say=lambda _: None)
-        crew.start("evaluator")
-        crew.start("trainer")
+        for role in ("evaluator", "trainer", "rollout", "feeder"):
+            crew.start(role)
         crew.wait(lambda: bool(crew.report()["eval"]))
         crew.stop("evaluator")
         crew.start("evaluator")
-        for role in ("rollout", "scorer", "feeder"):
-            crew.start(role)
+        crew.start("scorer")
         crew.wait()
         tail = crew.log.tail({(f"{run_id}.metrics", 0): "earliest"})
         found = [metrics.read(record, run=run_id)[1] for record in tail.read_to_end()]

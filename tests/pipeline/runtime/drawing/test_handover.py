@@ -299,6 +299,7 @@ def play(moves: list[tuple[str, int]]) -> Site:
     return site
 
 
+@pytest.mark.costly  # forty runs of several workers
 @settings(max_examples=40, deadline=None)
 @given(moves=moves())
 def test_whatever_joins_leaves_and_dies_every_sample_is_drawn_once(moves: list[tuple[str, int]]) -> None:
@@ -307,6 +308,7 @@ def test_whatever_joins_leaves_and_dies_every_sample_is_drawn_once(moves: list[t
     assert_as_drawn_by_one(site)
 
 
+@pytest.mark.costly
 @settings(max_examples=40, deadline=None)
 @given(moves=moves("stop", "continue"))
 def test_whatever_is_stopped_and_goes_on_no_sample_is_lost_and_repeated_ones_are_equal(moves: list[tuple[str, int]]) -> None:
