@@ -9,7 +9,7 @@ import sys
 from penstock.pipeline.runtime.main import main
 
 GC_OBJECTS = 100_000
-"""New objects between two collections of garbage; at Python's 700 these take a quarter of the time in which torch and vLLM are imported."""
+"""New objects between two collections of garbage until a worker is ready; at Python's 700 they take a quarter of the imports of vLLM."""
 
 if __name__ == "__main__":
     gc.set_threshold(GC_OBJECTS)

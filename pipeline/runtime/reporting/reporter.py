@@ -3,6 +3,7 @@
 The rule: nobody waits for a measurement; one that was lost ends the worker at its next status.
 """
 
+import gc
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,8 @@ SAY_EVERY_S = 30.0
 """How often, at most, a worker prints what it does."""
 SAID_AT_FIRST = 5
 """Lines of one sort that are printed one by one."""
+COLLECTING = gc.get_threshold()
+"""When garbage is collected from a worker's start on."""
 SUM_EVERY_S = 10.0
 """How often the lines that were only counted are summed up."""
 
@@ -136,6 +139,7 @@ class Reporter:
 
     def ready(self) -> None:
         """Report that everything is loaded: `startup_s` counts from the process's creation."""
+        gc.set_threshold(*COLLECTING)  # a process may have collected garbage more seldom while it imported
         self.values["startup_s"] = time.time() - psutil.Process().create_time()
         self.status(force=True)
 
