@@ -1,1 +1,1 @@
-"""Who may draw, train and publish, and when: integers only."""
+"""Who may draw, train and publish, when, and which group is stale: integers only."""

@@ -8,12 +8,13 @@ from penstock.topics.wire.record import Outgoing
 
 
 class RecordingLog:
-    """`log`, with the names of the topics that were read and written through this object in `reads` and `writes`."""
+    """`log`, with the names of the topics that were read and written through this object, and of those whose ends were `asked` for."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self.reads: set[str] = set()
         self.writes: set[str] = set()
+        self.asked: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
@@ -25,6 +26,11 @@ class RecordingLog:
     def tail(self, starts: Mapping[tuple[str, int], Any], **options: Any) -> Any:
         self._note_reads(starts)
         return _Noting(self._log.tail(starts, **options), self)
+
+    def end_offsets(self, partitions: Iterable[tuple[str, int]], **options: Any) -> Any:
+        places = list(partitions)
+        self.asked.update(topic for topic, _ in places)
+        return self._log.end_offsets(places, **options)
 
     def member(self, group: str, topics: Sequence[str], **options: Any) -> Any:
         self.reads.update(topics)

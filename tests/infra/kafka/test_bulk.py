@@ -13,7 +13,7 @@ from penstock.infra.kafka.bulk import BulkReader, BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection
 from penstock.topics.wire.record import Record
-from tests.support.log_helpers import make_topics, outgoing, write
+from tests.support.log_helpers import make_topics, outgoing, settle, write
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_blocks_hold_the_committed_records_between_two_offsets(
     transactions = log.transactions(f"{run_id}.writer")
     transactions.commit([outgoing(topic, b"together", partition=0)])
     transactions.close()
+    settle(log, topic)
     tail = log.tail({(topic, 0): "earliest"})
     records = tail.read_to_end(30.0)
     tail.close()
