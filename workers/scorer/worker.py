@@ -27,6 +27,9 @@ from penstock.workers.scorer.orphans import set_aside_orphans
 from penstock.workers.scorer.outcome_writer import OutcomeWriter
 from penstock.workers.scorer.rollout_reports import RolloutReports
 
+NEXT_RESULT_S, GATHERED_S = 0.003, 0.02
+"""Rewards that follow one another this closely are written in one transaction, for so long at most: a transaction takes tens of ms, during
+which no child is given the next group, so that one for each group would hold up quick rewards, and with them whoever draws."""
 LEDGER_EVERY_S = 0.5
 """How often the scorer checks whether the run is closed."""
 
@@ -113,7 +116,7 @@ class Scorer:
                     for record in event.records:
                         self._received(record)
         self.reports.pass_time(self.owned.values(), working=self.member.outage_s == 0)
-        scored = (self._scored(result) for result in self.pool.poll(0.002 if self._scoring else 0.0))
+        scored = [self._scored(result) for result in self._results()]
         self.outcomes.write([group for group in (*scored, *self._overdue(), *self._unscored) if group is not None])
         self._unscored = []
         self._faults.check()  # the groups that show the fault are written
@@ -126,6 +129,14 @@ class Scorer:
         reporter.labels["partitions"] = ",".join(map(str, sorted(self.owned)))
         reporter.doing("scoring" if self._scoring else "waiting for samples")
         reporter.status()
+
+    def _results(self) -> list[Done[Job] | Failed[Job]]:
+        """Calls of reward functions that have ended, with those that end right after them."""
+        results = self.pool.poll(0.002 if self._scoring else 0.0)
+        until = time.monotonic() + GATHERED_S
+        while results and time.monotonic() < until and (more := self.pool.poll(NEXT_RESULT_S)):
+            results += more
+        return results
 
     def _oldest_open_s(self) -> float:
         """Age of the oldest prompt whose group has no outcome; in each partition prompts come in the order of their age."""

@@ -16,7 +16,7 @@ from penstock.infra.log import Log
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import ChildPool
 from penstock.pipeline.envs.reward_child import CHILD, spec
-from penstock.workers.scorer import outcome_writer
+from penstock.workers.scorer import outcome_writer, worker
 from penstock.workers.scorer.worker import Scorer
 from tests.support.scorers import GROUPS, HeldPool, Impatient, config_of, filled, outcomes, scorer_of
 
@@ -58,13 +58,8 @@ def test_wherever_scorers_move_while_rewards_run_every_group_ends_once(moves: li
     assert outcomes(log, run) == Counter(range(GROUPS))
 
 
-@pytest.mark.parametrize(("limit", "value", "sizes"), [("WRITE_GROUPS", 2, [2] * 5), ("WRITE_BYTES", 1, [1] * 10)])
-def test_groups_that_ended_together_are_written_in_transactions_of_limited_size(
-    monkeypatch: pytest.MonkeyPatch, limit: str, value: int, sizes: list[int]
-) -> None:
-    log, run, pool, written = MemoryLog(), "many", HeldPool(), list[int]()
-    monkeypatch.setattr(outcome_writer, limit, value)
-    filled(log, run, count=10)
+def counting(log: Log, run: str, pool: HeldPool, written: list[int], monkeypatch: pytest.MonkeyPatch) -> Scorer:
+    """A scorer that never waits for records; `written` gets the number of groups of each of its transactions."""
     scorer = scorer_of(log, run, 0, pool, config_of())
     scorer.member = Impatient(scorer.member)  # type: ignore[assignment]
     commit = scorer.transactions.commit
@@ -74,10 +69,40 @@ def test_groups_that_ended_together_are_written_in_transactions_of_limited_size(
         return commit(records, **more)
 
     monkeypatch.setattr(scorer.transactions, "commit", noted)
+    return scorer
+
+
+@pytest.mark.parametrize(("limit", "value", "sizes"), [("WRITE_GROUPS", 2, [2] * 5), ("WRITE_BYTES", 1, [1] * 10)])
+def test_groups_that_ended_together_are_written_in_transactions_of_limited_size(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int, sizes: list[int]
+) -> None:
+    log, run, pool, written = MemoryLog(), "many", HeldPool(), list[int]()
+    monkeypatch.setattr(outcome_writer, limit, value)
+    filled(log, run, count=10)
+    scorer = counting(log, run, pool, written, monkeypatch)
     scorer.turn()
     for _ in range(10):
         pool.end(0)
     scorer.turn()
+    assert written == sizes
+    assert outcomes(log, run) == Counter(range(10))
+
+
+@pytest.mark.parametrize(("gathered_s", "sizes"), [(60.0, [10]), (0.0, [1] * 10)])
+def test_rewards_that_follow_one_another_closely_are_written_in_one_transaction(
+    monkeypatch: pytest.MonkeyPatch, gathered_s: float, sizes: list[int]
+) -> None:
+    class OneByOne(HeldPool):
+        def poll(self, _timeout_s: float = 0.0) -> list[Any]:
+            self.end(0)
+            return super().poll()
+
+    log, run, written = MemoryLog(), "closely", list[int]()
+    monkeypatch.setattr(worker, "GATHERED_S", gathered_s)
+    filled(log, run, count=10)
+    scorer = counting(log, run, OneByOne(), written, monkeypatch)
+    for _ in range(10):
+        scorer.turn()
     assert written == sizes
     assert outcomes(log, run) == Counter(range(10))
 
