@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.infra.log import Log
-from penstock.infra.memory.log import MemoryLog
 from penstock.infra.sandbox.pool import Done
 from penstock.pipeline.config.load import Config, from_table
 from penstock.pipeline.runtime.session import Session
@@ -39,7 +38,7 @@ def config_of(reward: str = "exact_match") -> Config:
 
 def filled(log: Log, run: str, *, topics: Collection[str] = ("prompts", "rollouts"), count: int = GROUPS) -> None:
     """Prompts and samples of all groups, or one of both, without outcomes."""
-    log.create_topics(topics_of(run, partitions=PARTITIONS), **({} if isinstance(log, MemoryLog) else {"replication_factor": 1}))
+    log.create_topics(topics_of(run, partitions=PARTITIONS))
     teller, producer = Teller(run), log.producer()
     for number in range(count):
         for record in teller.group([1.0, 0.0], version=0):
