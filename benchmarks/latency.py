@@ -85,7 +85,7 @@ def compared(home: Path, *, rounds: int, version_bytes: int) -> int:
 @contextmanager
 def our_samples(home: Path, bootstrap: str) -> Iterator[tuple[Callable[[], float], list[int]]]:
     """One turn of the chain with a real scorer; and the bytes of a group's samples and of its outcome."""
-    from many_groups import settings_of
+    from many_groups import Size, settings_of
 
     from penstock.infra.kafka.log import KafkaLog
     from penstock.pipeline.config.load import from_table
@@ -97,7 +97,7 @@ def our_samples(home: Path, bootstrap: str) -> Iterator[tuple[Callable[[], float
     from tests.support.a_run import Teller
 
     log, run = KafkaLog(bootstrap, client_id="latency"), "latency"
-    settings = settings_of(home, bootstrap, steps=10_000)
+    settings = settings_of(home, bootstrap, Size(groups=10_000, per_step=1, window=1, keep_steps=None))
     settings["schedule"]["samples_per_prompt"], settings["kafka"]["partitions"] = SAMPLES, 1
     create(from_table(settings), log=log, run_id=run, say=lambda _: None)
     command = [sys.executable, "-m", "penstock.workers", "scorer", "--run", run, "--bootstrap", bootstrap, "--slot", "0"]
