@@ -5,23 +5,19 @@ from typing import Any
 
 from penstock.infra.backends.base import Backend, BackendKind
 from penstock.infra.engines.packages import Package
-from penstock.infra.engines.unused_packages import left_out
+from penstock.infra.engines.unused_packages import import_transformers
 
 
 def _torch(**settings: Any) -> Backend:
-    with left_out():
-        from transformers import AutoModelForCausalLM  # noqa: F401  otherwise imported when the model is opened
-
-        from penstock.infra.backends.torch_backend import TorchBackend
+    import_transformers()
+    from penstock.infra.backends.torch_backend import TorchBackend
 
     return TorchBackend(**settings)
 
 
 def _deepspeed(**settings: Any) -> Backend:
-    with left_out():
-        from transformers import AutoModelForCausalLM  # noqa: F401  otherwise imported when the model is opened
-
-        from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
+    import_transformers()
+    from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
 
     return DeepSpeedBackend(**settings)
 

@@ -21,3 +21,9 @@ def left_out() -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
+
+
+def import_transformers() -> None:
+    """Import what opens models, which transformers would otherwise do, with these packages, when the first one is opened."""
+    with left_out():
+        from transformers import AutoModelForCausalLM  # noqa: F401

@@ -2,16 +2,14 @@
 
 from penstock.infra.engines.base import Engine, EngineKind, EngineSettings
 from penstock.infra.engines.packages import Package
-from penstock.infra.engines.unused_packages import left_out
+from penstock.infra.engines.unused_packages import import_transformers
 
 
 def _open(settings: EngineSettings) -> Engine:
     import torch
 
-    with left_out():
-        from transformers import AutoModelForCausalLM  # noqa: F401  otherwise imported when the model is opened
-
-        from penstock.infra.engines.transformers.engine import TransformersEngine
+    import_transformers()
+    from penstock.infra.engines.transformers.engine import TransformersEngine
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
     return TransformersEngine(settings.directory, dtype=settings.dtype, device=device, threads=settings.threads)
