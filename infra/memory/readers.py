@@ -5,7 +5,7 @@ The rule: both only hold positions; the log decides what is readable and who own
 
 from collections.abc import Mapping, Sequence
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import (
     Assigned,
     Commits,
@@ -59,7 +59,7 @@ class _Reader:
         if not there and not self._jumps:
             where = f"{partition[0]}/{partition[1]}"
             kept = f"{part.begin} to {part.end - 1} are there"
-            raise LogError(f"{where}: offset {position} is wanted, {kept}: records were deleted, or lost with a broker")
+            raise RecordMissing(f"{where}: offset {position} is wanted, {kept}: records were deleted, or lost with a broker")
         return position if there else part.begin
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Generic, TypeVar
 
-from penstock.infra.errors import LogError
+from penstock.infra.errors import LogError, RecordMissing
 from penstock.infra.log import Log, Partition, Start, Tail
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.topics import dead_letters, groups, prompts, rollouts
@@ -282,10 +282,19 @@ def _up_to(
     starts: dict[Partition, Start] = {at: begin for at, begin in begins.items() if begin < ends[at]}
     if not starts:
         return
-    tail = log.tail(starts)
+    tail, ends = log.tail(starts), {at: ends[at] for at in starts}
     try:
-        records = drain(tail, {at: ends[at] for at in starts}, alive=alive)
-        yield from (record for record in records if record.offset < ends[record.topic, record.partition])
+        while ends:
+            try:
+                records = drain(tail, ends, alive=alive)
+                yield from (record for record in records if record.offset < ends.get((record.topic, record.partition), 0))
+                return
+            except RecordMissing:  # retention deletes meanwhile: what is kept counts
+                moved = {at: begin for at, begin in log.begin_offsets(ends).items() if begin > tail.position(at)}
+                if not moved:
+                    raise
+                ends = {at: end for at, end in ends.items() if moved.get(at, 0) < end}
+                tail.add({**moved})
     finally:
         tail.close()
 

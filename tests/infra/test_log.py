@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from penstock.infra.errors import Fenced, LogError, LostPartition, SendFailed, Unrecoverable
 from penstock.infra.kafka.log import KafkaLog
-from penstock.infra.log import Committed, Log, Pools, Revoked
+from penstock.infra.log import Committed, Log, Pools, Revoked, Tail
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, open_transaction, outgoing, settle, values_in, write
@@ -132,6 +134,24 @@ def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) ->
     kept.close()
     gone.close()
     log.delete_records({})
+
+
+def test_records_that_are_deleted_while_a_topic_is_scanned_are_passed_over(
+    log: Log, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (topic,) = make_topics(log, run_id, "a")
+    for number in range(2):
+        write(log, topic, [b"%d" % value for value in range(10)], partition=number)
+    opened = log.tail
+
+    def too_late(*args: Any, **how: Any) -> Tail:
+        """A tail on records of which some are gone by now, in one partition all that the scan had found."""
+        log.delete_records({(topic, 0): 7, (topic, 1): 10})
+        write(log, topic, [b"new"], partition=1)
+        return opened(*args, **how)
+
+    monkeypatch.setattr(log, "tail", too_late)
+    assert [(record.partition, record.value) for record in scan(log, topic)] == [(0, b"7"), (0, b"8"), (0, b"9")]
 
 
 def test_the_first_record_of_a_time_is_found_by_its_timestamp(log: Log, run_id: str) -> None:

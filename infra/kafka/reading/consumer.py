@@ -10,7 +10,7 @@ from typing import Any
 
 from kafka import KafkaConsumer, OffsetAndMetadata, TopicPartition, errors
 
-from penstock.infra.errors import Damaged, LogError
+from penstock.infra.errors import Damaged, LogError, RecordMissing
 from penstock.infra.kafka import errors as edge
 from penstock.infra.kafka import settings
 from penstock.infra.kafka.client_repairs import private_api
@@ -88,7 +88,8 @@ def poll(
 ) -> list[Record]:
     """Records, in offset order within each partition; possibly none, even before `timeout_s` or because the broker is away.
 
-    Raises LogError when the broker refuses, and Damaged for what cannot be read, unless `letters` say that it is to be passed over.
+    Raises LogError when the broker refuses, RecordMissing where the next record was deleted or lost, and Damaged for what cannot be read,
+    unless `letters` say that it is to be passed over.
     With `ids`, also when a topic is not the one any more that was read first.
     """
     began = time.monotonic()
@@ -100,7 +101,7 @@ def poll(
     except (errors.OffsetOutOfRangeError, errors.LogTruncationError) as error:
         if ids is not None:
             ids.ask()
-        raise LogError(_not_there(consumer)) from error
+        raise RecordMissing(_not_there(consumer)) from error
     except errors.InvalidSessionTimeoutError as error:
         limits = "the broker's group.min.session.timeout.ms and group.max.session.timeout.ms"
         raise LogError(f"the broker refuses a session of this length: kafka.session_s has to lie between {limits}") from error
