@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from command import report_of
-from engine_swaps import SIZES, make_model
 from learning_curves import Draws
+from random_model import SIZES, drawn_from
 
 from penstock.infra.engines.base import Completion
 from penstock.pipeline.config.load import Config, load
-from penstock.pipeline.envs.tiny.model import tiny_tokenizer
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.scheduling import rules
@@ -38,8 +37,7 @@ SAME = (
     "trainer.export=false", "mlflow.enabled=false", "eval.every=1000000", "eval.limit=1",
 )  # fmt: skip
 SIZED = (
-    "schedule.prompts_per_step=4", "schedule.samples_per_prompt=8", "schedule.steps_per_version=2", "sampling.max_new_tokens=128",
-    "trainer.micro_batch_tokens=4096",
+    "schedule.prompts_per_step=4", "schedule.samples_per_prompt=8", "schedule.steps_per_version=2", "trainer.micro_batch_tokens=4096",
 )  # fmt: skip
 KEPT = 0.9
 """The least share of the bare loop's speed that a run has to keep."""
@@ -102,9 +100,7 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bare-loop-") as directory:
         if chosen.size is not None:
-            make_model(Path(directory), size=chosen.size)
-            tiny_tokenizer().save_pretrained(directory)
-            chosen.settings = [*SIZED, f"model.path={directory}", *chosen.settings]
+            chosen.settings = [*SIZED, *drawn_from(Path(directory), size=chosen.size, tokens=128), *chosen.settings]
         return compare(chosen)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from random_model import SIZES, make_model
 
 from penstock.infra.engines.base import GroupRequest, Sampling
 from penstock.infra.engines.vllm.arguments import check_installed, engine_arguments
@@ -31,34 +32,6 @@ from penstock.infra.tensors.stream import TensorBytes
 ROWS = 8
 VARIANTS = ["bare", "alone", "keep", "recompute"]
 LIMITS = {"alone": 0.95, "keep": 0.88, "stall_ms": 100.0}
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 100, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.05,
-    },
-    "5m": {
-        "vocab_size": 100, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "max_position_embeddings": 1024, "initializer_range": 0.05,
-    },
-    "135m": {
-        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "max_position_embeddings": 2048, "initializer_range": 0.041666666666666664,
-    },
-}  # fmt: skip
-"""Llama's shapes; the small ones have the tiny tokenizer's vocabulary, "135m" has those of SmolLM2-135M."""
-
-
-def make_model(directory: Path, *, size: str) -> int:
-    """A random Llama of this size; returns its number of parameters."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES[size], tie_word_embeddings=True, eos_token_id=2, bos_token_id=1))
-    model.save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def read_tensors(directory: Path, *, scale: float) -> list[TensorBytes]:

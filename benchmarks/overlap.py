@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from command import PENSTOCK, report_of
 from overlap_table import SYNCHRONOUS, draw, phases, rows, show
+from random_model import SIZES, drawn_from
 
 IN_TURNS = "in turns, both cores"
 ONE_CORE_EACH = ("rollout.workers=1", "trainer.threads=1", "launch.pin=auto")
@@ -27,6 +29,14 @@ ROUND = ("schedule.prompts_per_step=2", "schedule.samples_per_prompt=8", "schedu
 """R = 96 groups a round, of which a step takes U = 2: R / U = 48."""
 EVERY_STEP = ("schedule.prompts_per_step=8", "schedule.samples_per_prompt=8", "schedule.steps_per_version=1", "run.steps=36")
 """As many samples, with weights published after every step."""
+SIZED = (
+    "trainer.micro_batch_tokens=4096",
+    "trainer.checkpoint_every=0",
+    "trainer.export=false",
+    "mlflow.enabled=false",
+    "eval.limit=1",
+    "eval.every=1000000",
+)
 VARIANTS: Mapping[str, Sequence[str]] = {
     SYNCHRONOUS: (*ROUND, "schedule.mode=synchronous", *ONE_CORE_EACH),
     "pipelined": (*ROUND, "schedule.mode=pipelined", *ONE_CORE_EACH),
@@ -54,10 +64,20 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--size", choices=list(SIZES), help="of a random model in the place of the configuration's")
+    parser.add_argument("--tokens", type=int, default=192, help="the most of a completion of the random model")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--plot", type=Path, help="a .png or .svg file")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="overlap-") as directory:
+        if chosen.size is not None:
+            chosen.settings = [*SIZED, *drawn_from(Path(directory), size=chosen.size, tokens=chosen.tokens), *chosen.settings]
+        compare(chosen)
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """All repeats of all variants, and what they show."""
     variants = [SYNCHRONOUS, *(name for name in chosen.variants if name != SYNCHRONOUS)]
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     first = f"overlap-{os.getpid()}-{int(time.time())}"

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 from command import PENSTOCK
-from engine_swaps import SIZES, make_model, open_bare
+from engine_swaps import open_bare
+from random_model import SIZES, make_model
 
 from penstock.infra.broker import embedded
 from penstock.infra.kafka.log import KafkaLog
