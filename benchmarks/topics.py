@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,20 @@ def kinds() -> Iterator[Kind]:
         group=3, slot=3, min_version=4, samples_per_prompt=16, epoch=0, row=7, prompt="What is 1 + 1?" * 20, messages=None,
         token_ids=np.arange(100, dtype=np.int32), columns='{"answer": "2"}', created_ns=10**18,
     )  # fmt: skip
-    yield Kind(name="prompt of 100 tokens", topic="prompts", encode=lambda: prompts.encode(prompt), decode=prompts.decode)
+    yield Kind(name="prompt of 100 tokens", topic="prompts", encode=partial(prompts.encode, prompt), decode=prompts.decode)
     for tokens in (8, 2000):
         drawn = [a_sample(number, tokens) for number in range(16)]
         scored = a_group(drawn)
-        yield Kind(
-            name=f"sample of {tokens:,}", topic="rollouts", encode=lambda drawn=drawn: rollouts.encode(drawn[0]), decode=rollouts.decode
-        )
+        yield Kind(name=f"sample of {tokens:,}", topic="rollouts", encode=partial(rollouts.encode, drawn[0]), decode=rollouts.decode)
         yield Kind(
             name=f"16 samples of {tokens:,}",
             topic="rollouts",
-            encode=lambda drawn=drawn: rollouts.encode(*drawn),
+            encode=partial(rollouts.encode, *drawn),
             decode=rollouts.decode_all,
         )
-        yield Kind(
-            name=f"group of 16 x {tokens:,}", topic="groups", encode=lambda scored=scored: groups.encode(scored), decode=groups.decode
-        )
+        yield Kind(name=f"group of 16 x {tokens:,}", topic="groups", encode=partial(groups.encode, scored), decode=groups.decode)
     chunk = weights.Chunk(version=1, index=0, data=os.urandom(8 << 20))
-    yield Kind(name="weights, 8 MiB", topic="weights", encode=lambda: weights.encode_chunk(chunk), decode=weights.decode_chunk)
+    yield Kind(name="weights, 8 MiB", topic="weights", encode=partial(weights.encode_chunk, chunk), decode=weights.decode_chunk)
 
 
 @contextmanager

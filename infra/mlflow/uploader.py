@@ -67,7 +67,11 @@ class Uploader:
         self._ending: Ending | None = None
         self._done = False
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Begin to deliver, unless that has begun; whoever waits for something begins it, too."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     @property
     def queued(self) -> int:
@@ -82,12 +86,14 @@ class Uploader:
 
     def wait_for_run(self, timeout_s: float) -> str | None:
         """The MLflow run's id; waits for it up to `timeout_s`, None if the server has not answered by then."""
+        self.start()
         with self._changed:
             self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
             return self.run_id
 
     def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
         """Ask the thread to deliver the remaining points, set the status, attach the files and end; `wait` waits for that."""
+        self.start()
         with self._changed:
             self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts))
             self._changed.notify_all()

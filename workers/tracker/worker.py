@@ -212,6 +212,8 @@ class Tracker:
     def _flush(self) -> None:
         self.file.flush()
         if self.uploader is not None:
+            if self.view.groups:  # before, the import of MLflow would hold up the start of engines and trainer on few cores
+                self.uploader.start()
             self.uploader.more(self._checkpoints.kept())
 
     def _announce(self) -> None:

@@ -136,6 +136,7 @@ def test_an_outage_is_said_once_and_loses_no_point_and_holds_none_in_memory(empt
     target = Target(run="demo-1", uri=f"sqlite:///{away / 'mlflow.db'}", experiment="tests", artifacts=(tmp_path / "art").as_uri())
     lines = Lines([points(number, count=100) for number in range(25)])
     uploader = Uploader(target, lines, say=say)
+    uploader.start()
     assert failed.wait(WAIT_S)
     assert uploader.run_id is None
     assert uploader.queued == 2500
@@ -156,6 +157,7 @@ def test_a_store_that_comes_back_older_or_empty_gets_everything_again(target: Ta
     lines = Lines([points(number) for number in range(3)])
     said: list[str] = []
     uploader = Uploader(target, lines, say=said.append)
+    uploader.start()
     wait_for(lambda: uploader.queued == 0)
     before = uploader.run_id
     connection = sqlite3.connect(tmp_path / "mlflow.db")
@@ -174,6 +176,7 @@ def test_a_second_run_made_by_an_answer_that_came_late_is_noticed_at_the_end(tar
     monkeypatch.setattr(uploading, "GATHER_S", 0.01)
     lines = Lines([points(number) for number in range(3)])
     uploader = Uploader(target, lines, say=lambda _text: None)
+    uploader.start()
     wait_for(lambda: uploader.queued == 0)
     client = MlflowRun(target)._client
     experiment = client.get_run(uploader.run_id).info.experiment_id
