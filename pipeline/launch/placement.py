@@ -1,7 +1,7 @@
 """Assigns this machine's GPUs and cores to workers.
 
 The rule: a GPU belongs to one worker, unless the configuration places nothing: then every worker sees all GPUs. Under `launch.pin` rollout
-workers have cores of their own, then the trainer; all others share what is left, or the trainer's.
+workers have cores of their own, then the trainer; all others share what is left, or, where nothing is, run on whichever core is idle.
 """
 
 import os
@@ -90,7 +90,7 @@ def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int
     """Worker name or role -> its cores; "" stands for the others. Empty where no core would be left for training.
 
     Example:
-        cores_of([0, 1], rollout_workers=1, rollout_threads=1, trainer_threads=1)  # -> {"rollout-0": (0,), "trainer": (1,), "": (1,)}
+        cores_of([0, 1], rollout_workers=1, rollout_threads=1, trainer_threads=1)  # -> {"rollout-0": (0,), "trainer": (1,), "": (0, 1)}
     """
     for_rollout = rollout_workers * rollout_threads
     if len(cores) <= for_rollout:
@@ -99,7 +99,7 @@ def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int
     rollout = {
         f"rollout-{number}": tuple(cores[number * rollout_threads : (number + 1) * rollout_threads]) for number in range(rollout_workers)
     }
-    return {**rollout, "trainer": tuple(left[:trainer_threads]), "": tuple(left[trainer_threads:] or left)}
+    return {**rollout, "trainer": tuple(left[:trainer_threads]), "": tuple(left[trainer_threads:] or cores)}
 
 
 def pinning_of(config: Config) -> Mapping[str, tuple[int, ...]]:
