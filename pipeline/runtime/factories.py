@@ -12,6 +12,7 @@ from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.engines.base import Engine, EngineSettings
+from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import EngineError
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError
@@ -91,6 +92,7 @@ def _settings_of(config: Config) -> EngineSettings:
         delay_s=rollout.toy_delay_s,
         top_k=config.sampling.top_k,
         stops_at_text=bool(config.sampling.stop),
+        sleeps=config.colocated,
     )
 
 
@@ -127,6 +129,11 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             peak_tflops=chosen.peak_tflops,
             **own,
         )
+
+
+def open_device(config: Config, run: str) -> SharedDevice | None:
+    """This worker's place among those of this machine that share the run's device; None where each has its own."""
+    return SharedDevice(run_directory(run) / "device") if config.colocated else None
 
 
 def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:
