@@ -82,6 +82,8 @@ def main(session: Session) -> None:
             if not trainer.train_step():
                 break
         trainer.end()
+        if device is not None and device.held:
+            device.give()  # the process may take a while to end, and a rollout worker has evaluations left
 
 
 @dataclass(slots=True)
