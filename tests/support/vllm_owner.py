@@ -2,8 +2,8 @@
 
 python vllm_owner.py MODEL OUT wait|kill-engine|end [SETTINGS]
 
-SETTINGS is JSON: `engine`, arguments of the engine; `request`, of each request; `groups`, how many; `every`, steps between two swaps; `sleeps`,
-whether the engine sleeps before it draws.
+SETTINGS is JSON: `engine`, arguments of the engine; `request`, of each request; `groups`, how many; `every`, steps between two swaps;
+`sleeps`, whether the engine sleeps before it draws.
 """
 
 import json

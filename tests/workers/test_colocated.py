@@ -20,9 +20,11 @@ from penstock.pipeline.audit.report import as_text
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import factories
 from tests.support.counting_run import counting_run
-from tests.support.crew import PIPELINE, Crew, audited, complete, config_of
+from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
 from tests.support.in_flight import TOY, config_in_flight
 from tests.support.processes import Processes
+from tests.support.trainer_alone import config_for as alone
+from tests.support.trainer_alone import group_of, write_groups, written
 
 COLOCATED: dict[str, Any] = {"launch": {"placement": "colocated"}, "rollout": {"workers": 1}}
 Intervals = dict[str, list[tuple[float, float]]]
@@ -99,6 +101,30 @@ def test_a_trainer_and_a_worker_that_draws_ahead_hand_the_device_to_each_other(
     sound(log, run_id, report)
     assert report["groups"]["trained"] == 16
     assert min(len(of) for of in awake.values()) >= 3
+
+
+def test_a_trainer_wants_the_device_for_whole_steps_alone_and_keeps_it_while_there_are_some(
+    run_id: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    found, log = [group_of(number, version=0) for number in range(8)], MemoryLog()
+    config = alone(tiny_model, tmp_path, schedule={"max_lag": 4}, run={"steps": 4}, **COLOCATED)
+    written(log, run_id, config, found[:1])
+    drawing = SharedDevice(factories.run_directory(run_id) / "device")
+    with Crew(log, run_id) as crew:
+        crew.start("trainer")
+        crew.wait(lambda: any(record.partition == 0 for record in records_of(log, f"{run_id}.weights")))
+        crew.wait(drawing.take)  # half a step is there: the trainer has nothing to do
+        time.sleep(0.5)
+        assert not drawing.wanted
+        write_groups(log, run_id, found[1:6], partitions=config.partitions)
+        crew.wait(lambda: drawing.wanted)
+        assert crew.report()["steps"] == 0
+        drawing.give()
+        crew.wait(drawing.take)  # asked at once, and given once nothing is left to train
+        assert crew.report()["steps"] == 3
+        write_groups(log, run_id, found[6:], partitions=config.partitions)
+        drawing.close()
+        crew.wait()
 
 
 @pytest.mark.slow

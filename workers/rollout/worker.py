@@ -24,7 +24,7 @@ def main(session: Session) -> None:
             return
     session.reporter.doing("loading the model", now=True)
     by_log = session.config.turns_by_log
-    engine = make_engine(session.config, episodes=False)
+    engine = make_engine(session.config, episodes=False, sleeps=device is not None)
     if device is not None:
         assert isinstance(engine, Sleeper)
         device.model = engine

@@ -11,7 +11,6 @@ from penstock.pipeline.config.load import Config, ConfigError, from_table, load
 from penstock.pipeline.launch.placement import VISIBLE, place, visible_gpus
 from penstock.pipeline.runtime.roles import ROLES
 
-
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
 
 
@@ -43,7 +42,7 @@ def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_
     with pytest.raises(ConfigError, match=r"or set launch.placement = 'colocated' and trainer.backend = 'torch': .* by turns") as caught:
         place(load(EXAMPLE, gpus=1), ["4"])
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="'deepspeed' keeps it; set trainer.backend = 'torch'"):
+    with pytest.raises(ConfigError, match=r"'deepspeed' keeps it; set trainer\.backend = 'torch'"):
         load(EXAMPLE, ["launch.placement=colocated"], gpus=1)
     shared = place(load(EXAMPLE, ["launch.placement=colocated", "trainer.backend=torch"], gpus=1), ["4"])
     assert str(shared) == "trainer, rollout-0: GPU 4 by turns; the others: none"
