@@ -119,3 +119,5 @@ class BackendKind:
     check: Callable[[Mapping[str, Any]], str | None] = _accept
     """Takes the config section `trainer`; returns one line about values that contradict each other, else None."""
     packages: tuple[Package, ...] = ()
+    sleeps: bool = False
+    """True if its backends are `Sleeper`s: asleep, between two steps, their state lies on the host, and can be read and saved there."""

@@ -32,7 +32,11 @@ def _fits(trainer: Mapping[str, Any]) -> str | None:
 
 
 BACKENDS: Mapping[str, BackendKind] = {
-    "torch": BackendKind(open=_torch, packages=(Package(module="torch", name="torch", purpose="rollout and training", extra="trainer"),)),
+    "torch": BackendKind(
+        open=_torch,
+        packages=(Package(module="torch", name="torch", purpose="rollout and training", extra="trainer"),),
+        sleeps=True,
+    ),
     "deepspeed": BackendKind(
         open=_deepspeed,
         own=("zero_stage",),

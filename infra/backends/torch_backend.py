@@ -3,7 +3,7 @@
 The rule: gradients are summed in float32, whatever the weights' dtype, and divided once, in `step`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class TorchBackend(LocalModel):
                 parameter.register_post_accumulate_grad_hook(_moves_gradient_to(master))
         self.optimizer = self.adamw(groups)
         self.has_gradient = False
+        self.away: list[torch.Tensor] = []
         self.large = self.device.type == "cpu" and sum(parameter.nbytes for parameter in self.parameters) > LARGE_MODEL_BYTES
         self.rank, self.ranks = 0, 1
         if torch.distributed.is_initialized():
@@ -128,6 +129,30 @@ class TorchBackend(LocalModel):
         self.set_random_state(state["random"])
         self._publish_masters()
         self.steps, self.has_gradient = state["steps"], False
+
+    def sleep(self) -> None:
+        """Move weights, masters, moments and frozen copies to the host, bit for bit; on a CPU they are there."""
+        assert not self.has_gradient, "a backend sleeps between two steps"
+        self.away = [tensor for tensor in self._state() if tensor.device.type == self.device.type]
+        for tensor in self.away:
+            tensor.data = tensor.data.cpu()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch keeps what was freed for this process
+
+    def wake(self) -> None:
+        """Move everything back."""
+        for tensor in self.away:
+            tensor.data = tensor.data.to(self.device)
+        self.away = []
+
+    def _state(self) -> Iterator[torch.Tensor]:
+        frozen = [policy.model for policy in (self.reference, self.snapshot) if policy is not None]
+        for model in (self.model, *frozen):
+            yield from model.parameters()
+            yield from model.buffers()
+        yield from self.masters
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _add_up_ranks(self) -> None:
         """Add the gradients of all processes: once a step, in float32, and in every process to the same bits."""

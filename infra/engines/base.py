@@ -178,6 +178,8 @@ class EngineSettings:
     """The highest that will be asked for."""
     stops_at_text: bool = False
     """Whether `Sampling.stop` will be asked for."""
+    sleeps: bool = False
+    """Whether the engine will be asked to sleep."""
 
 
 def _accept(_: EngineSettings) -> None:
@@ -192,6 +194,9 @@ class EngineKind:
     """Imports the engine and loads the model. Raises `EngineError`."""
     swaps_in_flight: bool
     """True if weights may be loaded while groups are in hand, whose samples then go on under the new ones."""
+    sleeps: bool = False
+    """True if its engines are `Sleeper`s: asleep they have no weights, their version is `DIRECTORY_VERSION`, and awake again they are given
+    some before they draw."""
     draws_side_by_side: bool = False
     """True if it fills `concurrency` rows with samples of several groups; False if it draws one group at a time."""
     min_temperature: float = 0.0

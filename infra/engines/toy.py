@@ -104,6 +104,13 @@ class ToyEngine:
         self._shapes, self.version = shapes, version
         self._stats["loads"] += 1
 
+    def sleep(self) -> None:
+        assert self.idle, "an engine with groups in hand does not sleep"
+        self.version = DIRECTORY_VERSION
+
+    def wake(self) -> None:
+        """Nothing was freed."""
+
     def stats(self) -> dict[str, float]:
         return dict(self._stats)
 
@@ -172,4 +179,6 @@ def _draw(request: GroupRequest, sample: int, base: int, vocabulary: int) -> tup
     return ids, np.log1p(-numbers[longest : longest + length]).astype(np.float32)
 
 
-KIND = EngineKind(open=lambda settings: ToyEngine(delay_s=settings.delay_s, capacity=settings.concurrency), swaps_in_flight=True)
+KIND = EngineKind(
+    open=lambda settings: ToyEngine(delay_s=settings.delay_s, capacity=settings.concurrency), swaps_in_flight=True, sleeps=True
+)

@@ -1,4 +1,4 @@
-"""What absent keys stand for where the device is a GPU.
+"""What absent keys stand for where the device is a GPU, or is shared.
 
 The rule: they are decided where a configuration is read and stand in the run's record, so that a record means the same on every machine.
 """
@@ -50,8 +50,14 @@ DEVICE_DEFAULTS = (
 )
 
 
+COLOCATED_DEFAULTS = (("rollout", "workers", 1), ("eval", "engine", "rollout"))
+"""Section, key and value of absent keys where trainer and rollout worker share a device."""
+
+
 def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, Any]:
-    """The table with the GPU's defaults where keys are absent and the section's device is one; `gpus` is how many this machine has.
+    """The table with the GPU's defaults where keys are absent and the section's device is one, and with those of a shared device.
+
+    `gpus` is how many this machine has.
 
     Example:
         with_device_defaults({"trainer": {"device": "cuda"}}, gpus=0)["trainer"]["dtype"]  # -> "bfloat16"
@@ -65,6 +71,10 @@ def with_device_defaults(table: Mapping[str, Any], *, gpus: int) -> dict[str, An
         fields = SECTIONS[name].model_fields
         if default.only is None or section.get(default.only[0], fields[default.only[0]].default) == default.only[1]:
             filled.setdefault(name, section).setdefault(key, default.gpu)
+    launch = filled.get("launch")
+    for name, key, value in COLOCATED_DEFAULTS if isinstance(launch, dict) and launch.get("placement") == "colocated" else ():
+        if isinstance(section := filled.setdefault(name, {}), dict):
+            section.setdefault(key, value)
     return filled
 
 

@@ -17,6 +17,7 @@ CHANGEABLE = (
     "reward.timeout_s",
     "eval.engine",
     "launch.environments",
+    "launch.placement",
     "rollout.concurrency",
     "rollout.device",
     "rollout.gpus_per_worker",

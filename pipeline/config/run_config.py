@@ -147,6 +147,11 @@ class Config(Section):
         return bool(self.eval_sources) and self.eval.engine == "rollout"
 
     @property
+    def colocated(self) -> bool:
+        """Whether trainer and rollout worker have one device by turns."""
+        return self.launch.placement == "colocated"
+
+    @property
     def sends_adapters(self) -> bool:
         """Whether versions are published as adapters on version 0."""
         return self.weights.encoding != "merged" and self.trainer.lora_rank > 0

@@ -57,6 +57,10 @@ class KafkaSection(Section):
 
 
 class LaunchSection(Section):
+    placement: Literal["separate", "colocated"] = Field(
+        "separate",
+        description="colocated: trainer and rollout worker compute on one device by turns, and the memory of the one that waits is free",
+    )
     environments: Positive = Field(
         1, description='environment workers that `penstock run` starts, where environment.carrier is "log"; more may join'
     )

@@ -273,6 +273,22 @@ def _backend(config: Config) -> str | None:
     return BACKENDS[config.trainer.backend].check(config.trainer.model_dump())
 
 
+def _colocated(config: Config) -> str | None:
+    if not config.colocated:
+        return None
+    key = "launch.placement: 'colocated'"
+    for name, chosen, kinds in (("trainer.backend", config.trainer.backend, BACKENDS), ("rollout.engine", config.rollout.engine, ENGINES)):
+        if not kinds[chosen].sleeps:
+            able = " or ".join(repr(other) for other, kind in kinds.items() if kind.sleeps)
+            return f"{key} needs the device's memory back from who waits, and {chosen!r} keeps it; set {name} = {able}"
+    for name, count in (("trainer.processes", config.trainer.processes), ("rollout.workers", config.rollout.workers)):
+        if count > 1:
+            return f"{key} is for one device, which one trainer and one rollout worker share; set {name} = 1, not {count}"
+    if config.eval_sources and not config.lends_engine:
+        return f"{key} leaves no room for an evaluator's own engine; set eval.engine = 'rollout'"
+    return None
+
+
 def _early_stopping(config: Config) -> str | None:
     if (config.eval.target is not None or config.eval.patience is not None) and not config.eval_sources:
         return "eval.source: early stopping (eval.target, eval.patience) needs held-out prompts"
@@ -344,6 +360,7 @@ CHECKS: tuple[Check, ...] = (
     _partitions,
     _pools,
     _backend,
+    _colocated,
     _early_stopping,
     _environment,
     _environment_segments,

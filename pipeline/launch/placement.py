@@ -1,7 +1,8 @@
 """Assigns this machine's GPUs and cores to workers.
 
-The rule: a GPU belongs to one worker, unless the configuration places nothing: then every worker sees all GPUs. Under `launch.pin` rollout
-workers have cores of their own, then the trainer; all others share what is left, or, where nothing is, run on whichever core is idle.
+The rule: a GPU belongs to one worker, or under `launch.placement = "colocated"` to trainer and rollout worker by turns; where the
+configuration places nothing every worker sees all GPUs. Under `launch.pin` rollout workers have cores of their own, then the trainer; all
+others share what is left, or, where nothing is, run on whichever core is idle.
 """
 
 import os
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.infra.backends.registry import BACKENDS
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.runtime.roles import ROLES
 
@@ -20,6 +22,8 @@ class Placement:
     """Worker name -> GPU numbers, or identifiers as in CUDA_VISIBLE_DEVICES; None if nothing is placed."""
 
     gpus: Mapping[str, tuple[str, ...]] | None
+    by_turns: bool = False
+    """Whether the workers with GPUs have the same one, by turns."""
 
     def environment(self, worker: str) -> dict[str, str]:
         """Environment variables for a worker's process; a worker without GPUs of its own sees none."""
@@ -27,7 +31,9 @@ class Placement:
 
     def __str__(self) -> str:
         if self.gpus is None:
-            return "not placed: every worker sees all GPUs there are"
+            return "trainer and rollout worker by turns on the CPU" if self.by_turns else "not placed: every worker sees all GPUs there are"
+        if self.by_turns:
+            return f"{', '.join(self.gpus)}: GPU {next(iter(self.gpus.values()))[0]} by turns; the others: none"
         placed = [f"{worker}: GPU {', '.join(numbers)}" for worker, numbers in self.gpus.items() if numbers]
         return "; ".join([*placed, "the others: none"])
 
@@ -52,6 +58,8 @@ def place(config: Config, available: Sequence[str]) -> Placement:
         # -> "trainer: GPU 0; rollout-0: GPU 1; rollout-1: GPU 2; the others: none"
     """
     trainer, rollout = config.trainer, config.rollout
+    if config.colocated:
+        return _by_turns(config, available)
     if not trainer.gpus and not rollout.gpus_per_worker:
         return NOT_PLACED
     if trainer.gpus not in (0, trainer.processes):
@@ -71,10 +79,28 @@ def place(config: Config, available: Sequence[str]) -> Placement:
         parts = " + ".join(f"{worker} {count}" for worker, count in wanted.items() if count)
         raise ConfigError(
             f"rollout.gpus_per_worker: {needed} GPUs are wanted ({parts}), {len(available)} are visible here; lower rollout.workers, "
-            f"rollout.gpus_per_worker or trainer.gpus"
+            f"rollout.gpus_per_worker or trainer.gpus{_or_by_turns(config) if len(available) == 1 else ''}"
         )
     left = list(available)
     return Placement({worker: tuple(left.pop(0) for _ in range(count)) for worker, count in wanted.items()})
+
+
+def _by_turns(config: Config, available: Sequence[str]) -> Placement:
+    """The first GPU for trainer and rollout worker. Raises `ConfigError` where they ask for more than one."""
+    asked = {"trainer.gpus": config.trainer.gpus, "rollout.gpus_per_worker": config.rollout.gpus_per_worker}
+    if config.engine.gpus_key is not None:
+        asked[config.engine.gpus_key] = config.engine.gpus(config.rollout.vllm)
+    for key, count in asked.items():
+        if count > 1:
+            raise ConfigError(f"{key}: {count}, but launch.placement = 'colocated' is for one GPU; set {key} = 1")
+    workers = ("trainer", ROLES["rollout"].worker(0))
+    return Placement(dict.fromkeys(workers, (available[0],)) if available else None, by_turns=True)
+
+
+def _or_by_turns(config: Config) -> str:
+    """What else may be done where there is one GPU."""
+    backend = "" if BACKENDS[config.trainer.backend].sleeps else " and trainer.backend = 'torch'"
+    return f"; or set launch.placement = 'colocated'{backend}: trainer and rollout worker have the GPU by turns"
 
 
 def _check_parallel(config: Config) -> None:
@@ -104,7 +130,7 @@ def cores_of(cores: Sequence[int], *, rollout_workers: int, rollout_threads: int
 
 def pinning_of(config: Config) -> Mapping[str, tuple[int, ...]]:
     """The cores of this machine's workers; empty where they are not pinned: `launch.pin = "off"`, GPUs, too few cores, no Linux."""
-    on_gpus = config.trainer.gpus or config.rollout.gpus_per_worker
+    on_gpus = config.trainer.gpus or config.rollout.gpus_per_worker or (config.colocated and visible_gpus())
     if config.launch.pin == "off" or on_gpus or not hasattr(os, "sched_getaffinity"):
         return {}
     return cores_of(

@@ -12,6 +12,7 @@ from penstock.infra.backends.base import Backend
 from penstock.infra.backends.ranks.lead_backend import LeadBackend
 from penstock.infra.checkpoints.rules import Recorded, State
 from penstock.infra.checkpoints.store import CheckpointStore
+from penstock.infra.engines.shared_device import Sleeper
 from penstock.infra.errors import BackendError, CheckpointError
 from penstock.infra.tensors.adapted import Adapted
 from penstock.infra.tensors.stream import HASH, Hash, TensorBytes, digest
@@ -122,6 +123,17 @@ class PolicyTrainer:
             adapted = self.backend.adapted()
             self._weights = Weights(self.backend.weights if adapted is None else adapted.merged, self.hash_name, adapted)
         return self._weights
+
+    def sleep(self) -> None:
+        """Free the device's memory, once whoever reads the model beside the training has read it."""
+        self.before_update()
+        assert isinstance(self.backend, Sleeper)
+        self.backend.sleep()
+
+    def wake(self) -> None:
+        """Take the device's memory again."""
+        assert isinstance(self.backend, Sleeper)
+        self.backend.wake()
 
     def release_weights(self) -> None:
         """Drop the copy of the weights: it is as large as the model."""

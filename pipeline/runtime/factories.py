@@ -12,6 +12,7 @@ from penstock.infra.backends.base import Backend
 from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.checkpoints.store import CheckpointStore
 from penstock.infra.engines.base import Engine, EngineSettings
+from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import EngineError
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError
@@ -35,15 +36,18 @@ def _mistakes() -> Iterator[None]:
 def check_engine(config: Config) -> None:
     """Refuse an engine that cannot be opened on this machine, as far as that shows without opening it. Raises `ConfigError`."""
     try:
-        config.engine.check(_settings_of(config))
+        config.engine.check(_settings_of(config, sleeps=config.colocated))
     except EngineError as error:
         raise ConfigError(str(error)) from error
 
 
-def make_engine(config: Config, *, episodes: bool = True, say: Callable[[str], None] = lambda _: None) -> Engine:
-    """An engine with the initial model; where the run has an environment, and `episodes`, one that plays them. Raises `EngineError`."""
+def make_engine(config: Config, *, episodes: bool = True, sleeps: bool = False, say: Callable[[str], None] = lambda _: None) -> Engine:
+    """An engine with the initial model; where the run has an environment, and `episodes`, one that plays them. Raises `EngineError`.
+
+    `sleeps`: it will be asked to sleep.
+    """
     with _LOADING, _mistakes():
-        engine = config.engine.open(_settings_of(config))
+        engine = config.engine.open(_settings_of(config, sleeps=sleeps))
     return engine if config.environment.source is None or not episodes else play_on(engine, config, say=say)
 
 
@@ -74,7 +78,7 @@ def template_for(config: Config) -> Template:
     return template_of(path, chat_template=data.chat_template, stop_ids=stop_ids, arguments=data.template_arguments)
 
 
-def _settings_of(config: Config) -> EngineSettings:
+def _settings_of(config: Config, *, sleeps: bool) -> EngineSettings:
     rollout = config.rollout
     completion = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.eval.max_new_tokens or 0)
     return EngineSettings(
@@ -91,6 +95,7 @@ def _settings_of(config: Config) -> EngineSettings:
         delay_s=rollout.toy_delay_s,
         top_k=config.sampling.top_k,
         stops_at_text=bool(config.sampling.stop),
+        sleeps=sleeps,
     )
 
 
@@ -127,6 +132,11 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             peak_tflops=chosen.peak_tflops,
             **own,
         )
+
+
+def open_device(config: Config, run: str) -> SharedDevice | None:
+    """This worker's place among those of this machine that share the run's device; None where each has its own."""
+    return SharedDevice(run_directory(run) / "device") if config.colocated else None
 
 
 def open_store(config: Config, run: str, *, to_read: bool = False) -> CheckpointStore | None:

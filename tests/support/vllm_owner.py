@@ -2,7 +2,8 @@
 
 python vllm_owner.py MODEL OUT wait|kill-engine|end [SETTINGS]
 
-SETTINGS is JSON: `engine`, arguments of the engine; `request`, of each request; `groups`, how many; `every`, steps between two swaps.
+SETTINGS is JSON: `engine`, arguments of the engine; `request`, of each request; `groups`, how many; `every`, steps between two swaps;
+`sleeps`, whether the engine sleeps before it draws.
 """
 
 import json
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from penstock.infra.errors import EngineError
-from tests.support.vllm_helpers import draw_with_swaps, open_engine, request, version_values
+from tests.support.vllm_helpers import draw_with_swaps, open_engine, request, tensors_of, version_values
 
 
 def main() -> None:
@@ -22,6 +23,10 @@ def main() -> None:
     chosen = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
     engine = open_engine(directory, **({"engine_process": True} | chosen.get("engine", {})))
     asked = [request(group, **({"tokens": 40} | chosen.get("request", {}))) for group in range(chosen.get("groups", 4))]
+    if chosen.get("sleeps"):
+        engine.sleep()
+        engine.wake()
+        engine.load_weights(0, tensors_of(version_values(directory)(0)))
     found, swaps = draw_with_swaps(engine, asked, version_values(directory), every=chosen.get("every", 12))
     drawn = [
         {"group": one.group, "sample": one.sample, "ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist(), "spans": one.spans}

@@ -137,6 +137,14 @@ class CallWorker(DrawingLoop):
                     self._ended(self.engine.abort(held.group))
                     self.session.reporter.add("aborted_calls")
 
+    def _has_work(self) -> bool:
+        newest, waiting = max(self.engine.version, self.weights.version), self.tasks.waiting()
+        ready = any(rules.may_start(min_version=task.call.min_version, loaded_version=newest) for task in waiting)
+        if ready and not self._already_stale(newest):
+            return True
+        self.session.reporter.doing("waiting for a version" if waiting else "waiting for calls")
+        return False
+
     def _start(self) -> None:
         """Give the engine the calls that it has room for, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version

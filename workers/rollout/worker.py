@@ -5,10 +5,11 @@ The rule: it has no address and knows no environment: what it is asked is in the
 
 from functools import partial
 
+from penstock.infra.engines.shared_device import Sleeper
 from penstock.pipeline.runtime.drawing.evaluation.engine_loan import EngineLoan
 from penstock.pipeline.runtime.drawing.group_worker import GroupWorker
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
-from penstock.pipeline.runtime.factories import make_engine, play_on
+from penstock.pipeline.runtime.factories import make_engine, open_device, play_on
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.rollout.call_worker import CallWorker
 
@@ -16,12 +17,23 @@ from penstock.workers.rollout.call_worker import CallWorker
 def main(session: Session) -> None:
     """Draw until the run is closed."""
     session.check_model()
+    device = open_device(session.config, session.run)
+    if device is not None:
+        session.reporter.doing("waiting for the device", now=True)
+        if not device.wait(session.stop, meanwhile=session.reporter.status):
+            return
     session.reporter.doing("loading the model", now=True)
     by_log = session.config.turns_by_log
-    engine = make_engine(session.config, episodes=not by_log, say=session.reporter.say)
+    engine = make_engine(session.config, episodes=False, sleeps=device is not None)
+    if device is not None:
+        assert isinstance(engine, Sleeper)
+        device.model = engine
+    if session.config.environment.source is not None and not by_log:
+        engine = play_on(engine, session.config, say=session.reporter.say)
     chosen = session.config.weights
     weights = WeightPrefetch(session.log, session.run, say=session.reporter.say, shared=chosen.shared, direct=chosen.transport == "ipc")
     worker = (CallWorker if by_log else GroupWorker).open(session, engine, weights)
+    worker.device = device
     if session.config.lends_engine:
         worker.loan = EngineLoan(session, engine, weights.state)
         if by_log:

@@ -4,12 +4,16 @@ The rule: one ledger record commits a step; what it trains is decided by headers
 committed plans since the newest checkpoint are trained again from the log and must give the same bits.
 """
 
+import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
+from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.log import Partition, Start, Tail, Transactions
 from penstock.infra.tensors.stream import HASH, hash_of
@@ -17,7 +21,8 @@ from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
 from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
-from penstock.pipeline.learner.train_step import StepOutcome
+from penstock.pipeline.learner.train_step import Step, StepOutcome
+from penstock.pipeline.runtime.factories import open_device
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
@@ -25,6 +30,7 @@ from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import metrics
+from penstock.topics.groups import Group
 from penstock.topics.ledger import Planned
 from penstock.topics.runs import Status
 from penstock.topics.wire.errors import Unusable
@@ -57,9 +63,17 @@ def main(session: Session) -> None:
         session.reporter.say("the run is closed already")
         mark(session.log, session.record, status=past.ended)  # whoever closed it may have died before it said so
         return
-    session.reporter.doing("loading the model", now=True)
-    with other_ranks(session) as processes:
-        trainer = Trainer.open(session, transactions, resumed, processes)
+    device = open_device(session.config, session.run)
+    with contextlib.ExitStack() as ends:
+        if device is not None:
+            ends.callback(device.close)
+            session.reporter.doing("waiting for the device", now=True)
+            if not device.wait(session.stop, meanwhile=session.reporter.status):
+                return
+        session.reporter.doing("loading the model", now=True)
+        trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)))
+        if device is not None:
+            trainer.device, device.model = device, trainer.policy
         session.reporter.outage = lambda: trainer.tail.outage_s
         session.reporter.ready()
         mark(session.log, session.record, status="running")
@@ -68,6 +82,8 @@ def main(session: Session) -> None:
             if not trainer.train_step():
                 break
         trainer.end()
+        if device is not None and device.held:
+            device.give()  # the process may take a while to end, and a rollout worker has evaluations left
 
 
 @dataclass(slots=True)
@@ -96,6 +112,8 @@ class Trainer:
     """After waiting this long within one step the newest weights are looked at."""
     _compute_s: float | None = None
     """How long the newest step computed."""
+    device: SharedDevice | None = None
+    """What this trainer shares with a rollout worker; None where its device is its own."""
 
     @classmethod
     def open(cls, session: Session, transactions: Transactions, resumed: Resumed, processes: "ProcessSet | None" = None) -> "Trainer":
@@ -156,14 +174,17 @@ class Trainer:
         self._drops, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
 
     def train_step(self) -> bool:
-        """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile."""
+        """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile.
+
+        A device that is shared is taken once all groups are here: whoever draws them never waits for a step that waits for them.
+        """
         schedule, number, started = self.session.schedule, self.policy.steps_done, time.time()
         version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
         self._wait_s, self._look_s = 0.0, LOOK_S
         if not self._round_is_ready():
             return False
-        step, plan = self.policy.step(), list[Planned]()
-        step.on_batch = lambda batch, count: self._say_batch(number, batch, count, groups=len(plan))
+        plan, held = list[Planned](), deque[tuple[Group, Planned]]()
+        step = self._begin_step(plan, held) if self.device is None else None
         while len(plan) < schedule.prompts_per_step:
             selected = self.inbox.take(learner_version=version)
             self._record_stale()
@@ -177,8 +198,16 @@ class Trainer:
             self.writer.finish_begun(wait=False)
             candidate, group = selected
             plan.append(Planned(group=candidate.group, sha256=candidate.sha256, partition=candidate.partition, offset=candidate.offset))
-            self.session.reporter.doing(f"training step {number}, group {len(plan)} of {schedule.prompts_per_step}")
-            step.add(group, plan[-1])
+            held.append((group, plan[-1]))
+            if self.device is not None and len(plan) < schedule.prompts_per_step:
+                continue
+            if not self._has_device():
+                return False
+            step = step or self._begin_step(plan, held)
+            while held:
+                self.session.reporter.doing(f"training step {number}, group {len(plan) - len(held) + 1} of {schedule.prompts_per_step}")
+                step.add(*held.popleft())
+        assert step is not None
         self.writer.finish_begun(wait=False)
         outcome = step.finish(learner_version=version)
         self.writer.finish_publishing()  # a step is never committed before the version that the last one completed
@@ -186,6 +215,20 @@ class Trainer:
         self.policy.steps_done += 1
         self.writer.after_step(self.policy)
         self.session.reporter.status()
+        return True
+
+    def _begin_step(self, plan: Sequence[Planned], held: Sequence[tuple[Group, Planned]]) -> Step:
+        """Begin the step that is given the groups of `plan`, of which it does not have those in `held`."""
+        step = self.policy.step()
+        step.on_batch = lambda batch, count: self._say_batch(step.number, batch, count, groups=len(plan) - len(held))
+        return step
+
+    def _has_device(self) -> bool:
+        """Take the device, if it is shared; False when the worker is to stop before it is free."""
+        while self.device is not None and not self.device.take():
+            if not self._wait("waiting for the device"):
+                self.device.leave()
+                return False
         return True
 
     def _say_batch(self, step: int, batch: int, count: int | None, *, groups: int) -> None:
@@ -241,8 +284,11 @@ class Trainer:
         reporter.doing(why)
         started = time.monotonic()
         self.writer.finish_begun(wait=False)
-        for record in self.tail.poll(PUBLISHING_POLL_S if self.writer.publishing else POLL_S):
+        soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
+        records = self.tail.poll(soon)
+        for record in records:
             self._receive(record)
+        self._hand_over(idle=not records)
         waited = time.monotonic() - started
         self._wait_s += waited
         reporter.add("wait_s", waited)
@@ -252,6 +298,12 @@ class Trainer:
         self._check_drops()
         reporter.status()
         return not self.session.stop.is_set() and self.asked_to_end is None
+
+    def _hand_over(self, *, idle: bool) -> None:
+        """Give the device to whoever wants it; not before what has arrived was looked at: a whole step goes first, it is what was drawn."""
+        if idle and self.device is not None and self.device.held and self.device.wanted:
+            self.session.reporter.doing("handing the device over", now=True)
+            self.device.give()
 
     def _catch_up(self) -> None:
         """Take in all that is there, so that drops which were counted before a restart are not counted again as new ones."""

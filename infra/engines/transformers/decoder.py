@@ -29,6 +29,9 @@ class Decoder(Protocol):
     def next(self, ids: torch.Tensor) -> torch.Tensor:
         """Append one token a row, `int64[rows]`; logits `[rows, V]` of the token after it."""
 
+    def forget(self) -> None:
+        """Let go of traces, keys and values: the next call is `begin`."""
+
 
 def open_decoder(model: Any) -> Decoder:
     """The traced decoder when a short trial gives the logits of the model's own full forward pass, else the plain one."""
@@ -63,6 +66,9 @@ class PlainDecoder:
     def next(self, ids: torch.Tensor) -> torch.Tensor:
         return self._forward(ids.unsqueeze(1))
 
+    def forget(self) -> None:
+        self._cache = None
+
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._last_only)
         logits: torch.Tensor = output.logits[:, -1]
@@ -77,7 +83,7 @@ class TracedDecoder(PlainDecoder):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self._steps: dict[tuple[int, int], _Step] = {}
-        self._step: _Step
+        self._step: _Step | None = None
 
     def begin(self, prompt: torch.Tensor, *, rows: int, room: int) -> torch.Tensor:
         self._cache = DynamicCache(config=self._model.config)
@@ -94,11 +100,13 @@ class TracedDecoder(PlainDecoder):
         return logits.expand(rows, -1)
 
     def next(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self._step is not None
         return self._step(ids)
 
     def forget(self) -> None:
-        """Let go of traces and caches."""
+        super().forget()
         self._steps.clear()
+        self._step = None
 
 
 class _Step:

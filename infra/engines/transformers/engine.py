@@ -36,6 +36,7 @@ class TransformersEngine:
         torch.set_num_threads(threads)
         self._model = load_model(directory, dtype=dtype, device=device)
         self._parameters = dict(self._model.named_parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._decoder: Decoder = open_decoder(self._model)
@@ -116,14 +117,28 @@ class TransformersEngine:
         if not self.idle:
             raise EngineError(f"version {version} came while {self.pending} groups are in hand: load weights between groups")
         began = time.perf_counter()
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        held = [(self._parameters[tensor.name], _tensor(tensor)) for tensor in check_tensors(tensors, shapes, version=version)]
+        held = [(self._parameters[tensor.name], _tensor(tensor)) for tensor in check_tensors(tensors, self._shapes, version=version)]
         with torch.no_grad():
             for parameter, value in held:
                 parameter.copy_(value)
         self.version = version
         self._stats["loads"] += 1
         self._stats["load_s"] += time.perf_counter() - began
+
+    def sleep(self) -> None:
+        """Free the weights, and the keys and values of the last groups."""
+        assert self.idle, "an engine with groups in hand does not sleep"
+        self._decoder.forget()
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch keeps what was freed for this process
+        self.version = DIRECTORY_VERSION
+
+    def wake(self) -> None:
+        """Take memory for the weights, which have yet to be loaded."""
+        for name, parameter in self._parameters.items():
+            parameter.data = parameter.data.new_empty(self._shapes[name])
 
     def _work_of(self, request: GroupRequest) -> "_Work":
         stop = request.sampling.stop

@@ -18,5 +18,6 @@ def _open(settings: EngineSettings) -> Engine:
 KIND = EngineKind(
     open=_open,
     swaps_in_flight=False,
+    sleeps=True,
     packages=(Package(module="transformers", name="transformers", purpose="models and tokenizers", extra="rollout"),),
 )

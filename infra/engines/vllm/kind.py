@@ -22,6 +22,7 @@ def _open(settings: EngineSettings) -> Engine:
         seed=settings.seed,
         top_k=settings.top_k,
         stops_at_text=settings.stops_at_text,
+        sleeps=settings.sleeps,
         arguments=settings.arguments,
     )
 
@@ -42,6 +43,7 @@ def _check(settings: EngineSettings) -> None:
         on_cpu=check_installed(settings.device),
         top_k=settings.top_k,
         stops_at_text=settings.stops_at_text,
+        sleeps=settings.sleeps,
     )
 
 
@@ -52,6 +54,7 @@ def _gpus(arguments: Mapping[str, Any]) -> int:
 KIND = EngineKind(
     open=_open,
     swaps_in_flight=True,
+    sleeps=True,
     draws_side_by_side=True,
     min_temperature=0.01,
     gpus=_gpus,

@@ -5,7 +5,7 @@ counted. On a GPU the same parts lie in its memory, but for the libraries.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ LIBRARIES = {"trainer": 870 * MIB, "transformers": 870 * MIB, "vllm": 1550 * MIB
 LOGITS = 128 * MIB
 """Logits that are alive at once in the trainer, and their gradient."""
 ITEM = {"float32": 4, "bfloat16": 2}
+ON_HOST = ("libraries", "published", "new version")
+"""Parts that never lie on a GPU."""
+MOVED = ("weights", "masters", "adapters", "moments", "frozen copies")
+"""Parts of a trainer that lie on the host while a rollout worker has their GPU; an engine keeps none of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,14 @@ def estimates(config: Config, shape: Shape) -> list[Estimate]:
     engine = Estimate(role="rollout", parts=engine_parts(config, shape))
     found = [Estimate(role="trainer", parts=trainer_parts(config, shape)), engine]
     return [*found, Estimate(role="evaluator", parts=engine.parts)] if config.eval_sources and not config.lends_engine else found
+
+
+def by_turns(found: Sequence[Estimate]) -> tuple[int, int]:
+    """(bytes on the GPU, bytes on the host) at the peak, where the workers have one GPU by turns."""
+    on_gpu = [sum(size for part, size in each.parts.items() if part not in ON_HOST) for each in found]
+    stays = [sum(size for part, size in each.parts.items() if part in ON_HOST) for each in found]
+    moved = [sum(each.parts.get(part, 0) for part in MOVED) for each in found if each.role == "trainer"]
+    return max(on_gpu), sum(stays) + sum(moved)
 
 
 def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:

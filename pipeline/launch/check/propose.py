@@ -64,6 +64,7 @@ def _text(model: str, data: str, functions: Sequence[str], inputs: Inputs, *, en
         _rollout(inputs, engine=engine),
         _trainer(inputs),
         _eval(data, inputs),
+        _launch(inputs),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -145,8 +146,6 @@ def _rollout(inputs: Inputs, *, engine: str) -> list[str]:
     ]
     if inputs.gpus > 1:
         lines.append(_line("gpus_per_worker", 1))
-    elif inputs.gpus == 1 and engine == "vllm":
-        lines += ["", "[rollout.vllm]", _line("gpu_memory_utilization", 0.4, "trainer and engine share the one GPU")]
     elif not inputs.gpus:
         lines.append(_line("threads", max(1, inputs.cores // 2), f"half of {inputs.cores} cores"))
     return lines
@@ -168,6 +167,10 @@ def _trainer(inputs: Inputs) -> list[str]:
     elif not inputs.gpus:
         lines.append(_line("threads", max(1, inputs.cores - inputs.cores // 2)))
     return lines
+
+
+def _launch(inputs: Inputs) -> list[str]:
+    return ["[launch]", _line("placement", "colocated", "trainer and engine have the one GPU by turns")] if inputs.gpus == 1 else []
 
 
 def _eval(data: str, inputs: Inputs) -> list[str]:

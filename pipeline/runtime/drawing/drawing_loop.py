@@ -1,14 +1,18 @@
 """The loop of a worker that draws with an engine: samples of groups, or single turns of trajectories.
 
 The rule: records arrive, weights load and replies go out only between two decode steps; while the consumer group rebalances the worker
-draws on and publishes nothing.
+draws on and publishes nothing. A worker that shares its device takes it when it has something to draw, and hands it over when another
+process wants it and what it has in hand has ended.
 """
 
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.infra.engines.base import Completion, Engine
+from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
+from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.log import Assigned, Member, Records, Revoked
 from penstock.pipeline.runtime.drawing.evaluation.engine_loan import EngineLoan
 from penstock.pipeline.runtime.drawing.weight_prefetch import WeightPrefetch
@@ -37,6 +41,8 @@ class DrawingLoop(ABC):
     """Whether evaluations take this worker's engine, if any worker's."""
     loan: EngineLoan | None = field(default=None, init=False)
     """Evaluations on this engine; None where they have one of their own."""
+    device: SharedDevice | None = field(default=None, init=False)
+    """What this worker shares with the trainer; None where its device is its own."""
 
     def run(self) -> None:
         """Draw until the run is closed or the worker is asked to stop; hands back what is unfinished."""
@@ -53,21 +59,48 @@ class DrawingLoop(ABC):
             self.close()
             self.weights.close()
             (self.loan or self.engine).close()
+            if self.device is not None:
+                self.device.close()
 
     def turn(self) -> None:
         """Take what arrived, publish what ended, load what is newer, start what may start, decode one step, commit what is done."""
         self._exchange()
-        self._refresh()
-        if not self._evaluates(idle=self.engine.idle):
+        use = self._device_use()
+        if use != "none":
+            self._refresh()
+        if use == "begin" and not self._evaluates(idle=self.engine.idle):
             self._start()
-        if self.engine.idle:
-            self._wait()
-        else:
+        if use == "none":
+            self._take(DEVICE_POLL_S)
+        elif not self.engine.idle:
             self._decode()
+        elif use == "begin":
+            self._wait()
         self._commit_done()
         if time.monotonic() - self._measured > MEASURE_EVERY_S:
             self._measure()
         self.session.reporter.status()
+
+    def _device_use(self) -> Literal["none", "end", "begin"]:
+        """What the device may be used for: to begin something, to end what is in hand because another process waits, or for nothing.
+
+        Who has just taken the device begins what it has room for, however many wait: else it would have woken for nothing.
+        """
+        device = self.device
+        if device is None:
+            return "begin"
+        if device.held and device.wanted:
+            if not self.engine.idle:
+                return "end"
+            self.session.reporter.doing("handing the device over", now=True)
+            device.give()
+        if device.held:
+            return "begin"
+        if self._evaluates(idle=False) or self._has_work():
+            self.session.reporter.doing("waiting for the device")
+            return "begin" if device.take() else "none"
+        device.leave()
+        return "none"
 
     def _evaluates(self, *, idle: bool) -> bool:
         """Whether an evaluation has, or waits for, this worker's engine."""
@@ -97,8 +130,10 @@ class DrawingLoop(ABC):
         while self.loan is not None and not self._settled and not stop.is_set():
             self._take(1.0)
             self.session.reporter.status()
-        while not stop.is_set() and self._evaluates(idle=True):
-            pass
+        while not stop.is_set() and self._evaluates(idle=False):
+            if self.device is not None and not self.device.wait(stop, meanwhile=self.session.reporter.status):
+                return
+            self._evaluates(idle=True)
 
     @abstractmethod
     def hand_back(self) -> None:
@@ -130,6 +165,10 @@ class DrawingLoop(ABC):
     @abstractmethod
     def _refresh(self) -> None:
         """Between two decode steps: load the newest weights if the schedule says so, and end what can no longer be fresh."""
+
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Whether something could be begun under the weights that are here; says what is missing if not."""
 
     @abstractmethod
     def _start(self) -> None:

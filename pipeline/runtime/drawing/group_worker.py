@@ -131,19 +131,26 @@ class GroupWorker(DrawingLoop):
                     self._ended(self.engine.abort(group.group))
                     self.session.reporter.add("aborted_groups")
 
+    def _has_work(self) -> bool:
+        return self._next(self.weights.version) is not None
+
+    def _next(self, newest: int) -> GroupTask | None:
+        """The prompt to begin next, where version `newest` can be loaded; None, and said what it waits for, if there is none."""
+        waiting, loaded = self.tasks.waiting(), self.engine.version
+        pairs = [(task.group, task.prompt.min_version) for task in waiting]
+        index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
+        if index is not None and not self._already_stale(max(loaded, newest)):
+            return waiting[index]
+        oldest = min((version for _, version in pairs), default=None)
+        if self.engine.idle:
+            self.session.reporter.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
+        return None
+
     def _start(self) -> None:
         """Give the engine the prompts it has room for, the lowest group number first."""
         schedule, newest = self.session.schedule, self.weights.version
-        while self.engine.has_room:
-            waiting, loaded = self.tasks.waiting(), self.engine.version
-            pairs = [(task.group, task.prompt.min_version) for task in waiting]
-            index = rules.next_in_line(pairs, loaded_version=loaded, newest_version=newest)
-            if index is None or self._already_stale(max(loaded, newest)):
-                oldest = min((version for _, version in pairs), default=None)
-                if self.engine.idle:
-                    self.session.reporter.doing("waiting for prompts" if oldest is None else f"waiting for version {oldest}")
-                return
-            task = waiting[index]
+        while self.engine.has_room and (task := self._next(newest)) is not None:
+            loaded = self.engine.version
             wanted = rules.version_to_load(schedule, min_version=task.prompt.min_version, newest_version=newest, loaded_version=loaded)
             if wanted is not None:
                 if not self.engine.idle and schedule.loads_at != "step":

@@ -11,6 +11,8 @@ _USES_BY_BEGIN: Mapping[str, str] = {
     "loading version": "no_weights",
     "waiting for new weights": "full_window",
     "waiting for a rollout worker": "no_room",
+    "waiting for the device": "no_device",
+    "handing the device over": "no_device",
     "group ": "no_room",
     "step ": "no_group",
     "writing": "save",

@@ -11,8 +11,10 @@ import torch
 import transformers
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.registry import open_backend
+from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
+from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.backends.schedule import learning_rate
+from penstock.infra.engines.shared_device import Sleeper
 from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
@@ -141,6 +143,32 @@ def test_training_goes_on_bit_for_bit_from_a_saved_state(opened, tmp_path, name,
     assert fresh.steps == 2
     assert train(fresh, 2, first=2) == through
     assert digest(fresh.weights()) == end
+
+
+@pytest.mark.parametrize("own", [{}, {"dtype": "bfloat16", "reference": True, "snapshot": True}, {"lora_rank": 2}])
+def test_a_backend_that_sleeps_between_two_steps_gives_the_same_bits_and_can_be_read_meanwhile(opened, tmp_path, own):
+    awake, sleeper = opened("torch", **own), opened("torch", **own)
+    expected = train(awake, 3)
+    found = []
+    for step in range(3):
+        found += train(sleeper, 1, first=step)
+        sleeper.sleep()
+        asleep = digest(sleeper.weights())
+        sleeper.save(tmp_path / f"state-{step}")
+        sleeper.wake()
+        assert digest(sleeper.weights()) == asleep
+    assert found == expected
+    again = opened("torch", **own)
+    again.load(tmp_path / "state-2")
+    assert digest(again.weights()) == digest(sleeper.weights()) == digest(awake.weights())
+    if own.get("snapshot"):
+        batch = batch_of(1)
+        assert np.array_equal(sleeper.reference_logprobs(batch), awake.reference_logprobs(batch))
+
+
+def test_backends_that_say_they_sleep_are_those_that_do(opened):
+    assert isinstance(opened("torch"), Sleeper) == BACKENDS["torch"].sleeps
+    assert issubclass(DeepSpeedBackend, Sleeper) == BACKENDS["deepspeed"].sleeps
 
 
 @pytest.mark.parametrize(("name", "own"), [*SOME, ("torch", {"dtype": "bfloat16"}), ("deepspeed", {"zero_stage": 2, "dtype": "bfloat16"})])

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.infra.engines.base import DIRECTORY_VERSION, Completion, Engine, GroupRequest, Sampling, Span
 from penstock.infra.engines.registry import ENGINES
+from penstock.infra.engines.shared_device import Sleeper
 from penstock.infra.engines.toy import ToyEngine
 from penstock.infra.errors import EngineError
 from penstock.infra.tensors.stream import TensorBytes
@@ -307,3 +308,26 @@ def test_impossible_sampling_is_refused_with_its_value(field: str, value: float)
 def test_a_group_request_wants_distinct_samples_of_its_rows(wanted: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="group 3"):
         asked(samples=wanted)
+
+
+def test_an_engine_that_has_slept_draws_what_one_does_that_never_did(make: Make) -> None:
+    engine = make()
+    first = weights_of(engine, scale=0.5)
+    engine.load_weights(1, first)
+    expected = drawn(engine, asked(4))
+    assert isinstance(engine, Sleeper)
+    for _ in range(2):
+        engine.sleep()
+        assert engine.version == DIRECTORY_VERSION and engine.idle
+        engine.wake()
+        engine.load_weights(1, first)
+        found = drawn(engine, asked(4))
+        assert {key: one.spans for key, one in found.items()} == {key: one.spans for key, one in expected.items()}
+        assert all(np.array_equal(one.token_ids, found[key].token_ids) for key, one in expected.items())
+        assert all(np.allclose(one.logprobs, found[key].logprobs, atol=1e-5) for key, one in expected.items())
+    for _ in range(2):  # the first time it is woken for nothing
+        engine.sleep()
+        engine.wake()
+    engine.load_weights(2, first)
+    assert {span.version for one in drawn(engine, asked(5)).values() for span in one.spans} == {2}
+    engine.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -257,3 +258,29 @@ def test_a_completion_ends_with_the_token_that_makes_a_stop_text_whole(directory
 def test_a_stop_text_without_a_tokenizer_is_refused_with_its_key(directory: Path) -> None:
     with pytest.raises(EngineError, match=r"sampling\.stop: there is no tokenizer"):
         drawn(TransformersEngine(directory), sampling=replace(SAMPLING, stop=("x",)))
+
+
+def test_the_memory_of_the_weights_is_free_while_an_engine_sleeps(tmp_path: Path) -> None:
+    import transformers as hf
+
+    sizes = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 128}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
+    model.save_pretrained(tmp_path)
+    del model
+    engine, process = TransformersEngine(tmp_path), psutil.Process()
+    new = [
+        TensorBytes(name=name, dtype="float32", shape=tuple(one.shape), data=one.numpy().tobytes())
+        for name, one in engine._parameters.items()
+    ]
+    whole = sum(one.nbytes for one in engine._parameters.values())
+    engine.load_weights(1, new)  # the pages of the file it was opened from are written, and its own from now on
+    drawn(engine)
+    awake = process.memory_info().rss
+    engine.sleep()
+    asleep = process.memory_info().rss
+    print(f"weights {whole / 2**20:.0f} MiB, resident {awake / 2**20:.0f} MiB awake, {asleep / 2**20:.0f} MiB asleep")
+    assert awake - asleep > 0.9 * whole > 100 * 2**20
+    engine.wake()
+    engine.load_weights(2, new)
+    assert len(drawn(engine)) == 4
+    engine.close()

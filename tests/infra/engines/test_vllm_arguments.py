@@ -148,3 +148,13 @@ def test_a_model_of_another_form_is_left_to_vllms_own_checks(tmp_path: Path) -> 
     nested = {"text_config": CONFIG | {"max_position_embeddings": 77}}
     (tmp_path / "config.json").write_text(json.dumps(nested), encoding="utf-8")
     assert read_geometry(tmp_path).positions == 77
+
+
+def test_an_engine_that_is_to_sleep_needs_a_gpu(tmp_path: Path) -> None:
+    asked = {"directory": model(tmp_path), "geometry": read_geometry(tmp_path), "dtype": "float32", "seed": 5, "concurrency": 64,
+             "longest": 300, "engine_process": False, "sleeps": True}  # fmt: skip
+    with pytest.raises(EngineError, match="vLLM's sleep mode needs a GPU") as caught:
+        engine_arguments({}, on_cpu=True, **asked)
+    assert "\n" not in str(caught.value)
+    assert engine_arguments({}, on_cpu=False, **asked)["enable_sleep_mode"]
+    assert "enable_sleep_mode" not in engine_arguments({}, on_cpu=False, **asked | {"sleeps": False})

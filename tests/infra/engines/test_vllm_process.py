@@ -28,10 +28,10 @@ START_S = 150.0
 
 
 @contextmanager
-def owner(directory: Path, out: Path, then: str, temporary: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def owner(directory: Path, out: Path, then: str, temporary: Path, **settings: Any) -> Iterator["subprocess.Popen[bytes]"]:
     """The process of vllm_owner.py, with a temporary directory of its own, and killed with all its children at the end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SUPPORT / "vllm_owner.py"), str(directory), str(out), then]
+    command = [sys.executable, str(SUPPORT / "vllm_owner.py"), str(directory), str(out), then, json.dumps(settings)]
     with (out.parent / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     seen: dict[int, psutil.Process] = {}
@@ -104,3 +104,13 @@ def test_a_killed_engine_is_an_error_with_its_cause_at_the_next_step(tmp_path: P
         assert "the worker has to start again" in found["words"]
         assert found["after_s"] < GONE_S
     assert [name for name in os.listdir(temporary) if "vllm" in name] == []
+
+
+@pytest.mark.slow
+def test_an_engine_in_a_process_of_its_own_draws_with_true_labels_after_it_has_slept(tmp_path: Path, temporary: Path) -> None:
+    directory, out = save_model(tmp_path / "model", tied=True), tmp_path / "out"
+    with owner(directory, out, "end", temporary, sleeps=True) as process:
+        assert process.wait(60) == 0
+    drawn, asked = completions(json.loads(out.read_text(encoding="utf-8"))), {group: request(group, tokens=40) for group in range(4)}
+    assert min(span.version for one in drawn for span in one.spans) == 0
+    assert largest_error(directory, asked, drawn, version_values(directory)) < LIMIT

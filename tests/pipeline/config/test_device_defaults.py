@@ -56,6 +56,14 @@ def test_a_key_holds_for_its_engine_or_backend_alone() -> None:
     assert "engine_process" not in filled["rollout"] and "zero_stage" not in filled["trainer"]
 
 
+def test_where_a_device_is_shared_there_is_one_rollout_worker_which_evaluates_too(file: Path) -> None:
+    config = load(file, ["launch.placement=colocated", "eval.source=e.jsonl"])
+    assert (config.rollout.workers, config.eval.engine) == (1, "rollout")
+    with pytest.raises(ConfigError, match=r"set rollout\.workers = 1, not 3"):
+        load(file, ["launch.placement=colocated", "rollout.workers=3"])
+    assert load(file, ["eval.source=e.jsonl"]).rollout.workers == 2
+
+
 def test_unseeded_samples_are_asked_of_vllm_alone(file: Path) -> None:
     config = load(file, ["sampling.seeded=false"])
     request = request_of(a_prompt(), [0], config=config, stop_ids=[2])

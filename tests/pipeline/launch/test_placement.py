@@ -11,10 +11,14 @@ from penstock.pipeline.config.load import Config, ConfigError, from_table, load
 from penstock.pipeline.launch.placement import VISIBLE, place, visible_gpus
 from penstock.pipeline.runtime.roles import ROLES
 
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
 
-def config_of(*, trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, evaluated: bool = False) -> Config:
+
+def config_of(
+    *, trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, evaluated: bool = False, placement: str = "separate"
+) -> Config:
     table: dict[str, Any] = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}}
-    table |= {"trainer": trainer or {}, "rollout": rollout or {}}
+    table |= {"trainer": trainer or {}, "rollout": rollout or {}, "launch": {"placement": placement}}
     return from_table(table | ({"eval": {"source": "e.jsonl"}} if evaluated else {}))
 
 
@@ -26,13 +30,40 @@ def test_the_map_names_every_worker_that_has_gpus() -> None:
 
 
 def test_an_evaluator_without_an_engine_of_its_own_has_no_gpu_and_two_do_for_the_example() -> None:
-    example = Path(__file__).resolve().parents[3] / "examples" / "gsm8k.toml"
-    assert str(place(load(example, gpus=2), ["0", "1"])) == "trainer: GPU 0; rollout-0: GPU 1; the others: none"
+    assert str(place(load(EXAMPLE, gpus=2), ["0", "1"])) == "trainer: GPU 0; rollout-0: GPU 1; the others: none"
     for here in ([], ["0"]):
         with pytest.raises(ConfigError, match=rf"2 GPUs are wanted \(trainer 1 \+ rollout-0 1\), {len(here)} are visible here; lower"):
-            place(load(example, gpus=len(here)), here)
-    shared = load(example, ["trainer.gpus=0", "rollout.gpus_per_worker=0"], gpus=1)
+            place(load(EXAMPLE, gpus=len(here)), here)
+    shared = load(EXAMPLE, ["trainer.gpus=0", "rollout.gpus_per_worker=0"], gpus=1)
     assert place(shared, ["0"]).environment("rollout-0") == {} and ROLES["evaluator"].workers(shared) == 0
+
+
+def test_where_there_is_one_gpu_the_example_says_how_two_share_it_and_then_they_do() -> None:
+    with pytest.raises(ConfigError, match=r"or set launch.placement = 'colocated' and trainer.backend = 'torch': .* by turns") as caught:
+        place(load(EXAMPLE, gpus=1), ["4"])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"'deepspeed' keeps it; set trainer\.backend = 'torch'"):
+        load(EXAMPLE, ["launch.placement=colocated"], gpus=1)
+    shared = place(load(EXAMPLE, ["launch.placement=colocated", "trainer.backend=torch"], gpus=1), ["4"])
+    assert str(shared) == "trainer, rollout-0: GPU 4 by turns; the others: none"
+    assert shared.environment("trainer") == shared.environment("rollout-0") == {VISIBLE: "4"} and shared.environment("scorer-0") == {
+        VISIBLE: ""
+    }
+
+
+def test_a_device_is_shared_by_two_on_a_cpu_too_and_by_no_more() -> None:
+    config = config_of(rollout={"workers": 1}, placement="colocated")
+    assert str(place(config, [])) == "trainer and rollout worker by turns on the CPU" and place(config, []).environment("trainer") == {}
+    with pytest.raises(ConfigError, match=r"rollout.gpus_per_worker: 2, but launch.placement = 'colocated' is for one GPU"):
+        place(config_of(rollout={"workers": 1, "gpus_per_worker": 2}, placement="colocated"), ["0", "1"])
+    for trainer, rollout, evaluated, said in (
+        ({}, {"workers": 2}, False, "set rollout.workers = 1, not 2"),
+        ({"processes": 2}, {"workers": 1}, False, "set trainer.processes = 1, not 2"),
+        ({}, {"workers": 1}, True, "set eval.engine = 'rollout'"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            config_of(trainer=trainer, rollout=rollout, evaluated=evaluated, placement="colocated")
+        assert "\n" not in str(caught.value)
 
 
 def test_what_nobody_placed_is_left_as_it_is() -> None:

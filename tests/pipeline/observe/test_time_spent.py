@@ -28,6 +28,7 @@ from tests.support.a_run import RUN, Teller, as_records
         ("training step 4", "busy"),
         ("waiting for new weights", "full_window"),
         ("group 7 waits for a free rollout worker", "no_room"),
+        ("waiting for the device", "no_device"),
         ("all prompts of the run are out", "done"),
         ("writing checkpoint of step 8", "save"),
     ],

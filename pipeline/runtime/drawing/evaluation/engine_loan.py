@@ -43,7 +43,7 @@ class EngineLoan:
             return False
         if idle:
             self._evaluations.make(version)
-        else:
+        elif not self.engine.idle:
             self.session.reporter.doing(f"ends its samples in hand, to evaluate version {version}")
         return True
 

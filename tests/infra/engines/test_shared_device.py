@@ -1,0 +1,114 @@
+"""A device that processes share by turns: one is awake at a time, nobody is passed by, and a death frees what was held."""
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.engines.shared_device import SharedDevice
+from tests.support.paths import ROOT
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from penstock.infra.engines.shared_device import SharedDevice
+device = SharedDevice(Path(sys.argv[1]))
+print(device.take(), flush=True)
+time.sleep(60)
+"""
+
+
+class Model:
+    """Notes when it sleeps and wakes, and whether the device is free meanwhile."""
+
+    def __init__(self, other: SharedDevice) -> None:
+        self.other, self.done = other, list[str]()
+
+    def sleep(self) -> None:
+        assert not self.other.take()
+        self.done.append("sleep")
+
+    def wake(self) -> None:
+        assert not self.other.take()
+        self.done.append("wake")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[SharedDevice, SharedDevice]]:
+    devices = SharedDevice(tmp_path), SharedDevice(tmp_path)
+    yield devices
+    for device in devices:
+        device.close()
+
+
+def test_one_has_the_device_and_who_waits_has_it_next_however_fast_the_other_asks_again(pair: tuple[SharedDevice, SharedDevice]) -> None:
+    one, other = pair
+    assert one.take() and one.take() and not one.wanted
+    assert not other.take() and one.wanted
+    one.give()
+    assert not one.take(), "the other one was first"
+    assert other.take() and other.held and not one.held
+
+
+def test_a_place_in_the_queue_that_was_left_keeps_nobody_from_the_device(pair: tuple[SharedDevice, SharedDevice]) -> None:
+    one, other = pair
+    assert one.take() and not other.take()
+    other.leave()
+    assert not one.wanted
+    one.give()
+    assert one.take()
+    stop = threading.Event()
+    stop.set()
+    assert not other.wait(stop, meanwhile=lambda: None) and not one.wanted
+
+
+def test_a_model_sleeps_before_the_device_is_handed_over_and_wakes_after_it_was_taken(pair: tuple[SharedDevice, SharedDevice]) -> None:
+    one, other = pair
+    one.model = model = Model(other)
+    assert one.take()
+    other.leave()
+    one.give()
+    assert model.done == ["wake", "sleep"] and other.take()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_process_that_is_killed_while_it_holds_or_wants_the_device_leaves_it_to_the_others(tmp_path: Path, waits: bool) -> None:
+    mine = SharedDevice(tmp_path)
+    assert not waits or mine.take()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline().strip() == str(not waits)
+    assert mine.wanted if waits else not mine.take()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not mine.wanted if waits else mine.take()
+    mine.close()
+
+
+def test_of_two_that_always_want_it_each_has_every_other_turn(tmp_path: Path) -> None:
+    had, over = list[tuple[str, float, float]](), threading.Event()
+
+    def work(name: str) -> None:
+        device = SharedDevice(tmp_path)
+        while device.wait(over, meanwhile=lambda: None) and not over.is_set():
+            began = time.monotonic()
+            while not device.wanted and not over.is_set():
+                time.sleep(0.001)
+            had.append((name, began, time.monotonic()))
+            device.give()
+            if len(had) >= 8:
+                over.set()
+        device.close()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert all(before[2] <= after[1] and before[0] != after[0] for before, after in itertools.pairwise(had[:-1]))
+    assert len(had) >= 8
