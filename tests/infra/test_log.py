@@ -136,9 +136,7 @@ def test_records_before_an_offset_are_deleted_for_good(log: Log, run_id: str) ->
     log.delete_records({})
 
 
-def test_records_that_are_deleted_while_a_topic_is_scanned_are_passed_over(
-    log: Log, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_that_are_deleted_while_a_topic_is_scanned_are_passed_over(log: Log, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (topic,) = make_topics(log, run_id, "a")
     for number in range(2):
         write(log, topic, [b"%d" % value for value in range(10)], partition=number)
