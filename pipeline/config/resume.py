@@ -33,6 +33,8 @@ CHANGEABLE = (
     "trainer.device",
     "trainer.export",
     "trainer.gpus",
+    "trainer.offload",
+    "trainer.offload_activations",
     "trainer.on_mismatch",
     "trainer.threads",
     "kafka.archive",

@@ -1,0 +1,1 @@
+"""The backend that trains with DeepSpeed, and what a person may tell it."""
