@@ -36,6 +36,7 @@ CHANGEABLE = (
     "trainer.offload",
     "trainer.offload_activations",
     "trainer.on_mismatch",
+    "trainer.processes",
     "trainer.threads",
     "kafka.archive",
     "kafka.give_up_s",

@@ -1,1 +1,1 @@
-"""The backend that trains with DeepSpeed, and what a person may tell it."""
+"""The backend that trains with DeepSpeed: what a person may tell it, and a reader of its checkpoints."""

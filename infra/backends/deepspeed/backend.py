@@ -6,6 +6,7 @@ divides the float32 gradient partitions in `step`, through the same hook that un
 
 import contextlib
 import json
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from penstock.infra.backends.arithmetic import choose_device
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error
-from penstock.infra.backends.deepspeed import options
+from penstock.infra.backends.deepspeed import options, shards
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
@@ -123,13 +124,11 @@ class DeepSpeedBackend(LocalModel):
             self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
 
     def load(self, directory: str | Path) -> None:
-        """Restore exactly the state that `save` wrote; `BackendError` when it is missing or of another model."""
+        """Restore exactly the state that any number of processes wrote; `BackendError` when it is missing or of another model."""
         try:
-            path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
-        except (OSError, RuntimeError, EOFError, KeyError, AssertionError) as error:
+            state = shards.load(self.engine, Path(directory) / TAG) if self.zero_stage else self._load_whole(directory)
+        except (OSError, RuntimeError, EOFError, KeyError, AssertionError, pickle.UnpicklingError) as error:
             raise BackendError(f"cannot read the trainer's state in {directory}: {(str(error) or repr(error)).splitlines()[0]}") from error
-        if path is None:
-            raise BackendError(f"there is no trainer state in {directory}")
         self.set_random_state(state["random"])
         self.steps, self.has_gradient = state["steps"], False
 
@@ -183,6 +182,16 @@ class DeepSpeedBackend(LocalModel):
                 first = error.errors(include_url=False)[0]
                 reason = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
             raise BackendError(f"trainer.deepspeed_config: DeepSpeed refuses it: {reason}") from error
+
+    def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
+        """For stage 0, of whose state every process has all; the settings stay those of the current run."""
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
+        if path is None:
+            raise BackendError(f"there is no trainer state in {directory}")
+        for group, current in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(current)
+        return dict(state)
 
     def _whole(self, parameter: torch.nn.Parameter, *, writer: int | None = None) -> Any:
         if self.zero_stage < 3:
