@@ -13,8 +13,8 @@ import torch
 
 from penstock.infra.errors import BackendError
 
-KINDS = ("fp32", "exp_avg", "exp_avg_sq")
-"""What a shard holds of each of its elements: the master, and AdamW's moments."""
+MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
+"""What a shard holds of each of its elements; AdamW's moments from the first step on."""
 
 
 class Shards:
@@ -27,15 +27,17 @@ class Shards:
             raise BackendError(f"there is no trainer state in {directory}")
         self.common = _mapped(models[0])
         """What rank 0 wrote of the model and of the run."""
+        self.step: torch.Tensor | None = None
+        """AdamW's count of steps; None where there are no moments."""
         self._pieces: dict[str, list[tuple[Mapping[str, torch.Tensor], int, int]]] = defaultdict(list)
         """Parameter -> its pieces in order: the flat states that it lies in, where, and how long it is."""
         parts = [_mapped(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
         for rank, part in enumerate(parts):
             flat = part["fp32_flat_groups" if "fp32_flat_groups" in part else "single_partition_of_fp32_groups"]
             states = part["optimizer_state_dict" if "fp32_flat_groups" in part else "base_optimizer_state"]["state"]
-            self.step = states[0]["step"]
+            self.step = next(iter(states.values()))["step"] if states else self.step
             for group, places in enumerate(self._places(part, rank, len(parts))):
-                tensors = {**states[group], "fp32": flat[group]}
+                tensors = {**states.get(group, {}), MASTER: flat[group]}
                 for name, (start, count) in places.items():
                     self._pieces[name].append((tensors, start, count))
 
@@ -79,12 +81,13 @@ def load(engine: Any, directory: Path) -> Mapping[str, Any]:
         raise BackendError(f"{directory} is the state of another model")
     partitioned = engine.zero_optimization_partition_weights()
     for master, pieces in _partitioned(optimizer) if partitioned else _whole(optimizer):
-        fresh = {kind: torch.zeros_like(master) for kind in KINDS}
+        fresh = {kind: torch.zeros_like(master) for kind in (MASTER, *(MOMENTS if shards.step is not None else ()))}
         for name, begin, start, count in pieces:
             for kind, flat in fresh.items():
                 shards.copy(kind, name, begin, flat[start : start + count])
-        master.copy_(fresh.pop("fp32"))
-        optimizer.optimizer.state[master] = {"step": shards.step.to(master.device, copy=True), **fresh}
+        master.copy_(fresh.pop(MASTER))
+        counted = {} if shards.step is None else {"step": shards.step.to(master.device, copy=True)}
+        optimizer.optimizer.state[master] = {**counted, **fresh}
     if partitioned:
         _publish(optimizer)
     else:

@@ -10,6 +10,7 @@ import transformers
 
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
+from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import from_bytes
 from tests.support.together import together
 from tests.support.training import VOCABULARY, batch_of, loss_of
@@ -120,6 +121,16 @@ def test_any_number_of_processes_reads_what_any_other_wrote(model_path: str, tmp
     written = together(writers, write, model_path, cases, tmp_path, writers)
     for found in together(readers, read, model_path, cases, tmp_path, readers):
         check(written[0], found, cases)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_from_before_the_first_step_has_no_moments_and_is_read(model_path: str, tmp_path: Path, stage: int) -> None:
+    before, after = opened(model_path, STAGES[stage]), opened(model_path, STAGES[stage])
+    before.save(tmp_path / "0")
+    step(after, 1, 1)
+    after.load(tmp_path / "0")
+    assert [step(after, number, 1) for number in range(2)] == [step(before, number, 1) for number in range(2)]
+    assert digest(after.weights()) == digest(before.weights())
 
 
 @pytest.mark.parametrize("own", [STAGES[0], STAGES[2], STAGES[3], CUT], ids=["ZeRO-0", "ZeRO-2", "ZeRO-3", "ZeRO-3, all divided"])
