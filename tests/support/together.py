@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.infra.backends.ranks.process_set import store_on_free_port
+from tests.support.processes import PRELOADED
 
 
 def together(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `work(*arguments)` returns in each of `size` processes that have joined one group; their tracebacks where one fails."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     store = store_on_free_port(size)
     results = context.Queue()
     ranks = [context.Process(target=_run, args=(rank, size, store.port, results, work, arguments)) for rank in range(size)]
