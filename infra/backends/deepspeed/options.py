@@ -11,6 +11,7 @@ AUTO = "auto"
 
 _BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens say what a step and a pass hold"
 _PRECISION = "set trainer.dtype; masters, moments and gradient sums are float32"
+_CHECKPOINTS = "one format of checkpoints is written, in trainer.checkpoint_dir, for any number of processes to read"
 _DIVISION = "a trainer's processes divide samples and, by trainer.zero_stage, the model's state; nothing else is divided"
 OURS: Mapping[str, str] = {
     "train_batch_size": _BATCHES,
@@ -28,11 +29,15 @@ OURS: Mapping[str, str] = {
     "torch_autocast": _PRECISION,
     "data_types": _PRECISION,
     "communication_data_type": "gradients are added up over the processes in float32",
-    "checkpoint.load_universal": "checkpoints are read as they were written",
+    "checkpoint": _CHECKPOINTS,
+    "nebula": _CHECKPOINTS,
+    "datastates_ckpt": _CHECKPOINTS,
     "zero_optimization.stage": "set trainer.zero_stage",
     "zero_optimization.offload_optimizer.device": "set trainer.offload",
     "zero_optimization.offload_param.device": "set trainer.offload",
-    "zero_optimization.elastic_checkpoint": "checkpoints are read as they were written",
+    "zero_optimization.cpu_offload": "set trainer.offload",
+    "zero_optimization.cpu_offload_param": "set trainer.offload",
+    "zero_optimization.elastic_checkpoint": _CHECKPOINTS,
     "zero_optimization.mics_shard_size": _DIVISION,
     "zero_optimization.compute_grad_norm": "each step reports its gradient's norm",
     "tensor_parallel": _DIVISION,
