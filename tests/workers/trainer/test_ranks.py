@@ -20,7 +20,12 @@ from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
-CASES = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in range(4))]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("torch", {}),
+    *(("deepspeed", {"zero_stage": stage}) for stage in range(4)),
+    *(("deepspeed", {"zero_stage": stage, "offload": "optimizer"}) for stage in (1, 2)),
+    ("deepspeed", {"zero_stage": 3, "offload": "parameters", "offload_activations": True}),
+]
 TERM = 0.7
 """Mean absolute advantage of a token here. A loss is a mean of terms of this size that nearly cancel (one of them comes to 0.012), so
 that what was rounded in it is relative to them and not to what is left."""
