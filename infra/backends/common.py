@@ -23,6 +23,7 @@ from penstock.infra.backends.logprobs.forward import choose_forward
 from penstock.infra.backends.model.files import save_model
 from penstock.infra.backends.model.frozen import FrozenPolicy, host_floats, open_model
 from penstock.infra.backends.model.lora import FOLDER, Adapters
+from penstock.infra.backends.model.saved_on_host import saved_on_host
 from penstock.infra.backends.processor import this_cpu
 from penstock.infra.backends.settings import BackendSettings
 from penstock.infra.errors import BackendError, Diverged
@@ -80,7 +81,9 @@ class LocalModel:
 
     def run_forward(self, batch: TokenBatch) -> tuple[Outputs, dict[str, float]]:
         """([B, L-1] log-probabilities with gradient, what the pass says of itself)."""
-        logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
+        offload = self.settings.offload_activations
+        with saved_on_host(self.model, device=self.device) if offload else contextlib.nullcontext():
+            logprobs, entropies, computed = self.forward(self.module, batch, device=self.device, entropy=self.settings.wants_entropy)
         said = {"tokens": float(batch.tokens), "computed_tokens": float(computed)}
         self.flops += self.flop_count.of(batch.attention_mask, computed=computed)
         return (logprobs, entropies), said | ({} if entropies is None else {"entropy_sum": float(entropies.detach().sum())})

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.infra.backends.base import Backend, BackendKind
+from penstock.infra.backends.deepspeed.options import mistake
 from penstock.infra.engines.packages import Package
 from penstock.infra.engines.unused_packages import import_transformers
 
@@ -17,30 +18,43 @@ def _torch(**settings: Any) -> Backend:
 
 def _deepspeed(**settings: Any) -> Backend:
     import_transformers()
-    from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
+    from penstock.infra.backends.deepspeed.backend import DeepSpeedBackend
 
     return DeepSpeedBackend(**settings)
 
 
-def _fits(trainer: Mapping[str, Any]) -> str | None:
-    stage = trainer.get("zero_stage", 2)
+def _torch_fits(trainer: Mapping[str, Any]) -> str | None:
+    if trainer.get("offload", "none") != "none":
+        return f"trainer.offload: {trainer['offload']!r} needs trainer.backend = 'deepspeed'; with 'torch' all of it stays on the device"
+    if trainer.get("deepspeed_config"):
+        return "trainer.deepspeed_config: is for trainer.backend = 'deepspeed'; leave it out with 'torch'"
+    return None
+
+
+def _deepspeed_fits(trainer: Mapping[str, Any]) -> str | None:
+    stage, offload = trainer.get("zero_stage", 2), trainer.get("offload", "none")
     if trainer.get("dtype") == "bfloat16" and stage < 2:
         return f"trainer.zero_stage: {stage} with dtype 'bfloat16' keeps no float32 gradient sums in DeepSpeed; use stage 2 or 3"
     if trainer.get("lora_rank") and stage == 3:
         return "trainer.lora_rank: adapters are not sharded; take zero_stage 2 or less, or backend 'torch'"
-    return None
+    if offload != "none" and stage == 0:
+        return f"trainer.offload: {offload!r} needs trainer.zero_stage 1 to 3; stage 0 keeps all of it on the device"
+    if offload == "parameters" and stage < 3:
+        return f"trainer.offload: 'parameters' needs trainer.zero_stage = 3, not {stage}; set that, or offload = 'optimizer'"
+    return mistake(trainer.get("deepspeed_config") or {})
 
 
 BACKENDS: Mapping[str, BackendKind] = {
     "torch": BackendKind(
         open=_torch,
+        check=_torch_fits,
         packages=(Package(module="torch", name="torch", purpose="rollout and training", extra="trainer"),),
         sleeps=True,
     ),
     "deepspeed": BackendKind(
         open=_deepspeed,
-        own=("zero_stage",),
-        check=_fits,
+        own=("zero_stage", "offload", "deepspeed_config"),
+        check=_deepspeed_fits,
         packages=(Package(module="deepspeed", name="deepspeed", purpose="the deepspeed backend", extra="trainer"),),
     ),
 }

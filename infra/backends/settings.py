@@ -37,6 +37,8 @@ class BackendSettings:
     """Whether a GPU computes float32 products with 10 bits of mantissa."""
     seed: int = 0
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """Keep what the backward pass needs in the host's memory until then."""
     share_prompts: str = "auto"
     """Whether rows compute their common beginnings once: where that holds (`auto`), or not without it (`on`), or not."""
     lora_rank: int = 0

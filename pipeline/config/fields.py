@@ -1,13 +1,15 @@
 """What the keys of a configuration are made of: bounded numbers, names with a hint, paths relative to the file that names them."""
 
+import json
 import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config import synonyms
 from penstock.pipeline.config.hub import is_hub_name
 from penstock.pipeline.config.plugins import nearest, split_options
@@ -39,9 +41,9 @@ def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool =
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """Marks a text in which a relative path may stand; `function(text, base)` makes it absolute."""
+    """Marks a text in which a relative path may stand; `function(text, base)` makes it absolute, or reads what is there."""
 
-    function: Callable[[str, Path], str]
+    function: Callable[[str, Path], Any]
 
 
 def absolute(text: str, base: Path) -> str:
@@ -80,6 +82,18 @@ def absolute_environment(text: str, base: Path) -> str:
     return f"agent:{shlex.join(absolute(word, base) if (base / word).is_file() else word for word in words)}"
 
 
+def contents(text: str, base: Path) -> Any:
+    """What a JSON file holds: read once, so that the run's record does not depend on somebody's disk. Raises `ConfigError`."""
+    file = Path(absolute(text, base))
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+
+
+JSON_FILE = Resolve(contents)
 PATH, SOURCE, ENVIRONMENT = Resolve(absolute), Resolve(absolute_source), Resolve(absolute_environment)
 
 

@@ -12,6 +12,7 @@ from penstock.infra.engines.registry import ENGINES
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config.fields import (
     ENVIRONMENT,
+    JSON_FILE,
     PATH,
     SOURCE,
     FinitePositive,
@@ -231,6 +232,13 @@ class ScorerSection(Section):
 class TrainerSection(Section):
     backend: Annotated[str, one_of(BACKENDS)] = "torch"
     zero_stage: Literal[0, 1, 2, 3] = 1
+    deepspeed_config: Annotated[dict[str, Any], JSON_FILE] = Field(
+        default_factory=dict, description="DeepSpeed's own options, as a table or the path of its JSON file, which is read at once"
+    )
+    offload: Literal["none", "optimizer", "parameters"] = Field(
+        "none", description="what stays in the host's memory under deepspeed: masters and moments, or the weights, too"
+    )
+    offload_activations: bool = Field(False, description="what the backward pass needs waits for it in the host's memory")
     processes: Positive = Field(1, description="that train together, each on threads or a GPU of its own; they are one worker")
     device: str = "auto"
     gpus: NonNegative = Field(0, description="GPUs of the trainer, the first there are; 0 with rollout.gpus_per_worker = 0: all")

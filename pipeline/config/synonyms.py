@@ -38,6 +38,8 @@ KEYS: Mapping[str, str | None] = {
     "eval_steps": "eval.every",
     "per_device_train_batch_size": "trainer.micro_batch_tokens",
     "bf16": "trainer.dtype",
+    "deepspeed": "trainer.deepspeed_config",
+    "activation_offloading": "trainer.offload_activations",
     "use_vllm": "rollout.engine",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "num_workers": "rollout.workers",

@@ -121,6 +121,7 @@ def make_backend(config: Config, *, steps: int) -> Backend:
             tf32=chosen.tf32,
             seed=config.run.seed,
             gradient_checkpointing=chosen.gradient_checkpointing,
+            offload_activations=chosen.offload_activations,
             share_prompts=chosen.share_prompts,
             lora_rank=chosen.lora_rank,
             lora_alpha=chosen.lora_alpha,

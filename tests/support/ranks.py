@@ -20,8 +20,9 @@ from penstock.topics.ledger import Planned
 from tests.support.trainer_alone import group_of
 
 STEPS = 10
-GRADIENT = {"eps": 1e4, "lr": 1e5}
-"""AdamW with so large an `eps` moves every weight by ten times its gradient."""
+GRADIENT = {"eps": 1e4, "lr": 1e8}
+"""AdamW with so large an `eps` moves every weight by ten thousand times its gradient: so far that the rounding of the weight, which is
+1 in norms, does not show."""
 
 
 def group_in(step: int, place: int) -> Group:
@@ -43,7 +44,7 @@ def trained(backend: Backend, objective: Objective, *, groups: int, steps: int, 
 
 
 def measured(settings: dict[str, Any], name: str, config: Config, *, groups: int, processes: Any = None) -> dict[str, Any]:
-    """What a backend comes to: losses and norms, the weights after the last step, and ten times the first gradient."""
+    """What a backend comes to: losses and norms, the weights after the last step, and ten thousand times the first gradient."""
     from penstock.infra.backends.ranks.lead_backend import LeadBackend
     from penstock.pipeline.learner.ranks.lead import Ranks
 

@@ -21,6 +21,8 @@ ON_HOST = ("libraries", "published", "new version")
 """Parts that never lie on a GPU."""
 MOVED = ("weights", "masters", "adapters", "moments", "frozen copies")
 """Parts of a trainer that lie on the host while a rollout worker has their GPU; an engine keeps none of its own."""
+OFFLOADED = {"none": (), "optimizer": ("masters", "moments", "gradients"), "parameters": ("masters", "moments", "gradients", "weights")}
+"""Parts of the trainer that `trainer.offload` leaves in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,18 +130,27 @@ def trainer_parts(config: Config, shape: Shape) -> dict[str, int]:
     shards = trainer.processes if trainer.backend == "deepspeed" else 1
     of_stage = {0: (1, 1, 1), 1: (shards, 1, 1), 2: (shards, shards, 1), 3: (shards, shards, shards)}
     optimizer, gradients, weights = of_stage[trainer.zero_stage] if shards > 1 else (1, 1, 1)
+    # DeepSpeed keeps masters of float32 weights, too, where it shards anything.
+    masters = not rank and (item < 4 or (trainer.backend == "deepspeed" and trainer.zero_stage > 0))
     frozen = (config.algorithm.kl_coef > 0 and not rank) + (config.proximal == "snapshot")
     return {
         "libraries": LIBRARIES["trainer"],
         "weights": item * count // weights,
-        "masters": 0 if item == 4 or rank else 4 * trained // optimizer,
+        "masters": 4 * trained // optimizer if masters else 0,
         "adapters": 4 * trained if rank else 0,
         "moments": 8 * trained // optimizer,
         "gradients": 4 * trained // gradients,
         "frozen copies": frozen * item * count,
         "published": item * count + 4 * trained if config.sends_adapters else 2 * item * count,
-        "activations": activations(config, shape) + LOGITS,
+        "activations": sum(activations(config, shape)) + LOGITS,
     }
+
+
+def offloaded(config: Config, shape: Shape) -> int:
+    """What of a trainer's process stays in the host's memory although it computes on a GPU."""
+    parts = trainer_parts(config, shape)
+    kept = activations(config, shape)[0] if config.trainer.offload_activations else 0
+    return kept + sum(parts[name] for name in OFFLOADED[config.trainer.offload])
 
 
 def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
@@ -147,15 +158,15 @@ def adapter_bytes(config: Config, shape: Shape | None) -> int | None:
     return 4 * config.trainer.lora_rank * shape.linear * shape.layers if config.sends_adapters and shape is not None else None
 
 
-def activations(config: Config, shape: Shape) -> int:
-    """Bytes of the largest micro-batch, every prompt and completion as long as may be."""
+def activations(config: Config, shape: Shape) -> tuple[int, int]:
+    """Bytes of the largest micro-batch, every prompt and completion as long as may be: kept for the backward pass, computed again in it."""
     trainer, schedule = config.trainer, config.schedule
     prompt, drawn = config.data.max_prompt_tokens, config.max_drawn_tokens
     samples = min(schedule.samples_per_prompt * schedule.prompts_per_step, max(1, trainer.micro_batch_tokens // (prompt + drawn)))
     prompts = math.ceil(samples / schedule.samples_per_prompt) if trainer.share_prompts != "off" else samples
     tokens, item = prompts * prompt + samples * drawn, ITEM[trainer.dtype]
-    kept = tokens * item * shape.hidden if trainer.gradient_checkpointing else tokens * shape.activations(item)
-    return shape.layers * kept + (tokens * shape.activations(item) if trainer.gradient_checkpointing else 0)
+    layer = tokens * shape.activations(item)
+    return (shape.layers * tokens * item * shape.hidden, layer) if trainer.gradient_checkpointing else (shape.layers * layer, 0)
 
 
 def engine_parts(config: Config, shape: Shape) -> dict[str, int]:

@@ -19,7 +19,7 @@ from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import Growth, delta_share, parameters
-from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, by_turns, estimates, shape_of
+from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, by_turns, estimates, offloaded, shape_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.records.runs import size
@@ -136,7 +136,10 @@ def memory_line(config: Config) -> str:
         gpu, host = by_turns(found)
         turns = f"by turns the GPU holds {size(gpu)} at most and the host {size(host)}, {size(free)} are free"
         return f"about {', '.join(parts)} at the peak; {turns}"
-    where = "most of it on the GPUs" if visible_gpus() else f"{size(free)} are free"
+    where = f"{size(free)} are free"
+    if visible_gpus():
+        host = offloaded(config, shape) * config.trainer.processes
+        where = f"most of it on the GPUs{f', {size(host)} of the trainer in host memory, of which {where}' if host else ''}"
     return f"about {', '.join(parts)} at the peak, {size(total)} together; {where}"
 
 

@@ -13,8 +13,8 @@ from penstock.pipeline.config.load import Config, ConfigError, override, to_json
 ALLOWED = {
     "algorithm": None,
     "trainer": {
-        "backend", "zero_stage", "device", "dtype", "threads", "lr", "betas", "weight_decay", "lr_schedule", "warmup_steps",
-        "max_grad_norm", "micro_batch_tokens", "gradient_checkpointing", "share_prompts",
+        "backend", "zero_stage", "deepspeed_config", "offload", "device", "dtype", "threads", "lr", "betas", "weight_decay", "lr_schedule",
+        "warmup_steps", "max_grad_norm", "micro_batch_tokens", "gradient_checkpointing", "offload_activations", "share_prompts",
     },
     "schedule": {"prompts_per_step", "order"},
 }  # fmt: skip

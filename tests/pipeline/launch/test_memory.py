@@ -6,7 +6,7 @@ import pytest
 
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.launch.check.memory import Estimate, Shape, adapter_bytes, by_turns, engine_parts, estimates, shape_of
+from penstock.pipeline.launch.check.memory import Estimate, Shape, adapter_bytes, by_turns, engine_parts, estimates, offloaded, shape_of
 
 SMOLLM2 = {
     "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -74,6 +74,21 @@ def test_what_saves_memory_makes_the_estimate_smaller() -> None:
     }
     assert of("trainer", algorithm={"kl_coef": 0.1}).parts["frozen copies"] == full.parts["weights"]
     assert of("rollout", rollout={"engine": "vllm", "concurrency": 8}).total < of("rollout", rollout={"engine": "vllm"}).total
+
+
+def test_what_is_offloaded_is_counted_for_the_hosts_memory() -> None:
+    def host(**trainer: Any) -> int:
+        table = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"source": "d.jsonl"}, "trainer": trainer}
+        return offloaded(from_table(table), shape(SMOLLM2))
+
+    count, sharded = shape(SMOLLM2).parameters, {"backend": "deepspeed", "zero_stage": 3, "dtype": "bfloat16", "processes": 2}
+    assert host(**sharded) == 0
+    assert host(**sharded, offload="optimizer") == pytest.approx(16 * count / 2)  # masters, two moments, gradients: 4 bytes each
+    assert host(**sharded, offload="parameters") == pytest.approx(18 * count / 2)
+    inputs, all_of_them = host(offload_activations=True, gradient_checkpointing=True), host(offload_activations=True)
+    assert 0 < 10 * inputs < all_of_them
+    masters = of("trainer", trainer={"backend": "deepspeed"}).parts["masters"]
+    assert masters == 4 * count and of("trainer").parts["masters"] == 0
 
 
 def test_the_adapters_of_a_version_are_counted_exactly() -> None:

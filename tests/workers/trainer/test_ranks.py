@@ -1,5 +1,7 @@
 """Several processes train as one does: plain torch and DeepSpeed's ZeRO stages, on unequal shares and with an empty one."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,21 @@ import pytest
 from penstock.infra.faults import VARIABLE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.config.load import from_json, to_json
+from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.run_config import Config
+from penstock.pipeline.runtime.run_registry import find, write
 from tests.support.crew import Crew, audited
 from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks
 from tests.support.trainer_alone import config_for, group_of, outcome_of, written
 
-CASES = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in range(4))]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("torch", {}),
+    *(("deepspeed", {"zero_stage": stage}) for stage in range(4)),
+    *(("deepspeed", {"zero_stage": stage, "offload": "optimizer"}) for stage in (1, 2)),
+    ("deepspeed", {"zero_stage": 3, "offload": "parameters", "offload_activations": True}),
+]
 TERM = 0.7
 """Mean absolute advantage of a token here. A loss is a mean of terms of this size that nearly cancel (one of them comes to 0.012), so
 that what was rounded in it is relative to them and not to what is left."""
@@ -87,6 +97,30 @@ def test_a_rank_killed_in_a_step_ends_the_set_and_the_next_set_ends_in_the_same_
     assert results[0] == results[1]
     broken = [{result.check.name for result in audited(broker, f"{run_id}-{name}").results if result.violations} for name in "ab"]
     assert broken[0] == broken[1] == {"group-samples", "prompt-arithmetic"}  # nobody drew what these groups hold
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{"backend": "torch"}, {"backend": "deepspeed", "zero_stage": 3}], ids=["torch", "ZeRO-3"])
+def test_a_run_goes_on_with_fewer_processes_from_the_checkpoint_and_says_so(
+    broker: str, tiny_model: Path, run_id: str, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    log = KafkaLog(broker, client_id="tests")
+    groups = [group_of(number, version=max(0, number // 2 - 1), tokens=4) for number in range(12)]
+    written(log, run_id, config_for(tiny_model, tmp_path, trainer={"processes": 2, **own}), groups)
+    with Processes(broker, run_id, tmp_path) as trainer:
+        trainer.start("trainer", environment={VARIABLE: "rank.trained:4"})
+        assert trainer.ended("trainer", limit_s=150.0) == 1
+        record = find(log, run_id)
+        assert record is not None
+        config = changed(from_json(record.config), ["trainer.processes=1"])
+        write(log, replace(record, config=to_json(config), updated_ns=time.time_ns()))
+        trainer.start("trainer")
+        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+        said = trainer.text("trainer")
+    assert "the arithmetic is not the one the run was computed with: processes 2 -> 1" in said
+    assert "checkpoint of step 2 loaded" in said
+    assert outcome_of(log, run_id)["status"] == "finished"
+    log.close()
 
 
 def test_another_number_of_processes_than_were_started_is_refused(

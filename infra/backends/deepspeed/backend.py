@@ -5,16 +5,20 @@ divides the float32 gradient partitions in `step`, through the same hook that un
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 
 from penstock.infra.backends.arithmetic import choose_device
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error
+from penstock.infra.backends.deepspeed import options, shards
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
@@ -30,18 +34,22 @@ class DeepSpeedBackend(LocalModel):
     divides_late = True
     saves_beside = False  # its parameters and gradients change hands in backward passes
 
-    def __init__(self, *, zero_stage: int = 2, **settings: Any) -> None:
+    def __init__(
+        self, *, zero_stage: int = 2, offload: str = "none", deepspeed_config: Mapping[str, Any] | None = None, **settings: Any
+    ) -> None:
         """Open the model; `settings` are the fields of `BackendSettings`."""
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage must be 0, 1, 2 or 3, not {zero_stage}")
-        self.zero_stage = zero_stage
+        self.zero_stage, self.offload = zero_stage, offload
+        self.options = options.passed_on(deepspeed_config or {})
         self.sharded = zero_stage == 3
         self.head_is_whole = not self.sharded
         self.deepspeed = import_deepspeed(choose_device(settings.get("device", "auto")))
         super().__init__(**settings)
         self.world_size = join_process_group(self.deepspeed, self.device)
         optimizer = self.adamw(self.parameter_groups())
-        engine, self.optimizer, _, _ = self.deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config())
+        with self._refusals():
+            engine, self.optimizer, _, _ = self.deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config())
         self.module = self.engine = engine
         self.model.train(self.settings.gradient_checkpointing)
         if zero_stage == 0:
@@ -116,19 +124,22 @@ class DeepSpeedBackend(LocalModel):
             self.engine.save_checkpoint(str(target), tag=TAG, client_state={"steps": self.steps, "random": self.random_state()})
 
     def load(self, directory: str | Path) -> None:
-        """Restore exactly the state that `save` wrote; `BackendError` when it is missing or of another model."""
+        """Restore exactly the state that any number of processes wrote; `BackendError` when it is missing or of another model."""
         try:
-            path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
-        except (OSError, RuntimeError, EOFError, KeyError, AssertionError) as error:
+            state = shards.load(self.engine, Path(directory) / TAG) if self.zero_stage else self._load_whole(directory)
+        except (OSError, RuntimeError, EOFError, KeyError, AssertionError, pickle.UnpicklingError) as error:
             raise BackendError(f"cannot read the trainer's state in {directory}: {(str(error) or repr(error)).splitlines()[0]}") from error
-        if path is None:
-            raise BackendError(f"there is no trainer state in {directory}")
         self.set_random_state(state["random"])
         self.steps, self.has_gradient = state["steps"], False
 
     def fingerprint(self) -> dict[str, str | int]:
-        """The fingerprint of every backend, with DeepSpeed's version and the ZeRO stage."""
-        return super().fingerprint() | {"deepspeed": self.deepspeed.__version__, "zero_stage": self.zero_stage}
+        """The fingerprint of every backend, with DeepSpeed's version, the ZeRO stage, and where and how else it was told to compute."""
+        return super().fingerprint() | {
+            "deepspeed": self.deepspeed.__version__,
+            "zero_stage": self.zero_stage,
+            **({} if self.offload == "none" else {"offload": self.offload}),
+            **({"deepspeed_config": json.dumps(self.options, sort_keys=True)} if self.options else {}),
+        }
 
     def close(self) -> None:
         """Free DeepSpeed's buffers and hooks; the process group stays until the process ends."""
@@ -138,19 +149,49 @@ class DeepSpeedBackend(LocalModel):
 
     def _config(self) -> dict[str, Any]:
         clip = self.settings.max_grad_norm if self.zero_stage else 0.0  # stage 0 clips in `_divide_and_clip`
-        return {
+        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
+        offloaded = {"offload_optimizer": host} if self.offload != "none" else {}
+        if self.offload == "parameters":
+            offloaded["offload_param"] = host
+        ours = {
             "train_micro_batch_size_per_gpu": 1,  # counts calls here: the engine never sees the loader
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
             "gradient_clipping": clip,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False},
+            "zero_optimization": {"stage": self.zero_stage, "overlap_comm": False, **offloaded},
             "bf16": {"enabled": self.settings.dtype == "bfloat16"},
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",  # else bfloat16 gradients are added up over the processes as such
             "steps_per_print": 10**9,
         }
+        return options.merged(ours, self.options)
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raise `BackendError` where DeepSpeed refuses a person's options; what it refuses without any is an error of ours."""
+        try:
+            yield
+        # The boundary to DeepSpeed, which checks options in a dozen ways.
+        except Exception as error:
+            if not self.options:
+                raise
+            reason = " ".join(str(error).split())[:300]
+            if isinstance(error, pydantic.ValidationError):
+                first = error.errors(include_url=False)[0]
+                reason = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
+            raise BackendError(f"trainer.deepspeed_config: DeepSpeed refuses it: {reason}") from error
+
+    def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
+        """For stage 0, of whose state every process has all; the settings stay those of the current run."""
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
+        if path is None:
+            raise BackendError(f"there is no trainer state in {directory}")
+        for group, current in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(current)
+        return dict(state)
 
     def _whole(self, parameter: torch.nn.Parameter, *, writer: int | None = None) -> Any:
         if self.zero_stage < 3:

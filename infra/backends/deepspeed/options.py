@@ -1,0 +1,98 @@
+"""DeepSpeed's own options (`trainer.deepspeed_config`): which of them a person may set, and how they are laid over ours.
+
+The rule: what Penstock decides is refused with the key to use instead; "auto", which stands for "whoever starts DeepSpeed decides", says
+nothing and is left out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+AUTO = "auto"
+
+_BATCHES = "schedule.prompts_per_step and trainer.micro_batch_tokens say what a step and a pass hold"
+_PRECISION = "set trainer.dtype; masters, moments and gradient sums are float32"
+_CHECKPOINTS = "one format of checkpoints is written, in trainer.checkpoint_dir, for any number of processes to read"
+_DIVISION = "a trainer's processes divide samples and, by trainer.zero_stage, the model's state; nothing else is divided"
+OURS: Mapping[str, str] = {
+    "train_batch_size": _BATCHES,
+    "train_micro_batch_size_per_gpu": _BATCHES,
+    "gradient_accumulation_steps": _BATCHES,
+    "managed_gradient_accumulation": _BATCHES,
+    "gradient_clipping": "set trainer.max_grad_norm",
+    "optimizer": "set trainer.lr, trainer.betas and trainer.weight_decay of AdamW",
+    "scheduler": "set trainer.lr_schedule and trainer.warmup_steps",
+    "zero_allow_untested_optimizer": "the optimizer is torch's AdamW",
+    "zero_force_ds_cpu_optimizer": "the optimizer is torch's AdamW, on the host too",
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "amp": _PRECISION,
+    "torch_autocast": _PRECISION,
+    "data_types": _PRECISION,
+    "communication_data_type": "gradients are added up over the processes in float32",
+    "checkpoint": _CHECKPOINTS,
+    "nebula": _CHECKPOINTS,
+    "datastates_ckpt": _CHECKPOINTS,
+    "zero_optimization.stage": "set trainer.zero_stage",
+    "zero_optimization.offload_optimizer.device": "set trainer.offload",
+    "zero_optimization.offload_param.device": "set trainer.offload",
+    "zero_optimization.cpu_offload": "set trainer.offload",
+    "zero_optimization.cpu_offload_param": "set trainer.offload",
+    "zero_optimization.elastic_checkpoint": _CHECKPOINTS,
+    "zero_optimization.mics_shard_size": _DIVISION,
+    "zero_optimization.compute_grad_norm": "each step reports its gradient's norm",
+    "tensor_parallel": _DIVISION,
+    "sequence_parallel_size": _DIVISION,
+    "pipeline": _DIVISION,
+    "elasticity": _DIVISION,
+}
+"""Option, dotted -> what decides it; a table stands for all that is in it."""
+AGREED: Mapping[str, Any] = {"optimizer": {"type": "AdamW"}}
+"""What is left of an option of ours when "auto" is taken out, and says no other than we do."""
+
+
+def mistake(options: Mapping[str, Any]) -> str | None:
+    """One line about the first option that Penstock decides itself, else None."""
+    given = without_auto(options)
+    for name, why in OURS.items():
+        value: Any = given
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and value != AGREED.get(name):
+            return f"trainer.deepspeed_config: {name} is not DeepSpeed's to decide here: {why}, and leave it out"
+    return None
+
+
+def without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without those that are "auto", tables without anything else in them, and tables whose `enabled` is "auto".
+
+    Example:
+        without_auto({"bf16": {"enabled": "auto"}, "zero_optimization": {"reduce_bucket_size": 5}})
+        # -> {"zero_optimization": {"reduce_bucket_size": 5}}
+    """
+    found = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            inner = {} if value.get("enabled") == AUTO else without_auto(value)
+            if inner:
+                found[name] = inner
+        elif value != AUTO:
+            found[name] = value
+    return found
+
+
+def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a person's options DeepSpeed is told."""
+    return {name: value for name, value in without_auto(options).items() if name not in AGREED}
+
+
+def merged(ours: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with options laid over it, table by table.
+
+    Example:
+        merged({"zero": {"stage": 2}}, {"zero": {"bucket": 5}})  # -> {"zero": {"stage": 2, "bucket": 5}}
+    """
+    found = dict(ours)
+    for name, value in options.items():
+        below = found.get(name)
+        found[name] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return found
