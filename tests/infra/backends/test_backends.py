@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from penstock.infra.backends.batch import TokenBatch
-from penstock.infra.backends.deepspeed_backend import DeepSpeedBackend
+from penstock.infra.backends.deepspeed.backend import DeepSpeedBackend
 from penstock.infra.backends.registry import BACKENDS, open_backend
 from penstock.infra.backends.schedule import learning_rate
 from penstock.infra.engines.shared_device import Sleeper
