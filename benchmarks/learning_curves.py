@@ -74,7 +74,10 @@ class Draws:
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self._data, self._renderer, self._decoder = open_data(config), Renderer.of(config), Decoder(config.model.path)
-        self._order, self._rewards = self._data.order(config), resolve(config.reward.functions, config.reward.weights)
+        self._order, self._rewards = (
+            self._data.order(config),
+            resolve(config.reward.functions, config.reward.weights, max_completion_length=config.sampling.max_new_tokens),
+        )
         self._stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
         self._groups = 0
 
@@ -98,7 +101,8 @@ class Draws:
         ordered = sorted(completions, key=lambda one: one.sample)
         samples = [rollout_of(one, sampling=self.config.sampling, worker="one process") for one in ordered]
         texts = [self._decoder.decode(sample.token_ids) for sample in samples]
-        score = self._rewards.score(texts, prompt=prompt.prompt, messages=None, columns=json.loads(prompt.columns))
+        asked = {"prompt": prompt.prompt, "messages": None, "columns": json.loads(prompt.columns)}
+        score = self._rewards.score(texts, **asked, completion_ids=[sample.token_ids.tolist() for sample in samples])
         found = verdict(samples, texts, score, algorithm=self.config.algorithm)
         reward = self.config.reward
         return group_of(prompt, found.outcome, reason=found.reason, samples=found.samples, reward=reward, scored_ns=0)
