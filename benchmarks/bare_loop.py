@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from command import report_of
+from command import NOTHING_BESIDE, report_of
 from learning_curves import Draws
 from random_model import SIZES, drawn_from
 
@@ -32,10 +32,7 @@ from penstock.pipeline.runtime.factories import make_engine
 from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group
 
-SAME = (
-    "schedule.mode=synchronous", "algorithm.filter_zero_variance=false", "rollout.workers=1", "trainer.checkpoint_every=0",
-    "trainer.export=false", "mlflow.enabled=false", "eval.every=1000000", "eval.limit=1",
-)  # fmt: skip
+SAME = ("schedule.mode=synchronous", "algorithm.filter_zero_variance=false", "rollout.workers=1", *NOTHING_BESIDE)
 SIZED = (
     "schedule.prompts_per_step=4", "schedule.samples_per_prompt=8", "schedule.steps_per_version=2", "trainer.micro_batch_tokens=4096",
 )  # fmt: skip

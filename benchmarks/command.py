@@ -14,6 +14,9 @@ from penstock.infra.paths import run_directory
 
 PENSTOCK = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import console; sys.exit(console())"]
 
+NOTHING_BESIDE = ("trainer.checkpoint_every=0", "trainer.export=false", "mlflow.enabled=false", "eval.every=1000000", "eval.limit=1")
+"""Settings of a run that does nothing but draw and train."""
+
 
 @contextmanager
 def launched(config: str, run: str, settings: Sequence[str], output: Path) -> Iterator["subprocess.Popen[bytes]"]:

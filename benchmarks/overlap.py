@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from command import PENSTOCK, report_of
+from command import NOTHING_BESIDE, PENSTOCK, report_of
 from overlap_table import SYNCHRONOUS, draw, phases, rows, show
 from random_model import SIZES, drawn_from
 
@@ -29,14 +29,7 @@ ROUND = ("schedule.prompts_per_step=2", "schedule.samples_per_prompt=8", "schedu
 """R = 96 groups a round, of which a step takes U = 2: R / U = 48."""
 EVERY_STEP = ("schedule.prompts_per_step=8", "schedule.samples_per_prompt=8", "schedule.steps_per_version=1", "run.steps=36")
 """As many samples, with weights published after every step."""
-SIZED = (
-    "trainer.micro_batch_tokens=4096",
-    "trainer.checkpoint_every=0",
-    "trainer.export=false",
-    "mlflow.enabled=false",
-    "eval.limit=1",
-    "eval.every=1000000",
-)
+SIZED = ("trainer.micro_batch_tokens=4096", *NOTHING_BESIDE)
 VARIANTS: Mapping[str, Sequence[str]] = {
     SYNCHRONOUS: (*ROUND, "schedule.mode=synchronous", *ONE_CORE_EACH),
     "pipelined": (*ROUND, "schedule.mode=pipelined", *ONE_CORE_EACH),

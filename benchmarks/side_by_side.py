@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bare_loop import draw_round
+from command import NOTHING_BESIDE
 from learning_curves import Draws
 from random_model import SIZES, drawn_from
 
@@ -27,7 +28,7 @@ from penstock.pipeline.runtime.factories import make_engine
 
 PHASES = ("draw", "train")
 GROUPS = 4
-SAME = ("trainer.checkpoint_every=0", "trainer.export=false", "mlflow.enabled=false", "eval.limit=1", "trainer.threads=1")
+SAME = (*NOTHING_BESIDE, "trainer.threads=1")
 
 
 def turns(phase: str, config: Config) -> Callable[[], None]:

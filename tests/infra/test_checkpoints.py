@@ -315,17 +315,9 @@ def test_a_backend_that_cannot_write_gives_the_reason_in_one_line(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tests.support.training import save_tiny_model
 
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

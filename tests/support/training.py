@@ -1,6 +1,7 @@
-"""What a trainer backend is trained on: random batches and a loss whose gradient depends on the logprobs."""
+"""What a trainer backend trains, and what on: a random model, random batches and a loss whose gradient depends on the logprobs."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,19 @@ import torch
 from penstock.infra.backends.batch import TokenBatch
 
 VOCABULARY = 40
+
+
+def save_tiny_model(path: Path, **changed: Any) -> str:
+    """Write a random Qwen3 of two layers, the same each time, with these settings changed; returns where it is."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    plain: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    Qwen3ForCausalLM(Qwen3Config(**{**plain, **changed})).save_pretrained(path)
+    return str(path)
 
 
 def batch_of(seed: int, rows: int = 4, *, prompt: int = 3, longest: int = 6) -> TokenBatch:

@@ -19,7 +19,7 @@ from penstock.infra.errors import BackendError, Diverged
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import copy_into, from_bytes, to_bytes
 from tests.support.paths import ROOT
-from tests.support.training import VOCABULARY, batch_of, loss_of, take_step, train
+from tests.support.training import VOCABULARY, batch_of, loss_of, save_tiny_model, take_step, train
 
 STAGES = (0, 1, 2, 3)
 ALL = [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in STAGES)]
@@ -29,14 +29,8 @@ SOME = [("torch", {}), ("deepspeed", {"zero_stage": 2}), ("deepspeed", {"zero_st
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=64, tie_word_embeddings=True, attention_dropout=0.3,
-    )  # fmt: skip
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
-    return str(path)
+    return save_tiny_model(path, attention_dropout=0.3)
 
 
 @pytest.fixture

@@ -5,27 +5,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import from_bytes, to_bytes
 from penstock.topics.versions import weight_adapter
-from tests.support.training import VOCABULARY, batch_of, take_step, train
+from tests.support.training import batch_of, save_tiny_model, take_step, train
 
 KINDS = [("torch", {}), ("torch", {"dtype": "bfloat16"}), ("deepspeed", {"zero_stage": 2})]
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=64, tie_word_embeddings=True, attention_bias=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return save_tiny_model(tmp_path_factory.mktemp("model"), attention_bias=True)
 
 
 def opened(model_path: str, name: str, **own: Any) -> Any:

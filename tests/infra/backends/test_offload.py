@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.infra.backends.model.saved_on_host import saved_on_host
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
-from tests.support.training import VOCABULARY, train
+from tests.support.training import save_tiny_model, train
 
 Open = Callable[..., Any]
 BUCKET = {"zero_optimization": {"reduce_bucket_size": 4096}}
@@ -19,14 +18,7 @@ BUCKET = {"zero_optimization": {"reduce_bucket_size": 4096}}
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

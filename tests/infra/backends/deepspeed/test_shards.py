@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from penstock.infra.backends.registry import open_backend
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import digest
 from penstock.infra.tensors.torch_copy import from_bytes
 from tests.support.together import together
-from tests.support.training import VOCABULARY, batch_of, loss_of
+from tests.support.training import batch_of, loss_of, save_tiny_model
 
 STAGES: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
 CUT = {"zero_stage": 3, "deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 3000}}}
@@ -29,14 +28,7 @@ OTHERS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
-    return str(path)
+    return save_tiny_model(tmp_path_factory.mktemp("model"), intermediate_size=50)
 
 
 def opened(model_path: str, own: dict[str, Any], **changed: Any) -> Any:
