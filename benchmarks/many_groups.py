@@ -49,6 +49,7 @@ class Size:
 
     groups: int
     per_step: int
+    slots: int
     window: int
     keep_steps: int | None
 
@@ -65,7 +66,7 @@ def settings_of(home: Path, bootstrap: str, size: Size) -> dict[str, Any]:
         "schedule": {"mode": "one_step_off", "prompts_per_step": size.per_step, "samples_per_prompt": 1},
         "sampling": {"max_new_tokens": 8},
         "algorithm": {"advantage": f"{functions}:raw", "filter_zero_variance": False},
-        "rollout": {"engine": "toy", "workers": 1, "concurrency": 256},
+        "rollout": {"engine": "toy", "workers": 1, "slots": size.slots},
         "trainer": {"micro_batch_tokens": 1 << 17, "export": False, "checkpoint_every": 50 if size.keep_steps else 0},
         "weights": {"keep": "chain"},
         "kafka": {"bootstrap": bootstrap, "keep_steps": size.keep_steps},
@@ -146,11 +147,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, default=1_000_000)
     parser.add_argument("--per-step", type=int, default=1000, help="groups that one step trains")
+    parser.add_argument("--slots", type=int, default=256, help="rollout.slots: groups on their way at a time")
     parser.add_argument("--keep-steps", type=int, help="kafka.keep_steps, with a checkpoint at every 50th step")
     parser.add_argument("--window", type=int, default=100_000)
     parser.add_argument("--json", action="store_true", help="the windows as one JSON list at the end")
     chosen = parser.parse_args()
-    size = Size(groups=chosen.groups, per_step=chosen.per_step, window=chosen.window, keep_steps=chosen.keep_steps)
+    size = Size(groups=chosen.groups, per_step=chosen.per_step, slots=chosen.slots, window=chosen.window, keep_steps=chosen.keep_steps)
     with tempfile.TemporaryDirectory(prefix="many-groups-") as name:
         os.environ["PENSTOCK_HOME"] = name
         try:

@@ -6,6 +6,7 @@ The rule: the first line has the answer; what follows is where to look.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from penstock.pipeline.replay.recording import ranges
 from penstock.pipeline.replay.train.verify import Replayed
 from penstock.pipeline.replay.train.what_if import OFF_POLICY, Alternative
 
@@ -37,7 +38,7 @@ def difference(first: Mapping[str, Any], *, run: str) -> Iterator[str]:
                 where = f"token {one['token']} " if "token" in one else ""
                 yield f"    sample {sample['sample']} {where}{one['field']}: {one['found']}, in `rollouts` {one['drawn']}"
     if first["cause"] != "records":
-        yield "  its groups: " + ", ".join(str(group["group"]) for group in first["groups"])
+        yield "  its groups: " + ranges(group["group"] for group in first["groups"])
     yield from (f"  {number['text']}" for number in first["numbers"])
     for tensor in first["tensors"][:SHOWN]:
         finding = tensor.get("problem") or f"{tensor['differing']} of {tensor['elements']} elements, by {tensor['max_abs']:.3g} at most"

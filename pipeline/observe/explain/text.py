@@ -12,7 +12,7 @@ from penstock.pipeline.observe.report.rebases import rebased_line
 
 SHOWN_TEXT = 100
 SHOWN_COMPLETION, SHOWN_PROMPT = 60, 400
-SHOWN_RECORDS = 40
+SHOWN_RECORDS, SHOWN_NUMBERS = 40, 16
 
 Plain = Mapping[str, Any]
 
@@ -149,8 +149,8 @@ def _step(step: Plain | None) -> list[str]:
     batches = ", ".join(str(number) for number in step["micro_batches"])
     lines = [
         f"step {step['step']}, ledger entry {step['entry']}: place {step['place'] + 1} of {len(step['plan'])} "
-        f"(groups {', '.join(map(str, step['plan']))}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
-        f"(samples end at {', '.join(map(str, step['boundaries']))})",
+        f"(groups {_numbers(step['plan'])}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
+        f"(samples end at {_numbers(step['boundaries'])})",
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
     ]
     if step["tokens"] == 0:
@@ -168,6 +168,12 @@ def _step(step: Plain | None) -> list[str]:
         lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
     lines += [_rebased(rebased, step["step"]) for rebased in step["rebased"]]
     return lines + [f"left out: {said}" for said in step["left_out"]]
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """The first of them; `--json` has all."""
+    shown = ", ".join(map(str, numbers[:SHOWN_NUMBERS]))
+    return shown if len(numbers) <= SHOWN_NUMBERS else f"{shown}, … {len(numbers)} in all"
 
 
 def _rebased(rebased: Plain, step: int) -> str:

@@ -134,6 +134,14 @@ def test_a_plan_is_read_from_where_the_ledger_says() -> None:
     assert found["version"]["version"] == 1
 
 
+def test_a_plan_of_many_groups_is_shown_by_its_first_ones() -> None:
+    found = explained(list(Teller(steps=3).whole()), 1)
+    found["step"] |= {"plan": list(range(1, 1001)), "boundaries": [4000]}
+    line = next(line for line in text.as_page(found).splitlines() if "place 1 of 1000" in line)
+    assert "(groups 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, … 1000 in all)" in line
+    assert "(samples end at 4000)" in line
+
+
 def test_records_that_repeat_others_are_shown_and_do_not_count() -> None:
     teller = Teller()
     told = teller.group([0.0, 1.0], version=0)
