@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
 from penstock.infra.errors import Unrecoverable
-from penstock.infra.log import Partition, Start, Tail, Transactions
+from penstock.infra.log import Transactions
 from penstock.infra.tensors.stream import HASH, hash_of
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer
@@ -29,26 +29,22 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
-from penstock.topics import metrics
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Planned
 from penstock.topics.runs import Status
-from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
-from penstock.workers.trainer.group_inbox import GroupInbox
-from penstock.workers.trainer.marks import mark_at, note_anchor, place_name, saved_steps
+from penstock.workers.trainer.arrivals import POLL_S, Arrivals
+from penstock.workers.trainer.drop_limit import DropLimit
+from penstock.workers.trainer.marks import saved_steps
 from penstock.workers.trainer.other_ranks import follow, other_ranks
-from penstock.workers.trainer.resuming import Places, Resumed, read_resumed
+from penstock.workers.trainer.resuming import Resumed, read_resumed
 
 if TYPE_CHECKING:
     from penstock.infra.backends.ranks.process_set import ProcessSet
 
 __all__ = ["follow", "main"]
 
-WITHOUT_DIFFERENCES = "nothing is learnt from equal rewards: take prompts of another difficulty, more samples a group or a denser reward"
-POLL_S = 0.5
 PUBLISHING_POLL_S = 0.02
-"""The same while a version is on its way, which others wait for."""
+"""Longest wait for records while a version is on its way, which others wait for."""
 LOOK_S = 60.0
 """A trainer that has waited this long for groups looks whether the workers can read the newest weights at all."""
 
@@ -74,11 +70,11 @@ def main(session: Session) -> None:
         trainer = Trainer.open(session, transactions, resumed, ends.enter_context(other_ranks(session)))
         if device is not None:
             trainer.device, device.model = device, trainer.policy
-        session.reporter.outage = lambda: trainer.tail.outage_s
+        session.reporter.outage = lambda: trainer.arrivals.tail.outage_s
         session.reporter.ready()
         mark(session.log, session.record, status="running")
         trainer.begin(resumed)
-        while trainer.policy.steps_done < session.steps and trainer.asked_to_end is None and not session.stop.is_set():
+        while trainer.policy.steps_done < session.steps and trainer.arrivals.asked_to_end is None and not session.stop.is_set():
             if not trainer.train_step():
                 break
         trainer.end()
@@ -93,20 +89,10 @@ class Trainer:
     session: Session
     policy: PolicyTrainer
     writer: RunWriter
-    inbox: GroupInbox
-    tail: Tail
-    followed: Sequence[Partition]
-    places: Places
-    asked_to_end: str | None = None
-    """The reason why an evaluator wants the run to end."""
-    _admitted: int | None = None
-    """Groups of the whole run, once the feeder has said that no prompt will follow; None before."""
+    arrivals: Arrivals
+    drops: DropLimit
     committed: int = 0
     """Steps in the ledger; more than the policy has done only while they are repeated."""
-    _tolerated: int = 0
-    """Dropped groups when this process had read what was there: a person who resumes a run has seen to what dropped them."""
-    _drops: int = 0
-    """Dropped groups when the last step was committed."""
     _wait_s: float = 0.0
     _look_s: float = 0.0
     """After waiting this long within one step the newest weights are looked at."""
@@ -127,20 +113,9 @@ class Trainer:
             hash_name=hash_of(manifests[0].digest) if 0 in manifests else HASH,
         )
         writer = RunWriter(session, transactions, past.story)
-        inbox = GroupInbox(
-            run=session.run,
-            schedule=session.schedule,
-            dead_letter=session.dead_letters.write,
-            duplicate=session.reporter.duplicate,
-            decoding=session.dead_letters.decoding,
-        )
-        follow: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
-        follow[session.topic("weights"), 0] = "earliest"
-        if session.config.eval_sources or session.config.run.epochs is not None:
-            follow[session.topic("metrics"), 0] = "earliest"
-        if resumed.mark is not None:
-            follow.update({at: resumed.mark.positions.get(place_name(session, at), 0) for at in follow})
-        trainer = cls(session, policy, writer, inbox, session.log.tail(follow), list(follow), resumed.places)
+        arrivals = Arrivals.open(session, writer, resumed)
+        drops = DropLimit(arrivals.inbox, session.schedule.max_drops_per_step)
+        trainer = cls(session, policy, writer, arrivals, drops)
         session.finishing = trainer.finishing
         return trainer
 
@@ -154,24 +129,19 @@ class Trainer:
             self.session.reporter.say(f"{error}: the whole ledger is read")
             resumed = Resumed(past=read_past(self.session.log, self.session.run))
             self.writer.state.manifests.update(resumed.past.story.manifests)
-            self.inbox.start_over()
-            self.tail.add(dict.fromkeys(self.followed, "earliest"))
+            self.arrivals.start_over()
             self._settle(resumed)
             recover(self.policy, self.writer, resumed.past)
         if resumed.past.entries:
-            self._catch_up()
+            self.session.reporter.doing("reading the groups that are there")
+            self.arrivals.catch_up()
+            self.drops.tolerate()
 
     def _settle(self, resumed: Resumed) -> None:
         """Count the groups that the ledger says have ended."""
-        selector, past, resume = self.inbox.selector, resumed.past, resumed.mark
-        if resume is None:
-            selector.settle([*past.stale, *past.trained])
-            selector.drops = self.inbox.drop_causes["stale"] = len(past.stale)
-        else:
-            later = resumed.later_stale
-            selector.resume(below=resume.below, settled=[*resume.settled, *later], drops=resume.drops + len(later))
-            self.inbox.ended_before = resume.below
-        self._drops, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
+        self.arrivals.settle(resumed)
+        past, resume = resumed.past, resumed.mark
+        self.drops.at_last_step, self.committed = past.drops if resume is None else resume.dropped, past.steps_done
 
     def train_step(self) -> bool:
         """One step: plan it, run it backward as its groups come, commit it, publish; False when the worker was stopped meanwhile.
@@ -186,11 +156,11 @@ class Trainer:
         plan, held = list[Planned](), deque[tuple[Group, Planned]]()
         step = self._begin_step(plan, held) if self.device is None else None
         while len(plan) < schedule.prompts_per_step:
-            selected = self.inbox.take(learner_version=version)
+            selected = self.arrivals.inbox.take(learner_version=version)
             self._record_stale()
             if selected is None:
-                if self._no_more():
-                    self.asked_to_end = "every prompt of the run's epochs was asked"
+                if self.arrivals.no_more:
+                    self.arrivals.asked_to_end = "every prompt of the run's epochs was asked"
                     return False
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
                     return False
@@ -241,7 +211,7 @@ class Trainer:
     def end(self) -> None:
         """Close the run, unless the worker was only asked to stop; then a checkpoint makes its resumption short."""
         session, done = self.session, self.policy.steps_done
-        if session.stop.is_set() and done < session.steps and self.asked_to_end is None:
+        if session.stop.is_set() and done < session.steps and self.arrivals.asked_to_end is None:
             if done == self.committed > 0:
                 self.writer.checkpoint(self.policy)
             self.writer.finish_begun()
@@ -249,7 +219,7 @@ class Trainer:
             return
         self.writer.finish_begun()
         self.writer.export(self.policy)
-        self._close_run(status="finished", reason=self.asked_to_end or "all steps done")
+        self._close_run(status="finished", reason=self.arrivals.asked_to_end or "all steps done")
 
     def finishing(self) -> str:
         """What is still done after a request to stop."""
@@ -267,16 +237,12 @@ class Trainer:
         if schedule.starts_on == "groups" or done % schedule.steps_per_version:
             return True
         left = (self.session.steps - done) * schedule.prompts_per_step
-        while not self.inbox.selector.ready(min(schedule.round_groups, left)):
-            if self._no_more():
+        while not self.arrivals.inbox.selector.ready(min(schedule.round_groups, left)):
+            if self.arrivals.no_more:
                 break
             if not self._wait(f"step {done}: the round is not scored yet"):
                 return False
         return True
-
-    def _no_more(self) -> bool:
-        """Whether no group will come any more: under `run.epochs` the prompts may end before the steps."""
-        return self._admitted is not None and self.inbox.selector.known >= self._admitted
 
     def _wait(self, why: str) -> bool:
         """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
@@ -285,10 +251,8 @@ class Trainer:
         started = time.monotonic()
         self.writer.finish_begun(wait=False)
         soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
-        records = self.tail.poll(soon)
-        for record in records:
-            self._receive(record)
-        self._hand_over(idle=not records)
+        anything = self.arrivals.take_in(soon)
+        self._hand_over(idle=not anything)
         waited = time.monotonic() - started
         self._wait_s += waited
         reporter.add("wait_s", waited)
@@ -297,7 +261,7 @@ class Trainer:
             self.writer.repair_newest()
         self._check_drops()
         reporter.status()
-        return not self.session.stop.is_set() and self.asked_to_end is None
+        return not self.session.stop.is_set() and self.arrivals.asked_to_end is None
 
     def _hand_over(self, *, idle: bool) -> None:
         """Give the device to whoever wants it; not before what has arrived was looked at: a whole step goes first, it is what was drawn."""
@@ -305,71 +269,24 @@ class Trainer:
             self.session.reporter.doing("handing the device over", now=True)
             self.device.give()
 
-    def _catch_up(self) -> None:
-        """Take in all that is there, so that drops which were counted before a restart are not counted again as new ones."""
-        self.session.reporter.doing("reading the groups that are there")
-        behind = self.session.log.end_offsets(self.followed)
-        while behind and not self.session.stop.is_set():
-            for record in self.tail.poll(POLL_S):
-                self._receive(record)
-            behind = {partition: end for partition, end in behind.items() if self.tail.position(partition) < end}
-            self.session.reporter.status()
-        self._tolerated = self.inbox.selector.drops
-        self.inbox.drop_causes.clear()
-
-    def _receive(self, record: Record) -> None:
-        if record.topic == self.session.topic("groups"):
-            self.inbox.receive(record)
-        elif record.topic == self.session.topic("weights"):
-            self.writer.check_manifest(record)
-            note_anchor(self.places, record, self.writer.state)
-        else:
-            try:
-                with self.session.dead_letters.decoding(record):
-                    measurement = metrics.read(record, run=self.session.run)[1]
-            except Unusable:
-                return  # the tracker owns reading `metrics`
-            if measurement.role == "feeder" and measurement.values.get("all_out"):
-                self._admitted = int(measurement.values["admitted"])
-            if measurement.kind == "eval" and measurement.version is not None:
-                manifest = self.writer.state.manifests.get(measurement.version)
-                self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
-            if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
-                self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")
-
-    def _mark(self) -> str:
-        """Where this step, which is about to be committed, leaves the run."""
-        positions = {at: self.tail.position(at) for at in self.followed}
-        store = self.writer.checkpoints.store
-        return mark_at(self.session, self.inbox, self.places, positions, saved=[] if store is None else store.steps()).to_json()
-
     def _record_stale(self) -> None:
-        stale = self.inbox.selector.newly_stale
+        stale = self.arrivals.inbox.selector.newly_stale
         if stale:
             groups = tuple(candidate.group for candidate in stale)
             self.writer.write("stale", step=self.policy.steps_done, groups=groups)
-            self.inbox.drop_causes["stale"] += len(stale)
+            self.arrivals.inbox.drop_causes["stale"] += len(stale)
             stale.clear()
 
     def _check_drops(self) -> None:
         """Stop where too many groups are dropped, with the causes. The run is not closed: it can be resumed, and then counts anew."""
-        limit, drop_causes = self.session.schedule.max_drops_per_step, self.inbox.drop_causes
-        dropped = self.inbox.selector.drops - max(self._drops, self._tolerated)
-        if dropped <= limit:
-            return
-        causes = ", ".join(f"{count} {cause}" for cause, count in drop_causes.most_common(6) if count)
-        done = self.policy.steps_done
-        when = "since the trainer was started" if self._tolerated > self._drops else f"since step {done - 1}" if done else "before step 0"
-        reason = self.inbox.last_reason()
-        last = f"; the last one: {reason}" if reason else ""
-        alike = sum(count for cause, count in drop_causes.items() if cause.startswith("filtered"))
-        advice = f"; {WITHOUT_DIFFERENCES}" if 2 * alike > dropped else ""
-        mark(self.session.log, self.session.record, status="stopped")
-        raise Unrecoverable(f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}{advice}")
+        reason = self.drops.passed(steps_done=self.policy.steps_done)
+        if reason is not None:
+            mark(self.session.log, self.session.record, status="stopped")
+            raise Unrecoverable(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
-        drops, lags = self.inbox.selector.drops, [version - oldest for oldest in self.inbox.selector.queued()]
-        measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(drops - self._drops)}
+        lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]
+        measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(self.drops.since_last_step)}
         measured["peak_rss_bytes"] = peak_rss()
         measured |= {"queued_groups": float(len(lags)), **{f"queued_{name}": value for name, value in lag_summary(lags).items()}}
         hashing = time.monotonic()
@@ -385,12 +302,11 @@ class Trainer:
             grad_norm_bits=outcome.grad_norm_bits,
             digest=digest,
             metrics=measured,
-            details=self._mark(),
+            details=self.arrivals.mark().to_json(),
         )
         self.committed += 1
-        self.places.steps[self.committed] = self.writer.newest_offset
-        self._drops = drops
-        self.inbox.drop_causes.clear()
+        self.arrivals.places.steps[self.committed] = self.writer.newest_offset
+        self.drops.committed()
         self._compute_s = outcome.metrics["compute_s"]
         self.session.reporter.add("compute_s", self._compute_s)
 

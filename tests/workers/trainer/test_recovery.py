@@ -210,7 +210,7 @@ def test_drops_before_the_last_step_are_not_counted_again_after_a_restart(run_id
         crew.wait(lambda: crew.report()["steps"] == 3)
     trainer, past = opened(session_of(log, run_id, "trainer"))
     trainer.begin(Resumed(past=past))
-    assert trainer.inbox.selector.drops == past.drops == 6
+    assert trainer.arrivals.inbox.selector.drops == past.drops == 6
     write_groups(log, run_id, half(12, 6), partitions=config.partitions)
     with Crew(log, run_id) as crew:
         crew.start("trainer")
