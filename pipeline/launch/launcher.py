@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra.errors import LogError, PenstockError
@@ -205,17 +206,19 @@ def show_report(log: Log, run: str, *, json_out: bool) -> None:
     """
     from rich.console import Console
 
+    from penstock.pipeline.observe.report.progress import Progress
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
+    alive = Progress(partial(print, file=sys.stderr, flush=True))
     directory = run_directory(run)
     as_lines, as_data = (directory / name for name in REPORTS)
     if sys.stdout.isatty() and not json_out:
-        report = json.loads(as_data.read_text(encoding="utf-8")) if as_data.exists() else collect(log, run)
+        report = json.loads(as_data.read_text(encoding="utf-8")) if as_data.exists() else collect(log, run, alive=alive)
         Console().print(render(report, directory=directory))
     elif (written := as_data if json_out else as_lines).exists():
         print(written.read_text(encoding="utf-8"))
     else:
-        report = collect(log, run)
+        report = collect(log, run, alive=alive)
         print(json.dumps(report, indent=2) if json_out else as_text(report, directory=directory))
 
 

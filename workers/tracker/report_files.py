@@ -9,6 +9,7 @@ from penstock.pipeline.observe.html.build import Limits, build, write
 from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.runtime.session import Session
 
+REPORTS = ("report.json", "report.txt")
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
 """Time to make the run's page, normally and once this process was asked to stop."""
 PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
@@ -21,6 +22,12 @@ def write_report(session: Session, report: Mapping[str, Any], directory: Path) -
     if pages := _write_page(session, report, directory / "report.html"):
         files = _write_texts(session, report, directory) + pages  # again: the text names the page
     return files
+
+
+def remove_report(directory: Path) -> None:
+    """Remove what an earlier end of the run has left, which is out of date; its page names its time and stays."""
+    for name in REPORTS:
+        (directory / name).unlink(missing_ok=True)
 
 
 def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 from penstock.workers.tracker.kept_checkpoints import KeptCheckpoints
 from penstock.workers.tracker.metrics_file import MetricsFile
-from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
+from penstock.workers.tracker.report_files import PAGE_STOPPED_S, remove_report, write_report
 from penstock.workers.tracker.retention import Retention
 from penstock.workers.tracker.sinks import sinks
 from penstock.workers.tracker.start import held_before, known
@@ -65,6 +65,10 @@ def main(session: Session) -> None:
         tracker.end()
     finally:
         tracker.close()
+
+
+class _OutOfTime(Exception):
+    """This process was asked to stop and has no time left for what it does."""
 
 
 class Tracker:
@@ -120,10 +124,7 @@ class Tracker:
             self._flush()
         run_id = self._mlflow_run_id()
         self._announce()
-        report = collect(session.log, session.run, mlflow_run_id=run_id)
-        if uploader is not None:
-            report["mlflow_uri"] = uploader.shown_uri
-        files = write_report(session, report, self.directory)
+        files = self._report(run_id)
         if uploader is None:
             return
         closed = self.view.closed
@@ -133,6 +134,19 @@ class Tracker:
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "
                 f"`penstock worker tracker --run {session.run}` delivers them once the server answers"
             )
+
+    def _report(self, mlflow_run_id: str | None) -> list[Path]:
+        """Write the report; returns its files, none where this process is to end before the whole log is read."""
+        session = self.session
+        try:
+            report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._go_on)
+        except _OutOfTime:
+            remove_report(self.directory)
+            session.reporter.say(f"no report was written: the log is too long for that; `penstock report {session.run}` makes one")
+            return []
+        if self.uploader is not None:
+            report["mlflow_uri"] = self.uploader.shown_uri
+        return write_report(session, report, self.directory)
 
     def close(self) -> None:
         """Stop reading and close the file."""
@@ -275,6 +289,12 @@ class Tracker:
         positions = {place: self._tail.position(place) for place in self._partitions}
         if saved := self._views.write(self.view, positions, now=now):
             self._retention.delete(self.view, positions, saved)
+
+    def _go_on(self) -> None:
+        """Report while the log is read; raises `_OutOfTime` when this process is to end."""
+        if self._out_of_time():
+            raise _OutOfTime
+        self.session.reporter.status()
 
     def _out_of_time(self) -> bool:
         """True if this process was asked to stop and `STOPPED_S` have passed since."""

@@ -1,16 +1,12 @@
 """`penstock report`: what a run did, as text or as a page. The rule: the run's topics are only read."""
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustCode, emit, reading, say
-
-SAY_EVERY_S = 5.0
 
 
 def report(
@@ -24,13 +20,14 @@ def report(
     json: Json = False,
 ) -> None:
     """What a run did: reward, groups by fate, times, lag, weights; with --html, as a page for a browser."""
+    from penstock.pipeline.observe.report.progress import Progress
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
     if html is not None or tokens is not None:
         _page(run, html, tokens, trust_code=trust_code, bootstrap=bootstrap, security=security, json=json)
         return
     with reading(run, bootstrap, security) as (log, run_id):
-        found = collect(log, run_id)
+        found = collect(log, run_id, alive=Progress(say))
     if json:
         emit(found)
         return
@@ -53,6 +50,7 @@ def _page(
     """Write the page of a run; a user-given number of tokens is not limited."""
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.observe.html.build import Limits, build, write
+    from penstock.pipeline.observe.report.progress import Progress
 
     if html is None:
         raise ConfigError("--tokens is for the page of a run: add --html PATH")
@@ -75,20 +73,3 @@ def _page(
     )
     for note in made.facts["left_out"]:
         say(note)
-
-
-class Progress:
-    """Prints a line every few seconds while a log is read; may be called for every record."""
-
-    def __init__(
-        self,
-        say: Callable[[str], None],
-    ) -> None:
-        self._say = say
-        self._began = self._said = time.monotonic()
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._said >= SAY_EVERY_S:
-            self._said = now
-            self._say(f"reading the log, for {now - self._began:.0f} s")

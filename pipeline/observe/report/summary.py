@@ -5,7 +5,7 @@ The rule: headers and the small topics are read, a sample's payload never; a fig
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.infra.log import Log
@@ -31,7 +31,7 @@ from penstock.pipeline.observe.run_status import (
     steps_planned,
     tenth,
 )
-from penstock.pipeline.observe.run_view import RunView, load, read_view
+from penstock.pipeline.observe.run_view import RunView, read_view
 from penstock.pipeline.observe.run_view_types import StepFacts, together
 from penstock.pipeline.observe.status import bottleneck, bottleneck_as_json
 from penstock.pipeline.runtime.roles import HELPERS
@@ -47,13 +47,15 @@ COSTS = ("encode", "decode", "send", "poll", "io")
 CURVE_POINTS = 60
 
 
-def collect(log: Log, run: str, *, mlflow_run_id: str | None = None) -> dict[str, Any]:
+def collect(log: Log, run: str, *, mlflow_run_id: str | None = None, alive: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Read a run's topics and report on it, finished or not; plain data, ready for JSON.
+
+    It takes some minutes for a million groups. `alive` is called before every batch of records; whatever it raises ends the reading.
 
     Raises:
         ValueError: no such run on this broker.
     """
-    view = load(log, run)
+    view = read_view(RunReader(log, run, alive=alive))
     if view.record is None and view.opened is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     if mlflow_run_id is not None:

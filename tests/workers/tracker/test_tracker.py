@@ -304,6 +304,18 @@ def test_a_tracker_that_is_stopped_says_no_reward_that_may_still_change(log: Mem
     assert rewards == [(step, pytest.approx(step / 4)) for step in range(STEPS)]
 
 
+def test_a_tracker_that_is_stopped_leaves_no_report_of_a_log_too_long_to_be_read_in_time(
+    log: MemoryLog, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(log, told(**WITHOUT_MLFLOW)[1])
+    follow(log, stop=True)
+    assert (run_directory(tmp_path) / "report.json").exists()
+    monkeypatch.setattr(worker, "STOPPED_S", -1.0)
+    follow(log, stop=True)
+    assert said[-1] == f"no report was written: the log is too long for that; `penstock report {RUN}` makes one"
+    assert not (run_directory(tmp_path) / "report.json").exists()
+
+
 def test_rewards_are_the_same_whatever_is_read_first_of_a_long_log(log: MemoryLog, tmp_path: Path, monkeypatch) -> None:
     """One record at a time, a whole topic before the next: the versions are known long before their groups are."""
     poll = MemoryTail.poll
