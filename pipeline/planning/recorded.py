@@ -112,7 +112,7 @@ def workload(record: Record) -> Workload:
     side_by_side = config.engine.draws_side_by_side
     concurrency = config.rollout.concurrency if side_by_side else schedule.samples_begun
     decode, begin_s, pace = _side_by_side(record.draws) if side_by_side else _by_group(record.draws, rows=concurrency)
-    release_s, step_s = _after_steps(record)
+    release_s, hold_s, step_s = _after_steps(record)
     deliver_s, take_s = _delivery(record)
     group_s, token_s, step_pace = _training(record)
     update_s = _update(record, take_s=take_s, step_s=step_s)
@@ -136,6 +136,7 @@ def workload(record: Record) -> Workload:
         train_group_s=group_s * share,
         train_token_s=token_s * share,
         step_s=step_s + update_s,
+        hold_s=hold_s,
         release_s=release_s,
         publish_s=_arrival(record, load_s=load_s, begin_s=begin_s),
         filtered=fmean(record.filtered.values()) if record.filtered else 0.0,
@@ -241,23 +242,20 @@ def _training(record: Record) -> tuple[float, float, dict[int, float]]:
     return step_s / record.config.schedule.prompts_per_step, token_s, pace
 
 
-def _after_steps(record: Record) -> tuple[float, float]:
-    """(time to publish a version, time of a step beside waiting and computing)."""
-    releases, others = [], []
+def _after_steps(record: Record) -> tuple[float, float, float]:
+    """(time to publish a version, time between two steps, time of a step beside waiting and computing)."""
+    releases, between = [], []
     for step, after in pairwise(record.steps):
-        passed = after.metrics.get("started_at", after.time_ns / 1e9) - step.time_ns / 1e9
-        version = (step.step or 0) + 1
-        published = record.versions.get(version // record.config.schedule.steps_per_version)
-        if version % record.config.schedule.steps_per_version == 0 and published is not None:
-            releases.append(published - step.time_ns / 1e9)
-            passed -= releases[-1]
-        others.append(passed)
+        between.append(after.metrics.get("started_at", after.time_ns / 1e9) - step.time_ns / 1e9)
+        version, rest = divmod((step.step or 0) + 1, record.config.schedule.steps_per_version)
+        if rest == 0 and version in record.versions:
+            releases.append(record.versions[version] - step.time_ns / 1e9)
     own = [
         step.time_ns / 1e9 - step.metrics["started_at"] - step.metrics.get("wait_s", 0.0) - step.metrics.get("compute_s", 0.0)
         for step in record.steps
         if "started_at" in step.metrics
     ]
-    return _positive(releases), _positive(own) + _positive(others)
+    return _positive(releases), _positive(between), _positive(own)
 
 
 def _update(record: Record, *, take_s: float, step_s: float) -> float:
@@ -335,6 +333,7 @@ def as_json(work: Workload) -> Mapping[str, float]:
         "train_group_s": work.train_group_s,
         "train_token_s": work.train_token_s,
         "step_s": work.step_s,
+        "between_steps_s": work.hold_s,
         "release_version_s": work.release_s,
         "publish_version_s": work.publish_s,
         "mean_length": work.lengths.mean,

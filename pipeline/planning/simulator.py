@@ -116,6 +116,7 @@ class _Run:
     def train(self) -> Process:
         """The trainer, to the end of the run's last step."""
         schedule = self.work.schedule
+        released: simpy.Event = self.world.timeout(0.0)
         for number in range(self.work.steps):
             step = SimulatedStep(number=number, started_s=self.world.now)
             if schedule.starts_on == "round" and number % schedule.steps_per_version == 0:
@@ -127,11 +128,14 @@ class _Run:
                 yield from self._next_group(step, version=version)
             yield self.world.timeout(self.work.step_s)
             step.compute_s += self.work.step_s
+            yield released
             step.ended_s = self.world.now
             self.steps.append(step)
             if rules.publishes(number, steps=self.work.steps, steps_per_version=schedule.steps_per_version):
-                yield self.world.timeout(self.work.release_s)
-                self.world.timeout(self.work.publish_s, version + 1).callbacks.append(self._published)
+                released = self.world.timeout(self.work.release_s)
+                self.world.timeout(self.work.release_s + self.work.publish_s, version + 1).callbacks.append(self._published)
+            if number + 1 < self.work.steps:
+                yield self.world.timeout(self.work.hold_s)
         for worker in self.workers:
             worker.hold = True
 

@@ -91,10 +91,12 @@ class Workload:
     """The trainer's time for each group, whatever its length."""
     step_s: float = 0.0
     """The trainer's time for the optimizer and the ledger, at the end of each step."""
+    hold_s: float = 0.0
+    """From a step's end until the trainer begins the next one."""
     release_s: float = 0.0
-    """The trainer's time for each version that it publishes, after the step."""
+    """From a step's end until its version is out; the trainer goes on meanwhile, but ends no step before the last version is out."""
     publish_s: float = 0.0
-    """From then on to the version's arrival at the workers; the trainer goes on meanwhile."""
+    """From then on to the version's arrival at the workers."""
     filtered: float = 0.0
     """Share of groups that are filtered, each replaced by a new one."""
     filtered_groups: Mapping[int, bool] = field(default_factory=dict)

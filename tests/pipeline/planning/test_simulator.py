@@ -48,6 +48,16 @@ def test_a_pipelined_round_hides_the_shorter_phase_behind_the_longer_one() -> No
     assert simulate(synchronous).wall_s == pytest.approx(10 * 32)
 
 
+def test_a_version_goes_out_while_the_next_step_is_trained_and_no_step_ends_before_it_is_out() -> None:
+    # one group is drawn in 10 s and trained in 10 s, two make a step: the trainer is never without one
+    times = {"lengths": constant(100), "engines": 2, "concurrency": 4, "decode": DecodeTimes((4.0,), (0.1,)), "steps": 6}
+    work = workload("in_flight", max_lag=100, train_token_s=0.025, step_s=0.0, **times)
+    assert simulate(replace(work, release_s=15.0)).wall_s == pytest.approx(simulate(work).wall_s) == pytest.approx(10 + 6 * 20)
+    late = simulate(replace(work, release_s=25.0))
+    assert late.wall_s == pytest.approx(10 + 20 + 5 * 25)  # each version waits for the one before
+    assert simulate(replace(work, hold_s=2.0)).wall_s == pytest.approx(10 + 6 * 20 + 5 * 2)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     mode=st.sampled_from(sorted(MODES)),
