@@ -5,7 +5,8 @@
 The rollout worker has one core and the trainer another; `in turns` has both cores for either phase. Runs alternate (a b c a b c ...), so
 that a machine whose speed drifts treats the schedules alike; figures are medians over the repeats with the lowest and the highest.
 Attainable is the time of a synchronous round whose shorter phase is hidden behind the longer one: saving at most
-min(T_r, T_t) / (T_r + T_t) (arXiv 2606.26997). Predicted is what `penstock plan --from-run` says from the first synchronous run.
+min(T_r, T_t) / (T_r + T_t) (arXiv 2606.26997). Predicted is what `penstock plan --from-run` says from the first synchronous run. The
+last lines have what it says of the first run of each schedule from that run's own times.
 """
 
 import argparse
@@ -38,6 +39,7 @@ VARIANTS: Mapping[str, Sequence[str]] = {
     "synchronous, S = 1": (*EVERY_STEP, "schedule.mode=synchronous", *ONE_CORE_EACH),
     "pipelined, S = 1": (*EVERY_STEP, "schedule.mode=pipelined", *ONE_CORE_EACH),
     "one_step_off": (*EVERY_STEP, "schedule.mode=one_step_off", *ONE_CORE_EACH),
+    "bounded": (*EVERY_STEP, "schedule.mode=bounded", "rollout.engine=vllm", *ONE_CORE_EACH),
     "in_flight": (*EVERY_STEP, "schedule.mode=in_flight", "rollout.engine=vllm", *ONE_CORE_EACH),
 }
 
@@ -80,14 +82,19 @@ def compare(chosen: argparse.Namespace) -> None:
             reports[name].append(report_of(chosen.config, run_id, [*VARIANTS[name], *chosen.settings]))
             print(f"{repeat} {name}: {reports[name][-1]['time']['train_s']:.1f} s", file=sys.stderr, flush=True)
     rollout, train = phases(reports[SYNCHRONOUS])
-    plan = predicted(f"{first}-0-0")
+    plans = {name: predicted(f"{first}-0-{number}") for number, name in enumerate(variants)}
+    plan = plans[SYNCHRONOUS]
     found = rows(reports, plan)
     if chosen.plot is not None:
         draw(found, chosen.plot, rollout=rollout, train=train)
     if chosen.json:
-        print(json.dumps({"variants": found, "rollout_s": rollout, "train_s": train, "plan": plan}, indent=2))
+        deviations = {name: own["deviation"] for name, own in plans.items()}
+        print(json.dumps({"variants": found, "rollout_s": rollout, "train_s": train, "plan": plan, "deviations": deviations}, indent=2))
     else:
         show(found, rollout=rollout, train=train)
+        for name, own in plans.items():
+            measured, simulated = own["measured_wall_s"], own["simulated_wall_s"]
+            print(f"{name} took {measured:.1f} s, simulated with its own times {simulated:.1f} s ({own['deviation']:+.1%})")
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def workload(record: Record) -> Workload:
     release_s, hold_s, step_s = _after_steps(record)
     deliver_s, take_s = _delivery(record)
     group_s, token_s, step_pace = _training(record)
-    update_s = _update(record, take_s=take_s, step_s=step_s)
     computed = fmean(step.metrics.get("compute_s", 0.0) for step in record.steps)
+    update_s = min(_update(record, take_s=take_s, step_s=step_s), computed)
     share = 1.0 - update_s / computed if computed else 1.0
     loads = len({(draw.worker, draw.version) for draw in record.draws})
     load_s = sum(record.load_s.values()) / max(1, loads)

@@ -1,5 +1,6 @@
 """A recorded run as a workload: simulated, it takes about as long as it took, and what is too short is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def test_a_run_simulated_with_its_own_times_takes_as_long_as_it_took(mode: str, 
 def test_a_run_whose_groups_are_all_as_long_is_simulated_too(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     _, record = run_and_read(run_id, tiny_model, tmp_path, sampling={"max_new_tokens": 1})
     assert simulate(recorded.workload(record)).wall_s > 0
+    assert what_if.compare(record, run=run_id).variants
+
+
+def test_steps_that_waited_may_compute_longer_than_the_others(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
+    _, record = run_and_read(run_id, tiny_model, tmp_path, schedule={"mode": "pipelined", "prompts_per_step": 4, "samples_per_prompt": 4})
+    for number, step in enumerate(record.steps):
+        times = {"wait_s": 5.0, "compute_s": 4.0} if number % 2 else {"wait_s": 0.0, "compute_s": 0.1}
+        record.steps[number] = replace(step, time_ns=step.time_ns + 20 * 10**9, metrics={**step.metrics, **times})
+    found = recorded.as_json(recorded.workload(record))
+    assert min(found.values()) >= 0.0, found
+    assert found["step_s"] > 2.05  # all computing begins with the last group
     assert what_if.compare(record, run=run_id).variants
 
 
