@@ -74,10 +74,8 @@ class Draws:
     def __init__(self, config: Config, engine: Engine) -> None:
         self.config, self.engine = config, engine
         self._data, self._renderer, self._decoder = open_data(config), Renderer.of(config), Decoder(config.model.path)
-        self._order, self._rewards = (
-            self._data.order(config),
-            resolve(config.reward.functions, config.reward.weights, max_completion_length=config.sampling.max_new_tokens),
-        )
+        self._order, reward = self._data.order(config), config.reward
+        self._rewards = resolve(reward.functions, reward.weights, max_completion_length=config.sampling.max_new_tokens)
         self._stop_ids = tuple(digests(config.model.path, chat_template=config.data.chat_template)["stop_ids"])
         self._groups = 0
 

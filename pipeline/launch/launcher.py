@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra.errors import LogError, PenstockError
@@ -30,6 +29,7 @@ from penstock.pipeline.launch.run_lock import STOP_LIMIT_S, attending, end_lefto
 from penstock.pipeline.launch.shutdown import asked_to_stop, lasting_output
 from penstock.pipeline.launch.stall_watchdog import Watchdog, unblock
 from penstock.pipeline.launch.supervisor import Failure, Supervisor
+from penstock.pipeline.observe.report.files import REPORTS, remove_reports
 from penstock.pipeline.observe.run_status import closing, steps_planned
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
 from penstock.pipeline.runtime.run_registry import find, mark, write
@@ -44,7 +44,6 @@ TURN_S = 0.25
 """Interval between two polls of workers, broker and watchdog."""
 PATIENCE_S = 10.0
 """How long the launcher's own calls wait for a broker that is away, because it also has to watch the workers."""
-REPORTS = ("report.txt", "report.json")
 HURRY_S = 5.0
 """Time for workers to end while the broker is away: they could not write anything more."""
 
@@ -79,7 +78,7 @@ def attend(log: KafkaLog, record: RunRecord, config: Config, *, say: Say, live: 
     """Start a registered run's workers, stay until they have ended, and print the report; returns the exit status."""
     status = watch(log, record, config, say=say, live=live, quiet=json_out)
     if status == 0:
-        show_report(log, record.run, json_out=json_out)
+        show_report(log, record.run, json_out=json_out, say=say)
     return status
 
 
@@ -105,8 +104,7 @@ def watch(
         ),
     ):
         left = end_leftovers(directory, run, say=say)
-        for name in REPORTS:
-            (directory / name).unlink(missing_ok=True)  # an earlier report must not remain if the tracker dies
+        remove_reports(directory)  # the tracker may die
         (directory / "config.json").write_text(json.dumps(json.loads(record.config), indent=2), encoding="utf-8")
         log.wait_out(PATIENCE_S)
         say(f"run {run}: starting its workers; logs in {directory / 'logs'}")
@@ -199,7 +197,7 @@ class Watching:
         return {name: worker.labels["doing"] for name, worker in self.view.view.workers.items() if "doing" in worker.labels}
 
 
-def show_report(log: Log, run: str, *, json_out: bool) -> None:
+def show_report(log: Log, run: str, *, json_out: bool, say: Say) -> None:
     """Print the report that the tracker wrote, or one made from the log if the tracker was given up before it wrote any.
 
     On a terminal it is as wide as that.
@@ -209,16 +207,17 @@ def show_report(log: Log, run: str, *, json_out: bool) -> None:
     from penstock.pipeline.observe.report.progress import Progress
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
-    alive = Progress(partial(print, file=sys.stderr, flush=True))
     directory = run_directory(run)
     as_lines, as_data = (directory / name for name in REPORTS)
-    if sys.stdout.isatty() and not json_out:
-        report = json.loads(as_data.read_text(encoding="utf-8")) if as_data.exists() else collect(log, run, alive=alive)
-        Console().print(render(report, directory=directory))
-    elif (written := as_data if json_out else as_lines).exists():
+    on_terminal = sys.stdout.isatty() and not json_out
+    written = as_data if json_out or on_terminal else as_lines
+    if written.exists() and not on_terminal:
         print(written.read_text(encoding="utf-8"))
+        return
+    report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else collect(log, run, alive=Progress(say))
+    if on_terminal:
+        Console().print(render(report, directory=directory))
     else:
-        report = collect(log, run, alive=alive)
         print(json.dumps(report, indent=2) if json_out else as_text(report, directory=directory))
 
 

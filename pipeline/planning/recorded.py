@@ -116,7 +116,7 @@ def workload(record: Record) -> Workload:
     deliver_s, take_s = _delivery(record)
     group_s, token_s, step_pace = _training(record)
     computed = fmean(step.metrics.get("compute_s", 0.0) for step in record.steps)
-    update_s = min(_update(record, take_s=take_s, step_s=step_s), computed)
+    update_s = _update(record, take_s=take_s, step_s=step_s, most_s=computed)
     share = 1.0 - update_s / computed if computed else 1.0
     loads = len({(draw.worker, draw.version) for draw in record.draws})
     load_s = sum(record.load_s.values()) / max(1, loads)
@@ -258,10 +258,11 @@ def _after_steps(record: Record) -> tuple[float, float, float]:
     return _positive(releases), _positive(between), _positive(own)
 
 
-def _update(record: Record, *, take_s: float, step_s: float) -> float:
+def _update(record: Record, *, take_s: float, step_s: float, most_s: float) -> float:
     """The trainer's compute time that begins only with a step's last group: the rest of its micro-batches, and the optimizer.
 
-    It is what passes from that group's outcome to the step's entry beyond a single group's share, in steps that waited for it.
+    It is what passes from that group's outcome to the step's entry beyond a single group's share, in steps that waited for it,
+    and at most `most_s`, what a step computes in the mean over all.
     """
     prompts, tails, computed = record.config.schedule.prompts_per_step, [], []
     for step in record.steps:
@@ -274,7 +275,7 @@ def _update(record: Record, *, take_s: float, step_s: float) -> float:
     if not tails or prompts == 1 or record.config.rules.starts_on == "round":
         return 0.0
     late = fmean(tails) - take_s - step_s
-    return min(max(0.0, (late - fmean(computed) / prompts) / (1 - 1 / prompts)), fmean(computed))
+    return min(max(0.0, (late - fmean(computed) / prompts) / (1 - 1 / prompts)), fmean(computed), most_s)
 
 
 def _delivery(record: Record) -> tuple[float, float]:

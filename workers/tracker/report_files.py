@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.observe.html.build import Limits, build, write
+from penstock.pipeline.observe.report.files import REPORTS
 from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.runtime.session import Session
 
-REPORTS = ("report.json", "report.txt")
 PAGE_S, PAGE_STOPPED_S = 20.0, 5.0
 """Time to make the run's page, normally and once this process was asked to stop."""
 PAGE_TOKENS, PAGE_BYTES = 1_000_000, 10_000_000
@@ -24,18 +24,13 @@ def write_report(session: Session, report: Mapping[str, Any], directory: Path) -
     return files
 
 
-def remove_report(directory: Path) -> None:
-    """Remove what an earlier end of the run has left, which is out of date; its page names its time and stays."""
-    for name in REPORTS:
-        (directory / name).unlink(missing_ok=True)
-
-
 def _write_texts(session: Session, report: Mapping[str, Any], directory: Path) -> list[Path]:
     config = json.loads(session.record.config)
+    as_lines, as_data = REPORTS
     contents = {
         "config.json": json.dumps(config, indent=2),
-        "report.json": json.dumps(report, indent=2),
-        "report.txt": as_text(report, directory=directory),
+        as_data: json.dumps(report, indent=2),
+        as_lines: as_text(report, directory=directory),
     }
     for name, text in contents.items():
         unfinished = directory / f".{name}.tmp"

@@ -16,6 +16,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.observe.live.saved_view import ViewWriter
 from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
 from penstock.pipeline.observe.metrics.points import Line, Points
+from penstock.pipeline.observe.report.files import remove_reports
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.run_status import status_of
 from penstock.pipeline.observe.run_view import Folded
@@ -29,7 +30,7 @@ from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_password
 from penstock.workers.tracker.kept_checkpoints import KeptCheckpoints
 from penstock.workers.tracker.metrics_file import MetricsFile
-from penstock.workers.tracker.report_files import PAGE_STOPPED_S, remove_report, write_report
+from penstock.workers.tracker.report_files import PAGE_STOPPED_S, write_report
 from penstock.workers.tracker.retention import Retention
 from penstock.workers.tracker.sinks import sinks
 from penstock.workers.tracker.start import held_before, known
@@ -141,7 +142,7 @@ class Tracker:
         try:
             report = collect(session.log, session.run, mlflow_run_id=mlflow_run_id, alive=self._go_on)
         except _OutOfTime:
-            remove_report(self.directory)
+            remove_reports(self.directory)
             session.reporter.say(f"no report was written: the log is too long for that; `penstock report {session.run}` makes one")
             return []
         if self.uploader is not None:

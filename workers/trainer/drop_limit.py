@@ -16,8 +16,6 @@ class DropLimit:
     """Counts what the inbox drops since the last step."""
 
     inbox: GroupInbox
-    limit: int
-    """`schedule.max_drops_per_step`."""
     at_last_step: int = 0
     """Dropped groups when the last step was committed."""
     tolerated: int = 0
@@ -40,14 +38,15 @@ class DropLimit:
 
     def passed(self, *, steps_done: int) -> str | None:
         """Why the run cannot go on; None while no more than the limit were dropped."""
+        limit = self.inbox.schedule.max_drops_per_step
         dropped = self.inbox.selector.drops - max(self.at_last_step, self.tolerated)
-        if dropped <= self.limit:
+        if dropped <= limit:
             return None
         causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
-        when = f"since step {steps_done - 1}" if steps_done else "before step 0"
-        when = "since the trainer was started" if self.tolerated > self.at_last_step else when
+        begun = f"since step {steps_done - 1}" if steps_done else "before step 0"
+        when = "since the trainer was started" if self.tolerated > self.at_last_step else begun
         reason = self.inbox.last_reason()
         last = f"; the last one: {reason}" if reason else ""
         alike = sum(count for cause, count in self.inbox.drop_causes.items() if cause.startswith("filtered"))
         advice = f"; {WITHOUT_DIFFERENCES}" if 2 * alike > dropped else ""
-        return f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {self.limit}): {causes}{last}{advice}"
+        return f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}{advice}"

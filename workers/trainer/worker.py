@@ -114,8 +114,7 @@ class Trainer:
         )
         writer = RunWriter(session, transactions, past.story)
         arrivals = Arrivals.open(session, writer, resumed)
-        drops = DropLimit(arrivals.inbox, session.schedule.max_drops_per_step)
-        trainer = cls(session, policy, writer, arrivals, drops)
+        trainer = cls(session, policy, writer, arrivals, DropLimit(arrivals.inbox))
         session.finishing = trainer.finishing
         return trainer
 

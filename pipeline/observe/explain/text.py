@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.pipeline.observe.records.format import first_of
 from penstock.pipeline.observe.report.rebases import rebased_line
 
 SHOWN_TEXT = 100
@@ -149,8 +150,8 @@ def _step(step: Plain | None) -> list[str]:
     batches = ", ".join(str(number) for number in step["micro_batches"])
     lines = [
         f"step {step['step']}, ledger entry {step['entry']}: place {step['place'] + 1} of {len(step['plan'])} "
-        f"(groups {_numbers(step['plan'])}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
-        f"(samples end at {_numbers(step['boundaries'])})",
+        f"(groups {first_of(step['plan'], most=SHOWN_NUMBERS)}), micro-batch {batches or '?'} of {len(step['boundaries'])} "
+        f"(samples end at {first_of(step['boundaries'], most=SHOWN_NUMBERS)})",
         f"learner version {step['learner_version']}, lag {step['lag']}; advantage {step['advantage']}, loss {step['loss_name']}",
     ]
     if step["tokens"] == 0:
@@ -168,12 +169,6 @@ def _step(step: Plain | None) -> list[str]:
         lines.append(f"the step's gradient was cut to its largest norm: times {step['clipped']:.4g}")
     lines += [_rebased(rebased, step["step"]) for rebased in step["rebased"]]
     return lines + [f"left out: {said}" for said in step["left_out"]]
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """The first of them; `--json` has all."""
-    shown = ", ".join(map(str, numbers[:SHOWN_NUMBERS]))
-    return shown if len(numbers) <= SHOWN_NUMBERS else f"{shown}, … {len(numbers)} in all"
 
 
 def _rebased(rebased: Plain, step: int) -> str:

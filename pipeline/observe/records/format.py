@@ -5,7 +5,7 @@ The rule: long things are cut short and say how long they are; `inspect.view` ha
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.pipeline.observe.html.token_texts import TokenTexts
@@ -110,6 +110,14 @@ def _nested(value: Mapping[str, Any], *, indent: int) -> list[str]:
 
 
 def _short(item: Any) -> str:
-    if isinstance(item, list) and len(item) > SHOWN_ITEMS:
-        return f"[{', '.join(map(str, item[:SHOWN_ITEMS]))}, … {len(item)} in all]"
-    return str(item)
+    return f"[{first_of(item, most=SHOWN_ITEMS)}]" if isinstance(item, list) and len(item) > SHOWN_ITEMS else str(item)
+
+
+def first_of(items: Sequence[Any], *, most: int) -> str:
+    """The items, or the first of them and how many there are.
+
+    Example:
+        first_of([3, 4, 5], most=2)  # -> "3, 4, … 3 in all"
+    """
+    shown = ", ".join(map(str, items[:most]))
+    return shown if len(items) <= most else f"{shown}, … {len(items)} in all"

@@ -12,8 +12,8 @@ def refused(record: Record, error: Unusable) -> None:
 
 
 def limit_of(limit: int) -> DropLimit:
-    schedule = preset("pipelined", prompts_per_step=2, samples_per_prompt=4, steps_per_version=1)
-    return DropLimit(GroupInbox(run="demo", schedule=schedule, dead_letter=refused, duplicate=print), limit)
+    schedule = preset("pipelined", prompts_per_step=2, samples_per_prompt=4, steps_per_version=1, max_drops_per_step=limit)
+    return DropLimit(GroupInbox(run="demo", schedule=schedule, dead_letter=refused, duplicate=print))
 
 
 def drop(found: DropLimit, **causes: int) -> None:
