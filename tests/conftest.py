@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from penstock.infra.broker import embedded
+from tests.support.signals import guard_this_process
 
 # Examples are the same in every run, and a machine that is busy makes no example wrong.
 settings.register_profile("penstock", deadline=None, derandomize=True)
@@ -111,6 +112,12 @@ HEAVY = frozenset({"transformers", "vllm", "deepspeed", "kafka"})
 UNIT_S, OTHER_S = 2.0, 15.0
 """[s] a test may take on a quiet machine, without its fixtures; those that take longer are listed at the end of a run."""
 LISTED = 25
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Children start with default signals. A process that only hands the tests to others starts none, and keeps what `nohup` gave it."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        guard_this_process()
 
 
 def pytest_collection_finish() -> None:

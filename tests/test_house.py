@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from benchmarks.house import WIDTH_LIMIT, folder_widths, import_cycles, import_g
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "algorithms", "config", "envs", "runtime", "learner", "observe", "planning", "launch", "replay", "archive", "cli")
 """The packages of `pipeline/` from the foundation up: each may import itself and those before it."""
+NEVER_CALLED = frozenset({"raise_signal", "interrupt_main", "PyThreadState_SetAsyncExc"})
 APART = "audit"
 """Beside them: it imports none of them, and only the command line imports it."""
 
@@ -80,3 +83,65 @@ def test_cycles_widths_and_imports_that_point_up_are_noticed(tmp_path: Path) -> 
         "pipeline.config.a imports pipeline.launch.b",
     ]
     assert folder_widths(tmp_path)["topics"] == WIDTH_LIMIT + 1
+
+
+def signals_to_itself(text: str) -> list[int]:
+    """The lines on which a program signals its own process or raises an exception in one of its threads."""
+    lines = set()
+    for node in ast.walk(ast.parse(text)):
+        names = {name.name.rpartition(".")[2] for name in node.names} if isinstance(node, ast.ImportFrom) else _names(node)
+        called = {name for inner in ast.walk(node) for name in _names(inner)} if isinstance(node, ast.Call) else set()
+        if names & NEVER_CALLED or (called & {"kill", "killpg", "pthread_kill"} and called & {"getpid", "getpgrp", "get_ident"}):
+            lines.add(node.lineno)
+    return sorted(lines)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {node.attr} if isinstance(node, ast.Attribute) else {node.id} if isinstance(node, ast.Name) else set()
+
+
+def test_no_test_signals_the_process_that_runs_it() -> None:
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != ROOT / "tests" / "support" / "signals.py"]
+    assert {str(path): lines for path in files if (lines := signals_to_itself(path.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        "os.killpg(os.getpgrp(), 2)",
+        "threading.Timer(0.2, os.kill, (os.getpid(), 2))",
+        "signal.pthread_kill(threading.get_ident(), 2)",
+        "signal.raise_signal(2)",
+        "from signal import raise_signal as r",
+        "_thread.interrupt_main()",
+        "ctypes.pythonapi.PyThreadState_SetAsyncExc(1, KeyboardInterrupt)",
+        "psutil.Process(os.getpid()).kill()",
+    ],
+)
+def test_a_signal_to_the_own_process_is_noticed(line: str) -> None:
+    assert signals_to_itself(f"x = 1\n{line}") == [2]
+    assert signals_to_itself("os.kill(child.pid, 9)\nprint(os.getpid())\nchild.kill()") == []
+
+
+STARTED = """
+import os, signal, subprocess, sys
+from tests.support.signals import guard_this_process, signal_self
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+for number in SIGNALS:
+    signal.signal(number, signal.SIG_IGN)
+guard_this_process()
+ignored = "import signal; print([n for n in (1, 2, 3) if signal.getsignal(n) is signal.SIG_IGN])"
+subprocess.run([sys.executable, "-c", ignored], check=True)
+for number in SIGNALS:
+    os.kill(os.getpid(), number)
+try:
+    signal_self(9)
+except AssertionError:
+    print("refused")
+"""
+
+
+def test_a_suite_that_ignores_signals_starts_children_that_do_not() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("[]\nrefused\n", 0), done.stderr

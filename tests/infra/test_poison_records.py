@@ -10,6 +10,7 @@ import pytest
 from penstock.infra.poison_records import DEADLY, Attempts
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
+from tests.support.signals import signal_self
 
 RECORD = Record(topic="demo.groups", partition=3, offset=2**40, timestamp_ms=0, key=None, headers=(), value=b"")
 OTHER = replace(RECORD, topic="demo.rollouts", partition=0, offset=7)
@@ -24,7 +25,7 @@ def killed_while_reading(path: Path, *records: Record) -> None:
             with attempts.reading(record):
                 pass
         with attempts.reading(records[-1]):
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal_self(signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.topics.wire.codec import Codec
+from tests.support.signals import signal_self
 
 
 def settings(schema: str, mark: bytes, *, deaths: Path, times: int) -> Mapping[str, str]:
@@ -32,4 +33,4 @@ def _die() -> None:
         if file.tell() >= int(os.environ["DEADLY_TIMES"]):
             return
         file.write(b"+")
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal_self(signal.SIGKILL)

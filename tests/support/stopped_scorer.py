@@ -1,8 +1,9 @@
 """What a test has a worker process do to itself: stop in the middle of a transaction, as a suspended machine does."""
 
-import os
 import signal
 from typing import Any
+
+from tests.support.signals import signal_self
 
 _AT = 3
 
@@ -16,7 +17,7 @@ def stops_inside_its_third_transaction() -> None:
     def commit_transaction(producer: Any, timeout_s: float) -> None:
         count[0] += 1
         if count[0] == _AT:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal_self(signal.SIGSTOP)
         commit(producer, timeout_s)
 
     private_api.commit_transaction = commit_transaction

@@ -1,7 +1,6 @@
 """Trainer and rollout worker on one device by turns: the same run, never both awake, and no kill of one holds up the other."""
 
 import itertools
-import os
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from tests.support.counting_run import counting_run
 from tests.support.crew import PIPELINE, Crew, audited, complete, config_of, records_of
 from tests.support.in_flight import TOY, config_in_flight
 from tests.support.processes import Processes
+from tests.support.signals import signal_self
 from tests.support.trainer_alone import config_for as alone
 from tests.support.trainer_alone import group_of, write_groups, written
 
@@ -159,7 +159,7 @@ def die_in_the_third_group() -> None:
     def deadly(engine: TransformersEngine, request: Any) -> Any:
         left[0] -= 1
         if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal_self(signal.SIGKILL)
         return begin(engine, request)
 
     TransformersEngine._work_of = deadly  # type: ignore[method-assign, assignment]

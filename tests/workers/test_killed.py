@@ -1,6 +1,5 @@
 """SIGKILL and SIGSTOP at any instant: what was committed stays, and the run goes on to the same weights."""
 
-import os
 import random
 import signal
 import time
@@ -15,6 +14,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.exit_status import HOPELESS
 from tests.support.crew import Crew, complete, config_of
 from tests.support.processes import Processes
+from tests.support.signals import signal_self
 
 WORKERS = ("trainer", "feeder", "rollout-0", "rollout-1", "scorer-0", "scorer-1")
 STOP_S = 7.5
@@ -101,7 +101,7 @@ def stop_in_the_third_transaction() -> None:
     def stopping(*arguments: object) -> None:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal_self(signal.SIGSTOP)
         commit(*arguments)
 
     private_api.commit_transaction = stopping

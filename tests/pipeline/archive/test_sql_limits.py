@@ -1,9 +1,9 @@
 """The limits of a question in SQL: of memory, and of a person's patience."""
 
-import os
 import signal
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive import sql
 from penstock.pipeline.cli import main
 from penstock.pipeline.cli.look import sql as command
+from tests.support.paths import ROOT
 
 ENDLESS = "select count(*) from range(10000000) a, range(10000000) b where a.range + b.range = 7"
 
@@ -27,19 +28,30 @@ class NoTables:
         raise AssertionError(name)
 
 
-def interrupt_once_it_computes() -> None:
-    while not any(thread.name.startswith("sql") for thread in threading.enumerate()):
+ASKING = """
+import sys, threading, time
+from penstock.pipeline.archive import sql
+from tests.pipeline.archive.test_sql_limits import ENDLESS, NoTables
+
+def tell_once_it_computes():
+    while not any(thread.name == "sql" for thread in threading.enumerate()):
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+    print("computing", flush=True)
+
+threading.Thread(target=tell_once_it_computes).start()
+try:
+    sql.ask(NoTables(), ENDLESS)
+except KeyboardInterrupt:
+    print(sql.ask(NoTables(), "select 41 + 1 as answer")["answer"].to_pylist())
+"""
 
 
 def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
-    presser = threading.Thread(target=interrupt_once_it_computes)
-    presser.start()
-    with pytest.raises(KeyboardInterrupt):
-        sql.ask(NoTables(), ENDLESS)
-    presser.join()
-    assert sql.ask(NoTables(), "select 41 + 1 as answer")["answer"].to_pylist() == [42]
+    with subprocess.Popen([sys.executable, "-c", ASKING], cwd=ROOT, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        assert asking.stdout.readline() == "computing\n"
+        asking.send_signal(signal.SIGINT)
+        assert asking.communicate(timeout=120)[0] == "[42]\n"
 
 
 def test_ctrl_c_ends_a_question_whose_computation_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,11 +255,12 @@ def test_a_second_ctrl_c_kills_what_is_left_at_once(tmp_path: Path):
     crew.start()
     until(lambda: at_work(crew))
     before = pids(tmp_path)
-    second = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    second.start()
+
+    def interrupted() -> dict[str, str]:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        crew.stop(limit_s=60.0)
-    second.join()
+        crew.stop(limit_s=60.0, look=interrupted)
     assert not any(psutil.pid_exists(pid) for pid in before.values())
 
 
