@@ -15,6 +15,9 @@ Rewards = npt.ArrayLike
 Advantages = npt.NDArray[np.float32]
 AdvantageFunction = Callable[[Rewards], Advantages]
 
+EQUAL_WITHIN = 1e-6
+"""Largest difference between equal rewards, as a share of the largest reward: above float32's rounding, below any reward's meaning."""
+
 
 def group_advantages(rewards: Rewards, *, normalise_std: bool = True, eps: float = 1e-4) -> Advantages:
     """GRPO's (r - mean) / (std + eps) over one group (arXiv 2402.03300); without the std it is Dr. GRPO's (arXiv 2503.20783).
@@ -96,9 +99,15 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 
 
 def zero_variance(rewards: Rewards) -> bool:
-    """Whether all rewards of a group are equal: its advantages, and so its gradient, are zero (DAPO, arXiv 2503.14476, section 3.2)."""
+    """True if all rewards of a group are equal, so that its gradient is zero (DAPO, arXiv 2503.14476, section 3.2).
+
+    Rewards that differ by at most `EQUAL_WITHIN` of the largest are equal: dividing by their std would train on rounding errors.
+
+    Example:
+        zero_variance([0.3, 0.1 + 0.2])  # -> True
+    """
     values = np.asarray(rewards, np.float64)
-    return bool((values == values[0]).all())
+    return bool(values.max() - values.min() <= EQUAL_WITHIN * np.abs(values).max())
 
 
 def _checked(rewards: Rewards) -> npt.NDArray[np.float64]:

@@ -3,10 +3,10 @@
 The rule: nothing that decides what a prompt, a sample, a reward or a step is; the log was written under that.
 """
 
+import shlex
 from collections.abc import Sequence
 
 from penstock.pipeline.config.load import Config, ConfigError, override
-from penstock.pipeline.config.plugins import nearest
 
 CHANGEABLE = (
     "run.health_port",
@@ -24,6 +24,7 @@ CHANGEABLE = (
     "rollout.slots",
     "rollout.threads",
     "rollout.workers",
+    "schedule.max_drops_per_step",
     "scorer.group_deadline_s",
     "scorer.processes",
     "scorer.workers",
@@ -46,13 +47,17 @@ CHANGEABLE = (
 )
 
 
-def changed(config: Config, overrides: Sequence[str]) -> Config:
-    """The configuration of a run that goes on with some keys changed. Raises `ConfigError` for a key that stays as it was."""
-    for text in overrides:
-        key = text.partition("=")[0].strip()
-        if key not in CHANGEABLE:
-            hint = nearest(key, CHANGEABLE)
-            raise ConfigError(f"--set {key}: stays as the run was created with; what may change is {', '.join(CHANGEABLE)}{hint}")
+def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
+    """The configuration of the resumed run with these keys changed. Raises `ConfigError` for a key that a resumed run cannot change."""
+    table = config.model_dump()
+    for key in (text.partition("=")[0].strip() for text in overrides):
+        section, _, name = key.partition(".")
+        if key not in CHANGEABLE and name.partition(".")[0] in table.get(section, ()):
+            forked = " ".join(f"--set {shlex.quote(text.strip())}" for text in overrides)
+            raise ConfigError(
+                f"--set {key}: {run} keeps the value that it was created with; a fork goes on from its last step with another one: "
+                f"penstock fork {run} {forked} --start; a resumed run may change {', '.join(CHANGEABLE)}"
+            )
     new = override(config, overrides)
     if new.partitions != config.partitions:
         most = config.partitions // 4

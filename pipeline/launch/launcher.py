@@ -68,7 +68,7 @@ def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, ove
         raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
     config = from_json(record.config)
     if overrides:
-        config = changed(config, overrides)
+        config = changed(config, overrides, run=run)
         record = replace(record, config=to_json(config), updated_ns=time.time_ns())
         write(log, record)
     return attend(log, record, config, say=say, live=live, json_out=json_out)

@@ -46,8 +46,6 @@ class Admission:
     _reads_all: bool = False
     """Whether every record that is kept is read, those of groups below `ended_below` too: what they ask once more is known from them."""
     _dropped: set[int] = field(default_factory=set)
-    _seen: tuple[int, int] = (-1, 0)
-    """Steps in the ledger, and the groups that had been dropped when the newest was first seen."""
     _prompt_at: dict[int, int] = field(default_factory=dict)
     _outcome_at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Group -> partition and offset of its outcome."""
@@ -63,15 +61,9 @@ class Admission:
         """Number of groups dropped, by a scorer or as stale by the trainer."""
         return self.dropped_below + len(self._dropped - self.ledger.stale) + len(self.ledger.stale)
 
-    def too_many_dropped(self, limit: int) -> bool:
-        """Whether more groups than `limit` were dropped since the newest step, or since this feeder began."""
-        if self.ledger.steps > self._seen[0]:
-            self._seen = self.ledger.steps, self.dropped
-        return self.dropped - self._seen[1] > limit
-
-    def admissible(self, limit: int, *, max_drops: int) -> int:
+    def admissible(self, limit: int) -> int:
         """Groups below `limit`, which the rules allow, that wait for a rollout worker with room; 0 once no further prompt will come."""
-        return 0 if self.choices.exhausted or self.too_many_dropped(max_drops) else max(0, limit - self.admitted)
+        return 0 if self.choices.exhausted else max(0, limit - self.admitted)
 
     def begin(self, committed: Mapping[Partition, Committed]) -> dict[Partition, int]:
         """Start offsets in `prompts` and `groups` from the previous feeder's commits; empty if their notes disagree."""

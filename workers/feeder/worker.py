@@ -1,7 +1,8 @@
 """The feeder: publishes the data set's rows to `prompts`, as fast as the rules admit them.
 
-The rule: group n's prompt is a function of (seed, n); admission follows the newest weights and the dropped groups, so that a
-slow trainer limits the whole pipeline.
+Group n's prompt is a function of (seed, n). Admission follows the newest weights and the dropped groups, so that a slow trainer limits
+the whole pipeline. The trainer alone counts towards `schedule.max_drops_per_step`: a second count could reach the limit first, and then
+the trainer would wait for groups that are never admitted.
 """
 
 import contextlib
@@ -94,7 +95,7 @@ def _counts(state: Admission, session: Session) -> dict[str, float]:
         "repeated": float(choices.repeated),
         "left_out": float(choices.left_out),
         "all_out": float(all_out),
-        "admissible": float(state.admissible(_limit(state, session), max_drops=session.schedule.max_drops_per_step)),
+        "admissible": float(state.admissible(_limit(state, session))),
     }
 
 
@@ -148,10 +149,6 @@ def _admissible(state: Admission, session: Session, data: Data, renderer: Render
     """The prompts that the rules and the owners' free slots allow now."""
     batch: list[Outgoing] = []
     schedule, reporter = session.schedule, session.reporter
-    if state.too_many_dropped(schedule.max_drops_per_step):
-        # The trainer stops, or has: a prompt in place of each would be drawn for nothing.
-        reporter.doing(f"more than {schedule.max_drops_per_step} groups were dropped since the last step")
-        return batch
     limit = _limit(state, session)
     while state.admitted < limit:
         number, choice = state.admitted, state.choices.next()

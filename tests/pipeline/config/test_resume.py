@@ -13,20 +13,42 @@ def config_of(**sections: Any) -> Config:
 
 
 def test_what_neither_draws_nor_trains_may_change() -> None:
-    new = changed(config_of(), ["trainer.on_mismatch=rebase", "trainer.threads=2", "scorer.processes=4"])
+    new = changed(config_of(), ["trainer.on_mismatch=rebase", "trainer.threads=2", "scorer.processes=4"], run="demo")
     assert (new.trainer.on_mismatch, new.trainer.threads, new.scorer.processes) == ("rebase", 2, 4)
 
 
-@pytest.mark.parametrize("text", ["schedule.mode=in_flight", "sampling.temperature=0.5", "trainer.lr=1", "run.seed=2", "trainer.thread=2"])
-def test_any_other_key_is_refused_by_name_in_one_line(text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--set {text.partition('=')[0]}: stays as the run was created with; what may change is run\."):
-        changed(config_of(), [text])
+def test_a_resumed_run_may_bear_more_dropped_groups() -> None:
+    new = changed(config_of(), ["schedule.max_drops_per_step=900"], run="demo")
+    assert new.rules.max_drops_per_step == 900
+
+
+@pytest.mark.parametrize(
+    "text", ["schedule.mode=in_flight", "sampling.temperature=0.5", "trainer.lr=1", "run.seed=2", "data.source=other.jsonl", "run.steps=9"]
+)
+def test_any_other_key_is_refused_in_one_line_that_names_the_command_to_change_it(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        changed(config_of(), ["trainer.threads=2", text], run="demo")
+    line = str(refused.value)
+    assert line.startswith(f"--set {text.partition('=')[0]}: demo keeps the value that it was created with; ")
+    assert f"penstock fork demo --set trainer.threads=2 --set {text} --start" in line and "\n" not in line
+
+
+def test_the_command_that_changes_a_key_can_be_pasted_into_a_shell() -> None:
+    with pytest.raises(ConfigError, match=r"penstock fork demo --set 'data\.source=my rows\.jsonl' --start"):
+        changed(config_of(), ["data.source=my rows.jsonl"], run="demo")
+
+
+@pytest.mark.parametrize("text", ["trainer.thread=2", "scorer.worker=2"])
+def test_a_key_that_does_not_exist_is_named_with_the_nearest(text: str) -> None:
+    key = text.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"{key.partition('.')[2]}.*{key}s?"):
+        changed(config_of(), [text], run="demo")
 
 
 def test_workers_may_change_as_far_as_the_partitions_reach() -> None:
-    assert changed(config_of(), ["rollout.workers=1"]).rollout.workers == 1
+    assert changed(config_of(), ["rollout.workers=1"], run="demo").rollout.workers == 1
     with pytest.raises(ConfigError, match="the run has 8 partitions, made for at most 2 rollout workers"):
-        changed(config_of(), ["rollout.workers=9"])
+        changed(config_of(), ["rollout.workers=9"], run="demo")
 
 
 def test_every_key_that_may_change_exists() -> None:

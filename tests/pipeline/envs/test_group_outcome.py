@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
@@ -40,6 +41,22 @@ def test_a_group_of_equal_rewards_is_filtered_only_if_that_is_asked_for(outcome:
     assert found.outcome == outcome
     assert found.reason == ("every sample has the reward 0.25" if asked else None)
     assert len(found.samples) == 4
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        (0.3, 0.1 + 0.2, 0.3, 0.1 + 0.2), (1 / 3, 1 - 2 / 3, 1 / 3, 1 / 3), (-0.3, -0.1 - 0.2, -0.3, -0.3), (1e9, 1e9 + 1, 1e9, 1e9),
+        (1e-9, 1e-9 + 1e-18, 1e-9, 1e-9), (0.1, float(np.float32(0.1)), 0.1, 0.1), (0.0, -0.0, 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_rewards_that_are_equal_up_to_rounding_are_equal(rewards: tuple[float, ...]) -> None:
+    assert judged(rewards).outcome == "filtered"
+
+
+@pytest.mark.parametrize("rewards", [(0.3, 0.30001, 0.3, 0.3), (1e-9, 2e-9, 1e-9, 1e-9), (0.0, 1e-12, 0.0, 0.0), (-1.0, 1.0, -1.0, 1.0)])
+def test_rewards_that_differ_by_more_than_rounding_are_trained_however_small_they_are(rewards: tuple[float, ...]) -> None:
+    assert judged(rewards).outcome == "scored"
 
 
 def test_equal_sums_of_different_components_are_trained_where_each_has_its_own_advantage() -> None:

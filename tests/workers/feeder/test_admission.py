@@ -159,11 +159,9 @@ def test_notes_that_are_not_of_one_piece_mean_that_everything_is_read(damage: st
 
 def test_what_waits_for_room_is_counted_until_nothing_more_may_come() -> None:
     feeders = Feeders()
-    assert feeders.now.admissible(4, max_drops=9) == 4
+    assert feeders.now.admissible(4) == 4
     feeders.admit(0)
-    assert feeders.now.admissible(4, max_drops=9) == 3
-    assert feeders.now.admissible(1, max_drops=9) == 0
-    feeders.end(0, "filtered")
-    assert (feeders.now.admissible(5, max_drops=1), feeders.now.admissible(5, max_drops=0)) == (4, 0), "the run ends for its drops"
+    assert feeders.now.admissible(4) == 3
+    assert feeders.now.admissible(1) == 0
     feeders.now.choices.limit = 1
-    assert feeders.now.admissible(5, max_drops=9) == 0, "the epochs are over"
+    assert feeders.now.admissible(5) == 0, "the epochs are over"
