@@ -6,12 +6,14 @@ The rule: arguments are parsed before a role's heavy half is imported.
 import gc
 import sys
 
+from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.runtime.main import main
 
 GC_OBJECTS = 100_000
 """New objects between two collections of garbage until a worker is ready; at Python's 700 they take a quarter of the imports of vLLM."""
 
 if __name__ == "__main__":
+    keep_ignored_here()
     gc.set_threshold(GC_OBJECTS)
     status = main(sys.argv[1:])
     gc.freeze()  # otherwise the interpreter's end goes through a million objects of torch, which takes seconds

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock.infra.sandbox.signals import restore_defaults
+
 F_SETSIG = 10
 """Linux: the signal that O_ASYNC sends. Not in Python 3.11's fcntl."""
 LINE_BYTES = 64 << 20
@@ -26,6 +28,7 @@ LINE_BYTES = 64 << 20
 
 def main() -> None:
     """Serve `sys.argv[1]` (`module:function`), with the lifeline's descriptor in `sys.argv[2]`."""
+    restore_defaults()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     # A user's print goes to stderr and a user's input() reads nothing: only our messages use the pipes.
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -13,9 +13,11 @@ from penstock.infra.sandbox.spawn import kill_group
 
 KEPT_BYTES = 4096
 """Of a program's output: the last ones."""
-# Asks the kernel to kill the program with its parent (PR_SET_PDEATHSIG), then becomes the program.
+# Handles signals by default, asks the kernel to kill the program with its parent (PR_SET_PDEATHSIG), then becomes the program.
 _LAUNCHER = """
 import ctypes, os, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 if os.getppid() != int(sys.argv[1]):

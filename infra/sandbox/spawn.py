@@ -12,6 +12,8 @@ from penstock.infra.paths import IMPORT_ROOT
 # -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
 BOOTSTRAP = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.child import main; main()"
 START_ATTEMPTS = 3
+KILLED_S = 30.0
+"""Longest wait for the end of a killed process: one that waits for a device ends only with that."""
 
 
 class ChildError(PenstockError):
@@ -41,7 +43,10 @@ def last_words(process: "subprocess.Popen[bytes]") -> str:
     """Kill what is left of a child and everything it has started; says how it ended."""
     # End the group before waiting for its leader: until then its number cannot be reused.
     kill_group(process.pid)
-    status = process.wait()
+    try:
+        status = process.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        return f"does not end: process {process.pid} is still there {KILLED_S:g} s after SIGKILL"
     return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
 
 

@@ -1,15 +1,23 @@
 """What the trainer does with a machine's processor where the configuration leaves it open: threads and number format.
 
-The rule: decided where a configuration is read, as the defaults of a GPU are, so that a run's record says what was chosen. The other
-roles' cores are counted first: threads that wait for a core make every step slower.
+The rule: decided where a configuration is read, as the defaults of a GPU are, so that a run's record says what was chosen. Neither the
+schedule nor the number of other workers decides: last bits depend on the threads, and runs of every schedule end in the same weights.
 """
 
+import json
+import math
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from penstock.infra.backends.processor import Cpu
-from penstock.pipeline.config.schema import RolloutSection, ScheduleSection, TrainerSection
+from penstock.pipeline.config.hub import is_hub_name
+
+SMALL = 10_000_000
+"""Parameters below which a second thread waits longer than it computes."""
+HEADER_BYTES = 100_000_000
+"""The longest header that the format allows."""
 
 
 def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool) -> dict[str, Any]:
@@ -17,7 +25,7 @@ def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool
 
     Example:
         with_cpu_defaults({"trainer": {"dtype": "auto"}}, cpu=Cpu(cores=8, bfloat16=True), on_gpu=False)
-        # -> {"trainer": {"dtype": "bfloat16", "threads": 6}}
+        # -> {"trainer": {"dtype": "bfloat16", "threads": 4}}
     """
     filled = deepcopy(dict(table))
     trainer = filled.setdefault("trainer", {})
@@ -25,24 +33,38 @@ def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool
         return filled  # refused with the rest
     if trainer.get("dtype") == "auto":
         trainer["dtype"] = "bfloat16" if on_gpu or (cpu is not None and cpu.bfloat16) else "float32"
-    if cpu is not None and not on_gpu:
-        trainer.setdefault("threads", trainer_threads(filled, cores=cpu.cores))
+    if cpu is not None and not on_gpu and "threads" not in trainer:
+        processes, model = trainer.get("processes"), filled.get("model")
+        trainer["threads"] = trainer_threads(
+            parameters=_parameters(model.get("path") if isinstance(model, Mapping) else None),
+            cores=cpu.cores,
+            processes=processes if isinstance(processes, int) else 1,
+        )
     return filled
 
 
-def trainer_threads(table: Mapping[str, Any], *, cores: int) -> int:
-    """Threads of each process of the trainer: the cores that rollout workers leave, or, where those wait while it computes, all."""
-    rollout, schedule, trainer = (_section(table, name) for name in ("rollout", "schedule", "trainer"))
-    drawing = _number(rollout, "workers", RolloutSection) * _number(rollout, "threads", RolloutSection)
-    alternating = schedule.get("mode", ScheduleSection.model_fields["mode"].default) == "synchronous"
-    return max(1, (cores - (0 if alternating else drawing)) // _number(trainer, "processes", TrainerSection))
+def trainer_threads(*, parameters: int | None, cores: int, processes: int) -> int:
+    """Threads of each process of the trainer: one for a small model, else half of the cores; `parameters` may be unknown.
+
+    Example:
+        trainer_threads(parameters=135_000_000, cores=8, processes=2)  # -> 2
+    """
+    return 1 if parameters is not None and parameters < SMALL else max(1, cores // 2 // max(1, processes))
 
 
-def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = table.get(name, {})
-    return section if isinstance(section, Mapping) else {}
+def _parameters(path: object) -> int | None:
+    """Parameters of a model by the headers of its files; None for a model of the hub, and where no such file can be read."""
+    if not isinstance(path, str) or is_hub_name(path):
+        return None
+    try:
+        headers = [_header(file) for file in Path(path).expanduser().glob("*.safetensors")]
+        shapes = [tensor["shape"] for header in headers for name, tensor in header.items() if name != "__metadata__"]
+        return sum(map(math.prod, shapes)) if headers else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # whoever opens the model says what is wrong with it
 
 
-def _number(section: Mapping[str, Any], key: str, schema: type[Any]) -> int:
-    value = section.get(key, schema.model_fields[key].default)
-    return value if isinstance(value, int) and value > 0 else 1
+def _header(file: Path) -> dict[str, Any]:
+    """The JSON object at the beginning of a safetensors file: tensor name -> type, shape and offsets."""
+    with file.open("rb") as opened:
+        return json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), HEADER_BYTES)))

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from penstock.infra.sandbox.signals import is_ignored, keep_ignored_here, set_in_handler
+
 SAME_S = 1.0
 """Signals this close together are one request: a terminal that is closed sends SIGHUP more than once."""
 SAME_KEY_S = 0.1
@@ -26,18 +28,19 @@ def asked_to_stop() -> Iterator[threading.Event]:
     """
     stop = threading.Event()
     before: dict[signal.Signals, Any] = {}
-    first = [0.0]
+    first: list[float] = []
 
     def handle(number: int, _frame: object) -> None:
-        if stop.is_set() and time.monotonic() - first[0] > (SAME_KEY_S if number == signal.SIGINT else SAME_S):
+        if first and time.monotonic() - first[0] > (SAME_KEY_S if number == signal.SIGINT else SAME_S):
             raise KeyboardInterrupt
-        if not stop.is_set():
-            first[0] = time.monotonic()
-        stop.set()
+        if not first:
+            first.append(time.monotonic())
+            set_in_handler(stop)
 
     if threading.current_thread() is threading.main_thread():
+        keep_ignored_here()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if not is_ignored(number):
                 before[number] = signal.signal(number, handle)
     try:
         yield stop

@@ -140,7 +140,8 @@ class Supervisor:
             for worker in self.workers:
                 if worker.process is not None and worker.status is None:
                     worker.signal(signal.SIGKILL, group=True)
-                    worker.process.wait()
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a device, and ends with that
+                        worker.wait(LEFT_LIMIT_S)
             run_lock.forget(self.directory)
 
     def _await(self, running: list[Worker], *, limit_s: float, look: Callable[[], Mapping[str, str]]) -> None:
@@ -152,7 +153,6 @@ class Supervisor:
                 for worker in left:
                     self.say(f"{worker.name} had not ended after {now - began:.0f} s and was killed")
                     worker.signal(signal.SIGKILL, group=True)
-                    worker.wait()
                 return
             with contextlib.suppress(subprocess.TimeoutExpired):
                 left[0].wait(LOOK_EVERY_S)

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.log import Log, Member, Pools, Producer, Transactions
+from penstock.infra.sandbox.signals import set_in_handler
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
@@ -193,11 +193,15 @@ def pool_of_worker(config: Config, *, role: str, worker: str, asked: str | None)
 def stop_on_signals(stop: threading.Event) -> None:
     """SIGTERM and SIGINT set the event; a second one ends the process at once."""
 
+    asked: list[int] = []
+
     def handle(number: int, _frame: object) -> None:
-        if stop.is_set():
-            sys.stderr.write("stopped at once on a second signal\n")
+        if asked:
+            with contextlib.suppress(OSError):  # no stream of Python's: the interrupted code may be writing to it
+                os.write(2, b"stopped at once on a second signal\n")
             os._exit(128 + number)
-        stop.set()
+        asked.append(number)
+        set_in_handler(stop)
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)

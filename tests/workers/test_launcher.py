@@ -200,7 +200,7 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
         watching.wait(lambda: run_exists(watching, "off") and watching.report()["steps"] >= 2)
         left = pids(home, "off")
         process.kill()  # the launcher alone at first: its workers go on
-        process.wait()
+        process.wait(60)
     with Crew(broker, "off") as watching, launched("--resume", "off", "--json") as process:
         begun = watching.report()["steps"]
         watching.wait(lambda: watching.report()["steps"] >= begun + 2)
@@ -212,7 +212,7 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
         assert running is not None
         for pid in (process.pid, running, *pids(home, "off").values()):
             os.kill(pid, signal.SIGKILL)
-        process.wait()
+        process.wait(60)
     with launched("--resume", "off", "--json") as process:
         printed, told = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, told

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
 from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.signals import ignore
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.config.security import VARIABLE
 from penstock.pipeline.launch.restart_policy import how
@@ -72,7 +73,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
         over.set()
         for child in children:
             child.kill()
-            child.wait()
+            child.wait(END_LIMIT_S)
 
 
 def follow(log: Log, run: str, *, model: str | None) -> None:
@@ -82,7 +83,7 @@ def follow(log: Log, run: str, *, model: str | None) -> None:
     if os.environ.get(PARENT) == str(os.getppid()):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # rank 0 may be killed while this one computes
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 gets them as well, and says when it is over
+        ignore(number)  # rank 0 gets them as well, and says when it is over
     record = _registered(log, run)
     config = from_json(record.config)
     if model is not None:

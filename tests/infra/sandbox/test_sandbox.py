@@ -238,7 +238,7 @@ def test_children_end_with_a_parent_that_is_killed_even_in_a_hung_regular_expres
         pids = [int(word) for word in (tmp_path / "note").read_text().split()]
     assert not gone(*pids)
     os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
+    parent.wait(60)
     parent.stdout.close()
     until(lambda: gone(*pids))
 

@@ -1,28 +1,60 @@
-"""What a processor decides: the trainer's threads are the cores that others leave, and bfloat16 is taken where it is multiplied."""
+"""What a processor decides: the trainer's threads, together with the model's size and never the schedule, and its number format."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from penstock.infra.backends.processor import Cpu
-from penstock.pipeline.config.cpu_defaults import trainer_threads
+from penstock.pipeline.config.cpu_defaults import trainer_threads, with_cpu_defaults
 from penstock.pipeline.config.load import Config, from_json, load, to_json
+from penstock.pipeline.scheduling.schedule import MODES
 
 
 @pytest.mark.parametrize(
-    ("table", "cores", "threads"),
+    ("parameters", "cores", "processes", "threads"),
     [
-        ({}, 2, 1),
-        ({}, 8, 6),
-        ({"rollout": {"workers": 1}}, 2, 1),
-        ({"rollout": {"workers": 3, "threads": 2}}, 16, 10),
-        ({"rollout": {"workers": 8}}, 4, 1),
-        ({"schedule": {"mode": "synchronous"}}, 8, 8),
-        ({"trainer": {"processes": 3}, "rollout": {"workers": 1}}, 8, 2),
+        (9_999_999, 64, 1, 1),
+        (0, 2, 1, 1),
+        (10_000_000, 8, 1, 4),
+        (135_000_000, 2, 1, 1),
+        (135_000_000, 1, 1, 1),
+        (135_000_000, 16, 3, 2),
+        (135_000_000, 8, 0, 4),  # refused later
+        (None, 8, 1, 4),
     ],
 )
-def test_the_trainer_takes_the_cores_that_rollout_workers_leave_or_all_where_they_wait(table: dict, cores: int, threads: int) -> None:
-    assert trainer_threads(table, cores=cores) == threads
+def test_a_small_model_gets_one_thread_and_another_half_of_the_cores(
+    parameters: int | None, cores: int, processes: int, threads: int
+) -> None:
+    assert trainer_threads(parameters=parameters, cores=cores, processes=processes) == threads
+
+
+def model_of(directory: Path, **shapes: list[int]) -> str:
+    """A model of two files whose tensors have these shapes."""
+    for number, part in enumerate((list(shapes)[::2], list(shapes)[1::2])):
+        header = json.dumps({"__metadata__": {"format": "pt"}, **{name: {"dtype": "F32", "shape": shapes[name]} for name in part}}).encode()
+        (directory / f"model-{number}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return str(directory)
+
+
+def table_of(model: str, *, mode: str = "pipelined", workers: int = 2, threads: int = 1) -> dict:
+    return {"model": {"path": model}, "schedule": {"mode": mode}, "rollout": {"workers": workers, "threads": threads}}
+
+
+@pytest.mark.parametrize(("side", "threads"), [(1_000, 1), (3_000, 8)])
+def test_neither_the_schedule_nor_the_number_of_rollout_workers_decides_on_threads(tmp_path: Path, side: int, threads: int) -> None:
+    model = model_of(tmp_path, a=[side, side], b=[side, side], c=[3])
+    tables = [table_of(model), *(table_of(model, mode=mode) for mode in MODES), table_of(model, workers=4), table_of(model, threads=3)]
+    cpu = Cpu(cores=16, bfloat16=False)
+    assert {with_cpu_defaults(table, cpu=cpu, on_gpu=False)["trainer"]["threads"] for table in tables} == {threads}
+
+
+@pytest.mark.parametrize("content", [b"", b"12345678", b"\x02\0\0\0\0\0\0\0[]", b'\x07\0\0\0\0\0\0\0{"a":1}', b"\xff" * 20])
+def test_a_broken_model_file_is_left_to_be_refused_with_the_rest(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    filled = with_cpu_defaults(table_of(str(tmp_path)), cpu=Cpu(cores=8, bfloat16=False), on_gpu=False)
+    assert filled["trainer"]["threads"] == 4
 
 
 def written(directory: Path, more: str = "") -> Path:
@@ -48,4 +80,4 @@ def test_threads_that_a_person_chose_stand_and_on_a_gpu_none_are_chosen(tmp_path
     def threads(more: str = "", **machine: int) -> Config:
         return load(written(tmp_path, more), cpu=cpu, **machine)
 
-    assert [threads().trainer.threads, threads("threads = 3\n").trainer.threads, threads(gpus=1).trainer.threads] == [14, 3, 1]
+    assert [threads().trainer.threads, threads("threads = 3\n").trainer.threads, threads(gpus=1).trainer.threads] == [8, 3, 1]

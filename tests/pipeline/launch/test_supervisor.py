@@ -281,7 +281,7 @@ def test_a_run_has_one_launcher_and_a_killed_one_makes_room(tmp_path: Path):
     with pytest.raises(PenstockError, match=f"run r is attended already, by process {other.pid}"), run_lock.attending(tmp_path, "r"):
         pass
     other.kill()
-    other.wait()
+    other.wait(60)
     with run_lock.attending(tmp_path, "r"):
         pass
 
@@ -308,7 +308,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path)
     finally:
         for process in (left, foreign, deaf):
             process.kill()
-            process.communicate()
+            process.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"workers": {"a": "x"}}', '{"workers": 3}'])
@@ -339,7 +339,7 @@ def test_a_closed_terminal_ends_in_the_orderly_stop():
     while b"talking" not in os.read(ours, 4096):
         pass
     os.close(ours)  # the kernel sends SIGHUP, and every write fails from now on
-    assert process.wait(20) == 130
+    assert process.wait(60) == 130
 
 
 SLOW_TO_STOP = """
@@ -362,7 +362,7 @@ def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_t
         assert process.stdout.readline() == b"stopping\n"
         time.sleep(0.3)
         process.send_signal(second)
-        _, said = process.communicate()
+        _, said = process.communicate(timeout=60)
     assert (b"KeyboardInterrupt" in said) == ends_at_once
 
 
@@ -375,7 +375,7 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
         for _ in range(5):
             assert process.stdout.readline() == b"talking\n"
         process.send_signal(signal.SIGTERM)
-        process.communicate()
+        process.communicate(timeout=60)
     assert process.returncode == 130
 
 

@@ -1,0 +1,49 @@
+"""Signal handling that neither child processes nor locks suffer from.
+
+A signal that the parent ignored (`nohup`, `&` in a script) stays ignored here, but programs started from here get its default. A handler
+waits for no lock: the code that it interrupts may hold it.
+"""
+
+import _thread
+import signal
+import threading
+
+HANDLED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+
+
+def keep_ignored_here() -> None:
+    """Ignore by a handler what is ignored by SIG_IGN: programs that are started inherit SIG_IGN, but no handler. Main thread only."""
+    for number in HANDLED:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            ignore(number)
+
+
+def ignore(number: signal.Signals) -> None:
+    """Ignore a signal in this process, not in the programs that it starts. Main thread only."""
+    signal.signal(number, _nothing)
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Whether a signal does nothing in this process."""
+    return signal.getsignal(number) in (signal.SIG_IGN, _nothing)
+
+
+def restore_defaults() -> None:
+    """Handle signals as a process does that was started from a terminal. Main thread only."""
+    for number in HANDLED:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def set_in_handler(event: threading.Event) -> None:
+    """Set an event from a signal handler: in a thread, since the interrupted code may be in a method of the event and hold its lock.
+
+    `threading.Thread` takes locks as well, which the interrupted code may hold.
+    """
+    try:
+        _thread.start_new_thread(event.set, ())
+    except RuntimeError:  # no thread can be started, as at the interpreter's end
+        event.set()
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """The handler of an ignored signal."""
