@@ -94,7 +94,7 @@ def _delete_topics(bootstrap: str, prefix: str) -> None:
 
     admin = KafkaAdminClient(bootstrap_servers=bootstrap)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while left := [name for name in admin.list_topics() if name.startswith(prefix)]:
             assert time.monotonic() < deadline, f"topics left behind: {left}"
             try:

@@ -143,5 +143,5 @@ except AssertionError:
 
 
 def test_a_suite_that_ignores_signals_starts_children_that_do_not() -> None:
-    done = subprocess.run([sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert (done.stdout, done.returncode) == ("[]\nrefused\n", 0), done.stderr

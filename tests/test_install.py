@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_users_own_modules_named_like_our_folders_do_not_break_an_import(folder: Path) -> None:
     code = "import penstock, penstock.pipeline.cli.app, penstock.workers.feeder.worker; penstock.launch, penstock.open"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -55,10 +55,10 @@ def build_wheel(directory: Path) -> Path:
 
 def installed(wheel: Path, environment: Path) -> Path:
     """A new virtual environment with the wheel, and the packages it needs from this one; returns its python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=180)
     uv = shutil.which("uv") or str(ROOT / ".venv" / "bin" / "uv")
     python = environment / "bin" / "python"
-    subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python), str(wheel)], check=True, timeout=120)
+    subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python), str(wheel)], check=True, timeout=180)
     (packages,) = environment.glob("lib/python*/site-packages")
     # A line of a .pth file adds that directory, but not what is installed there as editable: this checkout.
     (packages / "dependencies.pth").write_text(next(path for path in sys.path if path.endswith("site-packages")) + "\n", encoding="utf-8")

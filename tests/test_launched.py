@@ -38,7 +38,7 @@ def test_a_function_of_the_main_program_is_written_down_with_its_source(tmp_path
         "from penstock.launched import spec_of\ndef one(completions, **_):\n    return [1.0] * len(completions)\nprint(spec_of(one))\n"
     )
     command = [sys.executable, str(program)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env=environment(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True, env=environment(tmp_path))
     spec = done.stdout.strip()
     assert spec.startswith(f"{tmp_path}/home/functions/")
     assert load(spec)(["a", "b"]) == [1.0, 1.0]

@@ -120,5 +120,5 @@ for name in {LIGHT!r}:
     if loaded:
         sys.exit(f"import {{name}} loads {{', '.join(loaded)}}")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr

@@ -105,7 +105,7 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
         producer.send(record)
     producer.flush(30.0)
     log.close()
-    done = subprocess.run([sys.executable, str(EXAMPLE), broker, run_id], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(EXAMPLE), broker, run_id], capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {
         f"{run_id}.prompts: 2 records", f"{run_id}.rollouts: 5 records", f"{run_id}.groups: 5 records", f"{run_id}.ledger: 1 records",

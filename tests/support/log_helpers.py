@@ -14,7 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 def make_topics(log: Log, run: str, *names: str, partitions: int = 4) -> list[str]:
@@ -119,7 +119,7 @@ class Heard:
 
 
 def listen(*heard: Heard, until: Callable[[], bool]) -> None:
-    """Take from members in turn until `until` holds; fails after half a minute."""
+    """Take from members in turn until `until` holds; fails after `WAIT_S`."""
     deadline = time.monotonic() + WAIT_S
     while not until():
         assert time.monotonic() < deadline, [one.summary for one in heard]

@@ -146,7 +146,7 @@ def openenv_server(directory: Path) -> Iterator[str]:
     """The address of OpenEnv's own server; its package does not fit beside ours, so that it is installed into `directory`."""
     uv = shutil.which("uv") or str(ROOT / ".venv" / "bin" / "uv")
     python = directory / "venv" / "bin" / "python"
-    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(directory / "venv")], check=True, timeout=120)
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(directory / "venv")], check=True, timeout=180)
     subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), "openenv==0.10.0"], check=True, timeout=600)
     (directory / "server.py").write_text(OWN_SERVER, encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -20,7 +20,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: RecordedRun) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "read_topics.py"), recorded.bootstrap, recorded.run],
-        capture_output=True, text=True, timeout=120, check=False, cwd="/",
+        capture_output=True, text=True, timeout=180, check=False, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = {int(group): rewards.split() for group, rewards in re.findall(r"^group (\d+): rewards (.*)$", done.stdout, re.MULTILINE)}

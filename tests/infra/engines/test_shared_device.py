@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.infra.engines.shared_device import SharedDevice
 device = SharedDevice(Path(sys.argv[1]))
 print(device.take(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -109,6 +109,6 @@ def test_of_two_that_always_want_it_each_has_every_other_turn(tmp_path: Path) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
+        thread.join(120.0)
     assert all(before[2] <= after[1] and before[0] != after[0] for before, after in itertools.pairwise(had[:-1]))
     assert len(had) >= 8

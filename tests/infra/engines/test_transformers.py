@@ -159,7 +159,7 @@ def test_another_process_draws_the_same_bits(directory: Path) -> None:
         "print(found[0].token_ids.tobytes().hex(), found[0].logprobs.tobytes().hex())\n"
     )
     root = ROOT
-    answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    answer = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=180).stdout.split()
     here = drawn(TransformersEngine(directory))[2]
     assert answer == [here.token_ids.tobytes().hex(), here.logprobs.tobytes().hex()]
 

@@ -43,13 +43,13 @@ def shown(fault: str, broker: str, topics: Sequence[str]) -> list[dict[str, Any]
         subprocess.Popen([sys.executable, "-m", "tests.support.stock_faults", fault, how, broker, topic], stdout=subprocess.PIPE, text=True)
         for how, topic in zip(("stock", "repaired"), topics, strict=True)
     ]
-    return [json.loads(process.communicate(timeout=60)[0].splitlines()[-1]) for process in processes]
+    return [json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in processes]
 
 
 def in_a_process(program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """A fresh process, in which nothing is repaired yet."""
     return subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False
     )
 
 

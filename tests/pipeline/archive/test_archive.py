@@ -245,7 +245,7 @@ def test_a_killed_export_leaves_whole_files_only_and_the_next_one_completes_it(l
     tell(log, run_id, list(Teller(run_id, steps=1).whole()))
     for when in (0, 3):
         command = [sys.executable, "-c", KILLED, log.bootstrap, run_id, str(tmp_path), str(when)]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=180, check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
         for path in tmp_path.rglob("*.parquet"):

@@ -57,7 +57,7 @@ def test_its_steps_are_trained_again_bit_for_bit_where_the_processor_multiplies_
     # Recorded on a CPU without AVX512: torch computes the same bits on a wider one when it is told to. The library that multiplies
     # matrices chooses by the processor itself, so that on some the last bits of the first step differ, and nothing else.
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     if "the arithmetic is not the one of the run" in done.stderr:
         pytest.skip(f"this machine cannot compute as the recording one did: {done.stderr}")
     same = f"old: all 4 steps are the same bit for bit, 4 weights digests compared; weights {DIGEST[:16]}" in done.stdout

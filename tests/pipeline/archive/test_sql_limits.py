@@ -51,7 +51,7 @@ def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
         assert asking.stdout is not None
         assert asking.stdout.readline() == "computing\n"
         asking.send_signal(signal.SIGINT)
-        assert asking.communicate(timeout=120)[0] == "[42]\n"
+        assert asking.communicate(timeout=180)[0] == "[42]\n"
 
 
 def test_ctrl_c_ends_a_question_whose_computation_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ allowed = ("penstock.pipeline.audit.", "penstock.topics.")
 print(*[name for name in ours if name not in ("penstock", "penstock.pipeline") and not (name + ".").startswith(allowed)])
 assert "confluent_kafka" in sys.modules and "penstock.topics.groups" in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from penstock.pipeline.launch.run_lock import attending
 from penstock.pipeline.launch.shutdown import asked_to_stop
 with attending(Path(sys.argv[1]), "one"), asked_to_stop() as stop:
     print("at work", flush=True)
-    stop.wait(60)
+    stop.wait(600)
 """
 
 
@@ -48,7 +47,7 @@ def test_a_run_with_a_launcher_is_named_by_broker_stop_and_ended_by_stop(home: P
     said = capsys.readouterr()
     assert "penstock run --resume one" in said.out
     assert "stopping one" in said.err
-    assert launcher.wait(10) == 0
+    assert launcher.wait(120) == 0
     assert attended_runs() == []
     assert cli.main(["stop", "one"]) == USAGE
     refused = capsys.readouterr().err
@@ -69,11 +68,9 @@ def test_logs_show_the_last_lines_of_a_role_and_name_what_there_is(capsys: pytes
 
 
 def test_looking_starts_no_broker(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.monotonic()
     for command in (["runs"], ["status", "latest"], ["report", "latest"], ["sql", "latest", "select 1"], ["runs", "rm", "one"]):
         assert cli.main(command) == FAILED
         assert capsys.readouterr().err.endswith("the broker of this machine does not run; start it: `penstock broker start`\n")
-    assert time.monotonic() - began < 20
     assert not (home / "broker" / "data").exists()
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from penstock.infra.errors import PenstockError
 from penstock.infra.kafka.settings import Connection
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.config.schema import EvalSection
-from penstock.pipeline.launch import run_lock
+from penstock.pipeline.launch import restart_policy, run_lock
 from penstock.pipeline.launch.supervisor import LONGEST_STOP, Failure, Supervisor
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
@@ -60,7 +61,7 @@ def working(crew: Supervisor) -> Iterator[Supervisor]:
         crew.stop(limit_s=5.0)
 
 
-def until(holds: Callable[[], Any], *, limit_s: float = 20.0) -> Any:
+def until(holds: Callable[[], Any], *, limit_s: float = 120.0) -> Any:
     """What `holds` gives once that is true."""
     deadline = time.monotonic() + limit_s
     while not (found := holds()):
@@ -191,7 +192,8 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
     crew.start()
     until(lambda: at_work(crew))
     crew.stop(limit_s=1.0, look=lambda: {"trainer": "commits step 3", "feeder": "waiting for new weights"})
-    assert said == ["trainer: commits step 3", "trainer had not ended after 1 s and was killed"]
+    assert said[0] == "trainer: commits step 3"
+    assert re.fullmatch(r"trainer had not ended after \d+ s and was killed", said[1]) and len(said) == 2
 
 
 def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_stands_still(tmp_path: Path):
@@ -201,7 +203,8 @@ def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_s
     until(lambda: at_work(crew))
     steps = itertools.count()
     crew.stop(limit_s=0.3, look=lambda: {"trainer": f"training step 3, micro-batch {next(steps)}"})
-    assert said[-1] == f"trainer had not ended after {LONGEST_STOP * 0.3:.0f} s and was killed"
+    found = re.fullmatch(r"trainer had not ended after (\d+) s and was killed", said[-1])
+    assert found and int(found[1]) >= round(LONGEST_STOP * 0.3)
 
 
 def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
@@ -215,7 +218,10 @@ def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_m
             assert trainer.deaths[-1].progress == progress
 
 
-def test_a_stopped_process_that_was_ready_is_killed_after_two_stalls_and_a_silent_one_that_computes_is_not(tmp_path: Path):
+def test_a_stopped_process_that_was_ready_is_killed_after_two_stalls_and_a_silent_one_that_computes_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(restart_policy, "IDLE_SHARE", 1e-4)  # so much it computes on the busiest machine
     said: list[str] = []
     busy = "print('at work', flush=True)\nwhile True: pass"
     with working(crew_of(tmp_path, said=said, programs={"trainer": busy})) as crew:
@@ -302,7 +308,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path)
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
         run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
         run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=1.0)
-        assert (left.wait(5), deaf.wait(5)) == (-signal.SIGTERM, -signal.SIGKILL)
+        assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None
         assert said == ["ending what an earlier launcher of run r left behind: rollout-0, rollout-2"]
     finally:
@@ -339,23 +345,25 @@ def test_a_closed_terminal_ends_in_the_orderly_stop():
     while b"talking" not in os.read(ours, 4096):
         pass
     os.close(ours)  # the kernel sends SIGHUP, and every write fails from now on
-    assert process.wait(60) == 130
+    assert process.wait(120) == 130
 
 
 SLOW_TO_STOP = """
-import time
-from penstock.pipeline.launch.shutdown import asked_to_stop
-with asked_to_stop() as stop:
+import sys
+from penstock.pipeline.launch import shutdown
+shutdown.SAME_S = 600.0  # on a busy machine any two signals are half a second apart
+with shutdown.asked_to_stop() as stop:
     print("ready", flush=True)
     stop.wait()
     print("stopping", flush=True)
-    time.sleep(1.0)
+    sys.stdin.read()
 """
 
 
 @pytest.mark.parametrize(("second", "ends_at_once"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
 def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_terminal_are_one(second: int, ends_at_once: bool):
-    with subprocess.Popen([sys.executable, "-c", SLOW_TO_STOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", SLOW_TO_STOP]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)

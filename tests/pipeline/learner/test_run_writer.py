@@ -200,7 +200,7 @@ def test_the_next_step_goes_on_while_a_version_is_sent_and_the_ledger_keeps_thei
     policy, writer = writer_of(log)
     writer.begin(policy)
     gate, send = threading.Event(), weight_publisher.send_version
-    monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: gate.wait(10.0) and send(*given, **named))
+    monkeypatch.setattr(weight_publisher, "send_version", lambda *given, **named: gate.wait(60.0) and send(*given, **named))
     writer.write("step", step=0, digest=None, metrics={"dropped": 0.0})
     policy.steps_done = 1
     writer.after_step(policy)

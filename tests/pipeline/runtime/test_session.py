@@ -53,7 +53,7 @@ def test_a_worker_that_is_asked_to_stop_says_what_it_still_finishes(finishing, t
     waiting = threading.Thread(target=session.announce_stop)
     waiting.start()
     session.stop.set()
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert f"trainer: asked to stop: {text}" in capsys.readouterr().out
     assert measured(log)[-1].labels["doing"] == f"stopping: {text}"
 

@@ -17,7 +17,7 @@ from tests.support.number_run import RUN, log_with
 from tests.support.published_weights import Publishing, content, tensors_of
 
 pytest.importorskip("torch")
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class Trainer(Publishing):

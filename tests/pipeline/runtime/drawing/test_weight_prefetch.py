@@ -15,7 +15,7 @@ from tests.support.number_run import RUN, log_with
 from tests.support.published_weights import Publishing, content
 
 pytest.importorskip("torch")
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture
