@@ -10,9 +10,10 @@ import statistics
 from typing import Any, NamedTuple
 
 from penstock.pipeline.observe import waste
+from penstock.pipeline.observe.report.time_spent import trainer_time
 from penstock.pipeline.observe.run_status import closing, config_of, fate_counts, has_ended, info_of, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.reporting.time_uses import use_of
+from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE, use_of
 from penstock.pipeline.runtime.roles import drawing
 from penstock.pipeline.scheduling.schedule import MODES
 
@@ -50,18 +51,24 @@ OVERLAPPING = "have more on its way: raise rollout.slots, schedule.prompts_per_s
 """What to change where rollout and training overlap already, and yet neither is busy."""
 
 
-def trainer_waiting_ratio(view: RunView, *, steps: int | None = RECENT_STEPS) -> float | None:
-    """Share of its time in which the trainer waited for groups, over the last steps or all (None); None before the first."""
-    recent = [view.steps[number].metrics for number in sorted(view.steps)[-steps if steps else 0 :]]
-    waited, computed = (sum(metrics.get(name, 0.0) for metrics in recent) for name in ("wait_s", "compute_s"))
-    return waited / (waited + computed) if waited + computed else None
+def trainer_waiting_ratio(view: RunView, *, whole: bool = False) -> float | None:
+    """Share of its time in which the trainer waited, in the last steps or, of the `whole` run, since it was ready; None if unknown."""
+    if whole:
+        lasted_s, waited_s = trainer_time(view)
+        return waited_s / lasted_s if lasted_s else None
+    steps = [view.steps[number] for number in sorted(view.steps)[-RECENT_STEPS - 1 :]]
+    if not steps:
+        return None
+    begun, recent = (steps[0].time_s, steps[1:]) if len(steps) > 1 else (steps[0].metrics.get("started_at"), steps)
+    lasted = view.worked.between(begun, recent[-1].time_s)
+    return min(1.0, sum(step.metrics.get("wait_s", 0.0) for step in recent) / lasted) if lasted else None
 
 
 def busy(view: RunView, role: str, name: str, *, whole: bool = False) -> float | None:
     """Mean share of the last seconds, or of all since they were ready, that the workers of a role spent in what `name` counts."""
     workers = [worker for worker in view.workers.values() if worker.role == role]
     if whole:
-        at_work = sum(worker.total("uptime_s") - worker.total("time_start_s") for worker in workers)
+        at_work = sum(worker.total("uptime_s") - sum(worker.total(f"time_{use}_s") for use in OUTSIDE) for worker in workers)
         return min(1.0, sum(worker.total(name) for worker in workers) / at_work) if at_work > 0 else None
     rates = [worker.rate(name) for worker in workers if not worker.ended]
     known = [rate for rate in rates if rate is not None]
@@ -75,7 +82,7 @@ def bottleneck(view: RunView, *, whole: bool = False) -> Bottleneck | None:
     scorers by their reward functions, rollout workers by generation. If neither is, rollout and training wait for each other, unless
     rollout workers wait for prompts that the window would allow.
     """
-    waiting = trainer_waiting_ratio(view, steps=None if whole else RECENT_STEPS)
+    waiting = trainer_waiting_ratio(view, whole=whole)
     if waiting is None or (has_ended(view) and not whole):
         return None
     if waiting < SELDOM:

@@ -170,7 +170,8 @@ class Teller:
         yield self.measured_by("evaluator", "eval", version=self.steps, greedy_accuracy=0.9, sampled_accuracy=0.8, n=64.0)
         yield self.closed()
         for worker in ("feeder", "rollout-0", "scorer-0", "trainer", "evaluator"):
-            yield self.measured_by(worker, "final", cpu_s=10.0, cost_send_s=0.05, cost_poll_s=0.05)
+            uses = {"time_busy_s": 4.0, "time_no_group_s": 6.0} if worker == "trainer" else {}
+            yield self.measured_by(worker, "final", cpu_s=10.0, cost_send_s=0.05, cost_poll_s=0.05, **uses)
 
     def round(self, step: int) -> Iterator[Outgoing]:
         begun, reward = self.now_s, step / max(1, self.steps - 1)

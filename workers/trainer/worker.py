@@ -93,7 +93,8 @@ class Trainer:
     drops: DropLimit
     committed: int = 0
     """Steps in the ledger; more than the policy has done only while they are repeated."""
-    _wait_s: float = 0.0
+    _waited_s: float = 0.0
+    """How long it had waited before this step."""
     _look_s: float = 0.0
     """After waiting this long within one step the newest weights are looked at."""
     _compute_s: float | None = None
@@ -149,7 +150,7 @@ class Trainer:
         """
         schedule, number, started = self.session.schedule, self.policy.steps_done, time.time()
         version = rules.version_after(number, steps_per_version=schedule.steps_per_version)
-        self._wait_s, self._look_s = 0.0, LOOK_S
+        self._waited_s, self._look_s = self.session.reporter.waited_s(), LOOK_S
         if not self._round_is_ready():
             return False
         plan, held = list[Planned](), deque[tuple[Group, Planned]]()
@@ -247,16 +248,13 @@ class Trainer:
         """Take in what arrives; False when the worker is to stop. Raises `Unrecoverable` when too many groups are dropped."""
         reporter = self.session.reporter
         reporter.doing(why)
-        started = time.monotonic()
         self.writer.finish_begun(wait=False)
         soon = PUBLISHING_POLL_S if self.writer.publishing else POLL_S if self.device is None else DEVICE_POLL_S
         anything = self.arrivals.take_in(soon)
         self._hand_over(idle=not anything)
-        waited = time.monotonic() - started
-        self._wait_s += waited
-        reporter.add("wait_s", waited)
-        if self._wait_s > self._look_s:
-            self._look_s = 2 * self._wait_s
+        waited = reporter.waited_s() - self._waited_s
+        if waited > self._look_s:
+            self._look_s = 2 * waited
             self.writer.repair_newest()
         self._check_drops()
         reporter.status()
@@ -285,7 +283,8 @@ class Trainer:
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]
-        measured = {**outcome.metrics, "wait_s": self._wait_s, "started_at": started, "dropped": float(self.drops.since_last_step)}
+        measured = {**outcome.metrics, "started_at": started, "dropped": float(self.drops.since_last_step)}
+        measured["wait_s"] = self.session.reporter.waited_s() - self._waited_s
         measured["peak_rss_bytes"] = peak_rss()
         measured |= {"queued_groups": float(len(lags)), **{f"queued_{name}": value for name, value in lag_summary(lags).items()}}
         hashing = time.monotonic()

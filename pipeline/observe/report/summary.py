@@ -217,13 +217,14 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
     """Seconds. start: created to first sample begun; train: from there to last step done; end: from there to closed; wall: all three.
 
     None of them counts a pause: `paused_s` is what lies between a stop and its resumption. `rollout_to_train_end_s`: per round, its
-    first sample begun to its last step committed. `trainer_waiting_ratio`: the trainer's waiting in its waiting and computing.
+    first sample begun to its last step committed. The trainer's time since it was ready is `trainer_wait_s`, `trainer_compute_s` and
+    `trainer_other_s`, `trainer_waiting_ratio` the first one's share in it, by the uses of `time_spent`.
     """
     created = view.record.created_ns / 1e9 if view.record else None
     done = steps[-1].time_s if steps else None
     closed = view.closed.time_ns / 1e9 if view.closed else done
     begun = min((step.metrics["first_sample_at"] for step in steps if "first_sample_at" in step.metrics), default=None)
-    waited = sum(step.metrics.get("wait_s", 0.0) for step in steps)
+    lasted, waited = time_spent.trainer_time(view)
     computed = sum(step.metrics.get("compute_s", 0.0) for step in steps)
     spans = []
     for members in _rounds(steps, per_version=per_version):
@@ -240,7 +241,8 @@ def _time(view: RunView, steps: Sequence[StepFacts], *, per_version: int) -> dic
         "rollout_to_train_end_s": spans,
         "trainer_wait_s": waited,
         "trainer_compute_s": computed,
-        "trainer_waiting_ratio": waited / (waited + computed) if waited + computed else None,
+        "trainer_other_s": max(0.0, lasted - waited - computed),
+        "trainer_waiting_ratio": waited / lasted if lasted else None,
         "generate_s": sum(worker.total("generate_s") for worker in view.workers.values()),
         "reward_s": sum(worker.total("reward_s") for worker in view.workers.values()),
     }

@@ -189,8 +189,9 @@ def _costs(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         lines.append(("time", Text(" · ".join([*known, *([f"paused for {duration(paused)} besides"] if paused >= 1.0 else [])]))))
     spans = [seconds for seconds in time["rollout_to_train_end_s"] if seconds is not None]
     if time["trainer_waiting_ratio"] is not None:
-        split = f"computed {time['trainer_compute_s']:.1f} s, waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
-        lines.append(("trainer", Text(split)))
+        seconds = [f"{name} {time[f'trainer_{key}_s']:.1f} s" for name, key in (("computed", "compute"), ("other work", "other"))]
+        waited = f"waited {time['trainer_wait_s']:.1f} s ({time['trainer_waiting_ratio']:.0%})"
+        lines.append(("trainer", Text(", ".join([*seconds, waited]))))
     tokens = report["trainer_tokens"]
     if tokens["computed"]:
         saved = f"{tokens['real']:,} real tokens, {tokens['padded']:,} with padding, {tokens['computed']:,} computed"

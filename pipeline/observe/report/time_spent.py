@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts
-from penstock.pipeline.runtime.reporting.time_uses import USES
+from penstock.pipeline.runtime.reporting.time_uses import OUTSIDE, TRAINER_WAITS, USES
 from penstock.pipeline.runtime.roles import ROLES
 
 SHOWN = 0.005
@@ -41,10 +41,17 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     Example:
         shares({"total_s": 12.0, "start_s": 2.0, "busy_s": 4.0, "no_prompts_s": 6.0})  # -> {"no_prompts": 0.6, "busy": 0.4}
     """
-    at_work = {use: seconds.get(f"{use}_s", 0.0) for use in USES if use not in ("start", "done")}
+    at_work = {use: seconds.get(f"{use}_s", 0.0) for use in USES if use not in OUTSIDE}
     total = sum(at_work.values())
     ordered = sorted(at_work.items(), key=lambda pair: -pair[1])
     return {use: spent / total for use, spent in ordered if spent} if total else {}
+
+
+def trainer_time(view: RunView) -> tuple[float, float]:
+    """Seconds in which the trainer could work, from start to end of the work, and those of them in which it waited."""
+    seconds = by_role(view).get("trainer", {})
+    lasted, waited = (sum(seconds.get(f"{use}_s", 0.0) for use in uses) for uses in (set(USES).difference(OUTSIDE), TRAINER_WAITS))
+    return lasted, waited
 
 
 def as_line(seconds: Mapping[str, float]) -> str:
@@ -61,7 +68,8 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
 
     `first_dispatch_s`: first sample begun to first backward pass. `rollout_s`: first sample begun to last one ended.
     `rollout_to_train_end_s`: first sample begun to last step committed. `wait_s`, `compute_s` and `other_s` (decoding, digests, the
-    ledger, publishing, checkpoints) add up to the time since the round before, or since the first step began.
+    ledger, publishing, checkpoints) add up to the time since the round before, or since the first step began, of which
+    `waiting_ratio` is the share of the first.
     """
     found = []
     before: float | None = None
@@ -70,7 +78,7 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
         ended, begun = members[-1].time_s, before if before is not None else members[0].metrics.get("started_at")
         wait, compute = (sum(step.metrics.get(name, 0.0) for step in members) for name in ("wait_s", "compute_s"))
         first, last = _moments(members, "first_sample_at"), _moments(members, "last_sample_at")
-        backward = _moments(members, "first_backward_at")
+        backward, lasted = _moments(members, "first_backward_at"), ended - begun if begun is not None else None
         found.append(
             {
                 "first_dispatch_s": min(backward) - min(first) if backward and first else None,
@@ -78,8 +86,8 @@ def rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[dict[str, fl
                 "rollout_to_train_end_s": ended - min(first) if first else None,
                 "wait_s": wait,
                 "compute_s": compute,
-                "other_s": max(0.0, ended - begun - wait - compute) if begun is not None else None,
-                "waiting_ratio": wait / (wait + compute) if wait + compute else None,
+                "other_s": max(0.0, lasted - wait - compute) if lasted is not None else None,
+                "waiting_ratio": wait / lasted if lasted else None,
             }
         )
         before = ended

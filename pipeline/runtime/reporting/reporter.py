@@ -16,7 +16,7 @@ from penstock.infra.log import Log, Producer
 from penstock.pipeline.runtime.ownership import new_token
 from penstock.pipeline.runtime.reporting.log_lines import say
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
-from penstock.pipeline.runtime.reporting.time_uses import use_of
+from penstock.pipeline.runtime.reporting.time_uses import TRAINER_WAITS, split, use_of
 from penstock.topics import metrics
 from penstock.topics.wire.record import Outgoing
 
@@ -134,8 +134,14 @@ class Reporter:
         with self._counting:
             now = time.monotonic()
             use = "broker" if self.outage() > 0 else use_of(self.labels.get("doing", ""))
-            self.add(f"time_{use}_s", now - self._counted)
+            for part, seconds in split(use, now - self._counted).items():
+                self.add(f"time_{part}_s", seconds)
             self._counted = now
+
+    def waited_s(self) -> float:
+        """Seconds that a trainer has waited so far."""
+        self._count_time()
+        return sum(self.values.get(f"time_{use}_s", 0.0) for use in TRAINER_WAITS)
 
     def ready(self) -> None:
         """Report that everything is loaded: `startup_s` counts from the process's creation."""

@@ -3,14 +3,17 @@
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.observe.report import time_spent
+from penstock.pipeline.observe.report.summary import summarise
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts
-from penstock.pipeline.observe.status import bottleneck
+from penstock.pipeline.observe.status import bottleneck, trainer_waiting_ratio
 from penstock.pipeline.runtime.reporting.reporter import Reporter
-from penstock.pipeline.runtime.reporting.time_uses import USES, use_of
+from penstock.pipeline.runtime.reporting.time_uses import USES, split, use_of
 from penstock.topics.catalogue import topics_of
 from tests.support.a_run import RUN, Teller, as_records
 
@@ -68,10 +71,75 @@ def test_a_rounds_parts_add_up_to_its_time() -> None:
     first, second = time_spent.rounds(steps, per_version=2)
     for one in (first, second):
         assert sum(one[name] or 0.0 for name in ("wait_s", "compute_s", "other_s")) == pytest.approx(20.0)
-        assert one["waiting_ratio"] == pytest.approx(8 / 18)
+        assert one["waiting_ratio"] == pytest.approx(8 / 20)
         assert one["rollout_to_train_end_s"] == pytest.approx(19.5)
         assert one["first_dispatch_s"] == pytest.approx(3.5)
         assert one["rollout_s"] == pytest.approx(15.5)
+
+
+SECONDS = st.fixed_dictionaries({f"time_{use}_s": st.floats(0.0, 1e6) for use in USES})
+
+
+@given(uses=SECONDS, computed=st.floats(0.0, 1e6))
+def test_whoever_tells_how_long_the_trainer_waited_tells_the_same(uses: dict[str, float], computed: float) -> None:
+    teller = Teller()
+    told = [teller.record(), teller.opened(), teller.entry("step", step=0, version=0, metrics={"compute_s": computed})]
+    told.append(teller.measured_by("trainer", "final", uptime_s=sum(uses.values()), **uses))
+    view = RunView(run=RUN)
+    for record in as_records(told):
+        view.fold(record)
+    report = summarise(view)
+    time, share = report["time"], trainer_waiting_ratio(view, whole=True)
+    assert time["trainer_waiting_ratio"] == share
+    if share is not None:
+        shown = report["time_spent"]["trainer"]["shares"]
+        assert share == pytest.approx(shown.get("no_group", 0.0) + shown.get("no_device", 0.0))
+        assert 0.0 <= share <= 1.0 + 1e-9
+        at_work = sum(seconds for use, seconds in uses.items() if use not in ("time_start_s", "time_done_s", "time_suspended_s"))
+        parts = sum(time[f"trainer_{part}_s"] for part in ("wait", "compute", "other"))
+        assert parts == pytest.approx(max(at_work, time["trainer_wait_s"] + computed))
+
+
+def test_the_waiting_of_the_last_steps_is_their_share_of_all_the_trainers_time() -> None:
+    teller, view = Teller(), RunView(run=RUN)
+    told = [teller.record(), teller.opened()]
+    for step in range(30):  # each of 10 s: 3 s of waiting, 4 s of computing, 3 s of digests, the ledger and publishing
+        begun_s, teller.now_s = teller.now_s, teller.now_s + 10.0
+        told.append(teller.entry("step", step=step, version=step, metrics={"started_at": begun_s, "wait_s": 3.0, "compute_s": 4.0}))
+    for number, record in enumerate(as_records(told)):
+        view.fold(record)
+        if number > 2:
+            assert trainer_waiting_ratio(view) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("use", "seconds", "parts"),
+    [
+        ("no_group", 75.0, {"no_group": 1.0, "suspended": 74.0}),
+        ("no_prompts", 3600.0, {"no_prompts": 1.0, "suspended": 3599.0}),
+        ("no_group", 60.0, {"no_group": 60.0}),
+        ("busy", 600.0, {"busy": 600.0}),  # a micro-batch may take minutes
+        ("no_weights", 600.0, {"no_weights": 600.0}),  # so may loading a version
+        ("save", 600.0, {"save": 600.0}),
+        ("start", 600.0, {"start": 600.0}),
+        ("broker", 600.0, {"broker": 600.0}),
+    ],
+)
+def test_a_suspension_is_no_waiting(use: str, seconds: float, parts: dict[str, float]) -> None:
+    assert split(use, seconds) == parts
+
+
+def test_a_worker_that_was_suspended_while_it_waited_has_waited_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, now = MemoryLog(), [100.0]
+    log.create_topics(topics_of(RUN, partitions=1))
+    monkeypatch.setattr("penstock.pipeline.runtime.reporting.reporter.time.monotonic", lambda: now[0])
+    reporter = Reporter(run=RUN, role="trainer", worker="trainer", log=log, producer=log.producer())
+    for seconds, doing in ((2.0, "step 3: 0 of 2 groups are here"), (75.0, "training step 3"), (90.0, "step 4: 1 of 2 groups are here")):
+        reporter.doing(doing)
+        now[0] += seconds
+        reporter.waited_s()
+    assert reporter.waited_s() == 2.0 + 1.0
+    assert (reporter.values["time_busy_s"], reporter.values["time_suspended_s"]) == (75.0, 89.0)
 
 
 def trained_in(order: list[int], lengths: dict[int, int]) -> float | None:
@@ -95,6 +163,7 @@ def test_the_bottleneck_of_a_whole_run_is_told_after_its_end_with_what_to_change
     told = [teller.record(), teller.opened()]
     told.append(teller.measured_by("rollout-0", "final", generate_s=9.5, uptime_s=12.0, time_start_s=2.0))
     told.append(teller.entry("step", step=0, version=0, metrics={"wait_s": 7.0, "compute_s": 3.0}))
+    told.append(teller.measured_by("trainer", "final", uptime_s=12.0, time_start_s=2.0, time_busy_s=3.0, time_no_group_s=7.0))
     told.append(teller.entry("run-closed"))
     for record in as_records(told):
         view.fold(record)

@@ -33,7 +33,7 @@ function figures(found, planned) {
     ["drawn", `${count(found.samples)} samples`, `${count(found.tokens)} tokens, ${number(found.length.admitted)} a sample`],
     ["throughput", found.throughput.tokens_per_s ? `${count(found.throughput.tokens_per_s)} tokens/s` : "–", found.throughput.samples_per_s ? `${number(found.throughput.samples_per_s)} samples/s` : ""],
     ["time", found.time.train_s ? lasting(1000 * found.time.train_s) : "–", `first sample to last step; ${found.time.wall_s ? lasting(1000 * found.time.wall_s) : "–"} in all`],
-    ["trainer waited", share(found.time.trainer_waiting_ratio), `${number(found.time.trainer_wait_s)} s; computed ${number(found.time.trainer_compute_s)} s`],
+    ["trainer waited", share(found.time.trainer_waiting_ratio), `${number(found.time.trainer_wait_s)} s; computed ${number(found.time.trainer_compute_s)} s, other work ${number(found.time.trainer_other_s)} s`],
     ["lag", found.lag.mean === null ? "–" : `${fixed(found.lag.mean, 2)} mean`, found.lag.mean === null ? "" : `at most ${found.lag.max} versions; ESS ${fixed(found.ess.mean)}`],
     ["refused", count(found.dead_letters.total), `dead letters; ${count(found.duplicates)} duplicates ignored`],
     ["weights", (found.weights.digest ?? "none").slice(0, 10), `digest; ${count(found.weights.versions)} versions, ${bytes(found.weights.bytes)}`],
