@@ -33,8 +33,8 @@ def make_files_private() -> None:
 
 
 def run_directory(run: str) -> Path:
-    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model."""
-    return state_directory() / "runs" / run
+    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model; made by whoever writes there."""
+    return state_path() / "runs" / run
 
 
 def writable(directory: Path) -> Path:

@@ -117,7 +117,7 @@ def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> 
 
 def stop(home: Path | None = None) -> bool:
     """Stop the broker of `home`; return whether there was one. After `STOP_TIMEOUT_S` it is killed, which loses nothing."""
-    files = _Files(state_directory() if home is None else home.absolute())
+    files = _Files(state_path() if home is None else home.absolute())
     if not files.directory.is_dir():
         return False
     with process.locked(files.directory / "lock", waiting=lambda: None):
@@ -133,7 +133,7 @@ def stop(home: Path | None = None) -> bool:
 
 def status(home: Path | None = None) -> BrokerInfo:
     """Return the state of the broker of `home`; starts and stops nothing."""
-    return _Files(state_directory() if home is None else home.absolute()).info()
+    return _Files(state_path() if home is None else home.absolute()).info()
 
 
 def topic_bytes(home: Path | None = None) -> dict[str, int]:

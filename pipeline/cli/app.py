@@ -4,7 +4,6 @@ The rule: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; one
 """
 
 import gc
-import os
 import re
 import sys
 import traceback
@@ -30,7 +29,9 @@ from penstock.pipeline.cli.machine.model import app as model_app
 from penstock.pipeline.cli.plan import plan
 from penstock.pipeline.cli.replay import app as replay_app
 from penstock.pipeline.cli.run import create, run, worker
+from penstock.pipeline.cli.streams import OutputError, checked_output, open_closed, refuse_unseen
 from penstock.pipeline.cli.topics import app as topics_app
+from penstock.pipeline.launch.shutdown import silence
 
 MEANT = {
     "resume": "run --resume RUN",
@@ -126,16 +127,17 @@ def console() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
+    debug, closed = "--debug" in words, open_closed()
     try:
-        exit_status = _invoke([word for word in words if word != "--debug"])
-        sys.stdout.flush()
-        return exit_status
+        if closed:
+            refuse_unseen(words)
+        with checked_output():
+            return _invoke([word for word in words if word != "--debug"])
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of the pipe has closed it; the interpreter must not flush to it on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return OK
     except Exception as error:  # the process's edge: every error becomes one line
         if debug:
@@ -174,7 +176,7 @@ def explain(error: Exception) -> tuple[str, int]:
 
     if isinstance(error, ConfigError):
         return _line(error), USAGE
-    if isinstance(error, PenstockError | ValueError):
+    if isinstance(error, PenstockError | ValueError | OutputError):
         return _line(error), FAILED
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", FAILED

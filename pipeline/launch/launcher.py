@@ -61,6 +61,7 @@ def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str 
 
 def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, overrides: Sequence[str] = ()) -> int:
     """Start the workers of a run that is not finished; they continue from the log, with these keys of its configuration changed."""
+    state_directory()
     record = find(log, run)
     if record is None:
         raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")

@@ -60,6 +60,14 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def silence(stream: TextIO) -> None:
+    """Redirect a stream to the null device: what it has buffered would fail again when the interpreter ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, stream.fileno())
+        os.close(nothing)
+
+
 class _Lasting:
     """A text stream that discards everything once a write has failed."""
 
@@ -70,21 +78,14 @@ class _Lasting:
         try:
             return self._stream.write(text)
         except OSError:
-            self._silence()
+            silence(self._stream)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            self._silence()
-
-    def _silence(self) -> None:
-        """Redirect the descriptor to the null device: flushing the buffer would fail again when the interpreter ends."""
-        with contextlib.suppress(OSError, ValueError):
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._stream.fileno())
-            os.close(nothing)
+            silence(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
