@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
-from penstock.topics.samples import SAMPLE_FIELDS, Rollout, max_bytes_of, sample_of, sample_row
+from penstock.topics.samples import SAMPLE_FIELDS, Rollout, generated, max_bytes_of, sample_of, sample_row
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
@@ -219,7 +219,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
         part=0,
         parts=1,
         samples=len(group.samples),
-        tokens=sum(len(rollout.token_ids) for rollout in rollouts),
+        tokens=sum(len(generated(rollout)) for rollout in rollouts),
         reward_mean=mean(rewards) if rewards else None,
         sha256=sha256,
     )

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pyarrow as pa
 
-from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, max_bytes_of, sample_of, sample_row
+from penstock.topics.samples import FINISHES, SAMPLE_FIELDS, Finish, Rollout, generated, max_bytes_of, sample_of, sample_row
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import Unusable, require
@@ -81,7 +81,8 @@ def decode_all(value: Payload) -> tuple[Rollout, ...]:
 def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
     """The headers of a record of these samples.
 
-    Versions are the oldest and the newest of all, `tokens` is their sum; `outcome` is how they finished, absent where that differs.
+    Versions are the oldest and the newest of all, `tokens` counts what the policy generated; `outcome` is how they finished, absent
+    where that differs.
     """
     first, several = samples[0], len(samples) > 1
     finishes = {sample.finish for sample in samples}
@@ -96,8 +97,8 @@ def headers(*samples: Rollout, run: str, attempt: int | None = None) -> Headers:
         worker=first.worker,
         attempt=attempt,
         samples=len(samples) if several else None,
-        tokens=sum(len(sample.token_ids) for sample in samples),
-        sample_tokens=tuple((sample.sample, len(sample.token_ids)) for sample in samples) if several else None,
+        tokens=sum(len(generated(sample)) for sample in samples),
+        sample_tokens=tuple((sample.sample, len(generated(sample))) for sample in samples) if several else None,
     )
 
 

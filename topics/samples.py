@@ -64,6 +64,10 @@ _SAMPLE_BYTES = 256
 """Room for a sample's numbers and offsets; its tokens and texts are counted."""
 _TOKEN_BYTES = 10
 _TURN_BYTES = 64
+MODEL = "model"
+"""Source of the turns that the policy generated."""
+GENERATED = "generated"
+"""Key of the messages in `Rollout.messages` that the policy generated."""
 ENVIRONMENT = "environment"
 """Source of the turn that says why an environment ended a trajectory early."""
 
@@ -112,7 +116,7 @@ class Rollout(ByValue):
     turns: tuple[Turn, ...] | None = None
     """Of a trajectory its parts, in order; None for a single completion."""
     messages: str | None = None
-    """JSON list of the trajectory's chat messages; None for a single completion."""
+    """JSON list of the trajectory's chat messages, those of the policy marked with `GENERATED`; None for a single completion."""
     environment: str | None = None
     environment_version: str | None = None
     environment_seed: int | None = None
@@ -141,6 +145,18 @@ class Rollout(ByValue):
     def version_max(self) -> int:
         """The newest policy version any of it was drawn from."""
         return max(map(int, self.span_versions))
+
+
+def generated(sample: Any) -> Int32s:
+    """[G] ids that the policy generated for a `Rollout` or an engine's completion; of a trajectory those of its model turns alone.
+
+    Rewards, lengths and counts of tokens are of these: what an environment said is never among them.
+    """
+    ids: Int32s = sample.token_ids
+    turns = getattr(sample, "turns", None)
+    if turns is None:
+        return ids
+    return np.concatenate([ids[:0], *(ids[turn.start : turn.end] for turn in turns if turn.source == MODEL)])
 
 
 def reward_of(turns: Sequence[Turn] | None) -> float | None:

@@ -14,7 +14,7 @@ from penstock.pipeline.envs.builtin_rewards import WARM_UPS
 from penstock.pipeline.envs.rewards import Score, episodes_of, resolve
 from penstock.topics.groups import Group, version_min
 from penstock.topics.prompts import Prompt
-from penstock.topics.samples import Rollout
+from penstock.topics.samples import Rollout, generated
 
 if TYPE_CHECKING:
     from penstock.pipeline.config.schema import RewardSection
@@ -80,7 +80,7 @@ def payload_of(
         prompt=asked.prompt,
         messages=json.loads(messages) if messages else None,
         columns=json.loads(asked.columns),
-        completion_ids=[sample.token_ids.tolist() for sample in samples],
+        completion_ids=[generated(sample).tolist() for sample in samples],
         step=(version_min(samples) or 0) * steps_per_version,
         episodes=episodes_of(samples),
     )

@@ -24,7 +24,7 @@ from penstock.pipeline.envs.builtin_rewards import BUILTINS
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
 from penstock.pipeline.envs.reward_faults import RewardError
 from penstock.pipeline.envs.reward_service import RewardService
-from penstock.topics.samples import Turn, reward_of
+from penstock.topics.samples import GENERATED, Turn, reward_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,23 +80,24 @@ class Rewards:
         """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
 
         `step` is the number of optimizer steps behind the weights that drew them. `episodes`, of trajectories, has what `episode` returns
-        for each: a function can ask for `environment_reward`, and its completions are all that was said after the prompt.
+        for each: a function can ask for `environment_reward` and for `conversations`; completions are what the policy said in them.
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
         """
         count = len(completions)
         given = {name: [value] * count for name, value in columns.items()}
+        said = [[{"role": "assistant", "content": text}] for text in completions]
         if episodes is not None:
             given.setdefault("environment_reward", [one["reward"] for one in episodes])
+            conversations = [json.loads(one["messages"]) for one in episodes]
+            given.setdefault("conversations", conversations)
+            said = [answers_of(conversation) for conversation in conversations]
         arguments = self._offered(given, completion_ids, step)
         if messages is None:
             arguments |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
-            said = [[{"role": "assistant", "content": text}] for text in completions]
-            if episodes is not None:
-                said = [json.loads(one["messages"])[len(messages) :] for one in episodes]
             arguments |= {"prompts": [messages] * count, "completions": said}
-        by_function = await self._values(arguments, count)
+        by_function = await self._values(arguments, last=[answers[-1]["content"] for answers in said])
         components = tuple(zip(*by_function, strict=True)) if count else ()
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
 
@@ -118,18 +119,22 @@ class Rewards:
             "completion_lengths": [len(ids) for ids in completion_ids],
             "max_completion_length": self.max_completion_length,
             "environment_reward": [None for _ in completion_ids],
+            "conversations": [None for _ in completion_ids],
             "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
         }
         return {**columns, **{name: value for name, value in facts.items() if name not in columns}}
 
-    async def _values(self, offered: Mapping[str, Any], count: int) -> list[list[float | None]]:
+    async def _values(self, offered: Mapping[str, Any], *, last: Sequence[str]) -> list[list[float | None]]:
+        """What each function returns; built-in ones score `last`, the texts that the policy generated last."""
+        count = len(last)
         returned: list[Any] = []
         judges = dict(self._judges(next(iter(offered.get(SOURCE_COLUMN, ())), None)))
         for name in self.names:
             if (function := judges.get(name)) is None:
                 returned.append([None] * count)
                 continue
-            arguments = _arguments(name, function, offered)
+            built_in = split_options(name)[0] in BUILTINS
+            arguments = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
             try:
                 returned.append(function(**arguments))
             # The boundary to a user's function: its failure is the group's.
@@ -212,6 +217,17 @@ def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict
 def episode(turns: Sequence[Turn], messages: str | None) -> dict[str, Any]:
     """What a trajectory's turns and messages are to reward functions."""
     return {"reward": reward_of(turns), "messages": messages}
+
+
+def answers_of(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a trajectory that the policy generated, each with a text; one without text if there are none.
+
+    Example:
+        answers_of([{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2", "generated": True}])
+        # -> [{"role": "assistant", "content": "2"}]
+    """
+    answers = [message for message in conversation if message.get(GENERATED)] or [{"role": "assistant"}]
+    return [{**{key: message[key] for key in message if key != GENERATED}, "content": message.get("content") or ""} for message in answers]
 
 
 def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:

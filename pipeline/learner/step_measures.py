@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.topics.groups import Group
+from penstock.topics.samples import generated
 
 
 def group_measures(groups: Sequence[Group]) -> dict[str, float]:
@@ -17,7 +18,7 @@ def group_measures(groups: Sequence[Group]) -> dict[str, float]:
     a group advantage has to work with.
     """
     samples = [sample for group in groups for sample in group.samples]
-    lengths = np.array([len(sample.rollout.token_ids) for sample in samples], np.float64)
+    lengths = np.array([len(generated(sample.rollout)) for sample in samples], np.float64)
     rewards = [np.array([sample.reward for sample in group.samples], np.float64) for group in groups]
     return {
         "groups": float(len(groups)),

@@ -20,6 +20,7 @@ from penstock.pipeline.planning.workload import DecodeTimes, Workload, linear
 from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics import metrics
 from penstock.topics.ledger import Entry
+from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 
 LEAST_STEPS = 3
@@ -68,7 +69,7 @@ def read(log: Log, run: str) -> Record:
         if (rollout := sample.payload) is not None:
             span = rollout.started_ns / 1e9, rollout.ended_ns / 1e9
             record.draws.append(
-                Draw(rollout.worker, rollout.group, *span, len(rollout.token_ids), rollout.version_min, rollout.finish != "abort")
+                Draw(rollout.worker, rollout.group, *span, len(generated(rollout)), rollout.version_min, rollout.finish != "abort")
             )
     for group in found.reader.groups():
         if group.payload is not None:

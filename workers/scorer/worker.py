@@ -19,6 +19,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import read_on
 from penstock.topics import groups, prompts, rollouts
 from penstock.topics.groups import Group, ScoredSample
+from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
@@ -277,7 +278,7 @@ class Scorer:
             self._unscored.append(self._group(group, "abandoned", why, ()))
             return
         samples, prompt = group.ordered(), group.prompt
-        completions = [self.decoder.decode(sample.token_ids) for sample in samples]
+        completions = [self.decoder.decode(generated(sample)) for sample in samples]
         job = (state.partition, self._generation, number)
         self._scoring[job] = Scoring(state.partition, group, completions)
         per_version = self.session.schedule.steps_per_version

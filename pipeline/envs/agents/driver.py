@@ -146,6 +146,7 @@ class Episode:
                 break
             drawn = await self._drawn(context.token_ids, turn=context.number, room=room)
             answer = self._conversation.drawn(context, drawn.token_ids, drawn.logprobs, drawn.versions, drawn.finish)
+            course.answers.append(len(course.messages))
             course.messages.append(answer.message)
             if drawn.finish == "abort":
                 return self.ended("abort")

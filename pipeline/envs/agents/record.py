@@ -5,7 +5,8 @@ The rule: what was drawn is copied, never rendered; the group's prompt is left o
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Finish, GroupRequest, Span
 from penstock.pipeline.envs.conversation import Segment
-from penstock.topics.samples import ENVIRONMENT, Turn
+from penstock.topics.samples import ENVIRONMENT, GENERATED, MODEL, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +50,8 @@ class Course:
 
     messages: list[dict[str, Any]]
     rewards: dict[int, float]
+    answers: list[int] = field(default_factory=list)
+    """Indices in `messages` of those that the policy generated."""
     environment: str | None = None
     version: str | None = None
     seed: int | None = None
@@ -70,7 +73,7 @@ def trajectory_of(
         for part in segment.parts:
             start, end = max(part.start, cut), part.end
             if start < end:
-                reward = course.rewards.get(part.turn) if part.source == "model" else None
+                reward = course.rewards.get(part.turn) if part.source == MODEL else None
                 where = total - cut
                 turns.append(Turn(start=where + start, end=where + end, source=part.source, finish=part.finish, reward=reward))
         ids.append(segment.token_ids[cut:])
@@ -94,13 +97,18 @@ def trajectory_of(
         loss_mask=np.concatenate([np.empty(0, np.bool_), *mask]),
         segments=tuple(bounds),
         turns=tuple(turns),
-        messages=json.dumps(course.messages),
+        messages=json.dumps(_marked(course.messages, frozenset(course.answers))),
         environment=course.environment,
         environment_version=course.version,
         environment_seed=course.seed,
         environment_s=course.environment_s,
         segment_count=len(bounds),
     )
+
+
+def _marked(messages: Sequence[dict[str, Any]], answers: AbstractSet[int]) -> list[dict[str, Any]]:
+    unmarked = [{key: value for key, value in message.items() if key != GENERATED} for message in messages]
+    return [{**message, GENERATED: True} if index in answers else message for index, message in enumerate(unmarked)]
 
 
 def _spans(versions: npt.NDArray[np.int32], version: int) -> tuple[Span, ...]:

@@ -17,6 +17,8 @@ from penstock.pipeline.envs.conversation.messages import Message, Tools, digests
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
+RESERVED = frozenset({"prompt", "model", "environment"})
+"""Sources of turns that are no roles: a message whose role has such a name is said by a user."""
 Finish = Literal["stop", "length", "abort"]
 History = Literal["exact", "template"]
 
@@ -68,6 +70,8 @@ class Context:
     parent: "_Turn | None" = field(repr=False)
     held: int = 0
     """Leading tokens that a segment already holds; 0 where a segment begins."""
+    known: int = 0
+    """Leading messages that are the conversation up to an earlier answer of the policy, that answer included."""
     source: str = "prompt"
     messages: tuple[Message, ...] = field(repr=False, default=())
     tools: Tools | None = field(repr=False, default=None)
@@ -143,15 +147,17 @@ class Conversation:
         """
         tools = self._tools if tools is None else tools
         history = digests(messages, tools)
-        parent, ids, held = self._extension(messages, tools, history)
+        parent, known = self._parent(history)
+        parent, ids, held = self._extension(messages, tools, parent, known)
         if ids is None:
             ids = np.asarray(self._template.render(messages, tools), dtype=np.int32)
             parent, held = self._longest_fit(ids)
         if parent is not None:
             parent.asked_on = True
-        source = "prompt" if parent is None or not messages else str(messages[-1].get("role"))
+        role = str(messages[-1].get("role")) if messages else ""
+        source = "prompt" if parent is None or not messages else "user" if role in RESERVED else role
         number, self._asked = self._asked, self._asked + 1
-        return Context(number, ids, history[-1], parent, held, source, tuple(messages), tools)
+        return Context(number, ids, history[-1], parent, held, known, source, tuple(messages), tools)
 
     def drawn(
         self,
@@ -200,9 +206,10 @@ class Conversation:
             ends[turn] = chain
         return tuple(map(_segment, chains))
 
-    def _extension(self, messages: Sequence[Message], tools: Tools | None, history: list[bytes]) -> tuple[_Turn | None, Int32s | None, int]:
+    def _extension(
+        self, messages: Sequence[Message], tools: Tools | None, parent: _Turn | None, known: int
+    ) -> tuple[_Turn | None, Int32s | None, int]:
         """The turn that the messages go on from, with the ids up to the next answer and how many of them it holds."""
-        parent, known = self._parent(history)
         if not self._exact or parent is None or any(message.get("role") == "assistant" for message in messages[known:]):
             return None, None, 0
         bridge = self._template.bridge(messages, known, tools, int(parent.drawn[-1]))

@@ -18,7 +18,7 @@ from penstock.pipeline.envs import reward_child, rewards
 from penstock.pipeline.envs.datasets import Row
 from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
-from penstock.topics.samples import cause_of
+from penstock.topics.samples import cause_of, generated
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
 ROWS = 2
@@ -116,8 +116,8 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
     samples = [
         {
             "prompt": prompts[group][0],
-            "completion": decoder.decode(completion.token_ids),
-            "token_ids": completion.token_ids.tolist(),
+            "completion": decoder.decode(generated(completion)),
+            "token_ids": generated(completion).tolist(),
             "finish": completion.finish,
             "episode": next(iter(rewards.episodes_of([completion]) or ()), None),
             "cause": cause_of(getattr(completion, "turns", None)),

@@ -22,6 +22,7 @@ from penstock.pipeline.scheduling import rules
 from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.rollouts import Rollout
+from penstock.topics.samples import generated
 from penstock.topics.wire.record import Record
 
 NS = 1e9
@@ -94,12 +95,12 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "started_s": rollout.started_ns / NS,
                 "ended_s": rollout.ended_ns / NS,
                 "written_s": record and record.timestamp_ms / 1000,
-                "tokens": len(rollout.token_ids),
+                "tokens": len(generated(rollout)),
                 **_fields(rollout, "finish", "temperature", "environment", "environment_version", "environment_seed"),
                 "turns": _turns(rollout),
                 "turn_times": [asdict(time) for time in played.get(number, [])] or None,
                 "time_spent": summed(played[number], rollout) if number in played else None,
-                "completion": judged.completion if judged else texts and texts.completion(rollout.token_ids),
+                "completion": judged.completion if judged else texts and texts.completion(generated(rollout)),
                 "reward": judged and judged.reward,
                 "components": judged and dict(zip(names, judged.components, strict=False)),
                 "trained": _trained(rollout, share) if trained else None,

@@ -22,6 +22,7 @@ from penstock.pipeline.runtime.topic_reader import RunReader
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
+from penstock.topics.samples import generated
 
 EXCERPT = 2000
 """Characters of a prompt that are kept for the list until it is known what all prompts begin with."""
@@ -52,7 +53,7 @@ class Drawn(NamedTuple):
         """The numbers of a sample."""
         return cls(
             rollout.sample,
-            len(rollout.token_ids),
+            len(generated(rollout)),
             rollout.finish,
             rollout.worker,
             rollout.version_min,
@@ -165,7 +166,7 @@ class GroupPages:
             )
 
     def _undecoded(self, number: int, text: str, prompt: Prompt | None, drawn: list[Rollout]) -> Place | None:
-        completions = [self.texts.completion(rollout.token_ids) for rollout in drawn]
+        completions = [self.texts.completion(generated(rollout)) for rollout in drawn]
         return self._detail(number, text, prompt.columns if prompt else "{}", completions, drawn)
 
     def _detail(self, number: int, prompt: str, columns: str, completions: Sequence[str | None], drawn: list[Rollout]) -> Place | None:

@@ -21,6 +21,7 @@ from penstock.topics.groups import Group
 from penstock.topics.ledger import Entry
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
+from penstock.topics.samples import generated
 
 _TIME = pa.timestamp("ns", tz="UTC")
 SAMPLES = pa.schema(
@@ -108,7 +109,7 @@ class RunTables:
                     judged[group.group, sample.rollout.sample] = {**given, "advantage": advantage}
         self._outcomes = outcomes
         drawn = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
-        rows = [{**_attributes(drawn[key], SAMPLES), **judged.get(key, {}), "tokens": len(drawn[key].token_ids)} for key in sorted(drawn)]
+        rows = [{**_attributes(drawn[key], SAMPLES), **judged.get(key, {}), "tokens": len(generated(drawn[key]))} for key in sorted(drawn)]
         return _table(rows, SAMPLES)
 
     def groups(self) -> pa.Table:

@@ -16,6 +16,7 @@ from penstock.pipeline.observe.recorded_run import RecordedRun
 from penstock.topics.groups import Group
 from penstock.topics.prompts import Prompt
 from penstock.topics.rollouts import Rollout
+from penstock.topics.samples import generated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def _from_tokens(
                 partition=partition,
                 before=before,
                 messages=prompt.messages,
-                completions=tuple(decoder.decode(sample.token_ids) for sample in samples),
+                completions=tuple(decoder.decode(generated(sample)) for sample in samples),
                 samples=samples,
             )
 

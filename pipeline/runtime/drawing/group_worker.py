@@ -21,6 +21,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics import prompts, rollouts
+from penstock.topics.samples import generated
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Outgoing, Record
 
@@ -221,7 +222,7 @@ class GroupWorker(DrawingLoop):
             pending = session.producer.send(Outgoing(topic=topic, partition=task.partition, key=key, headers=headers, value=value))
             task.send([sample.sample for sample in batch], pending)
             session.reporter.add("samples", len(batch))
-            session.reporter.add("tokens", sum(len(sample.token_ids) for sample in batch))
+            session.reporter.add("tokens", sum(len(generated(sample)) for sample in batch))
             session.reporter.add("spans", sum(len(sample.span_versions) for sample in batch))
 
     def _acknowledge(self) -> None:

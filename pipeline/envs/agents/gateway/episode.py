@@ -89,10 +89,11 @@ class AgentEpisode:
     def ended(self, finish: Literal["stop", "length", "abort"], *, cause: str | None = None) -> Trajectory:
         """The trajectory as it stands."""
         session = self._session
-        rewarded = session is not None and session.reward is not None and session.last_turn >= 0
+        messages, answers = session.record() if session else ([], [])
         course = Course(
-            messages=session.messages if session else [],
-            rewards={session.last_turn: session.reward or 0.0} if session is not None and rewarded else {},
+            messages=messages,
+            answers=answers,
+            rewards={session.last_turn: session.reward} if session and answers and session.reward is not None else {},
             environment=self.source,
             version=version_of(self.source),
             seed=self.seed,

@@ -7,13 +7,14 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.pipeline.envs.agents.draw import Draw, Drawing
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest, ChatRequest, chat_request, completion
 from penstock.pipeline.envs.conversation import Context, Conversation, TemplateRefused
+from penstock.pipeline.envs.conversation.messages import Message
 
 MAX_OPEN = 64
 """Requests of one agent that wait for answers at a time."""
@@ -57,16 +58,29 @@ class AgentSession:
     """True once a request met a limit of the trajectory."""
     aborted: bool = False
     """True once the policy ended a turn before its end."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    """The longest conversation that was answered, the answer included."""
-    tool_calls: int = 0
-    rewards: dict[int, float] = field(default_factory=dict)
-    last_turn: int = -1
-    """Number of the last turn that was answered."""
+    answered: dict[int, tuple[Sequence[Message], dict[str, Any]]] = field(default_factory=dict)
+    """Number of a turn -> the messages of its request that no earlier turn has, and its answer."""
     _questions: dict[bytes, _Question] = field(default_factory=dict)
     waiting: int = 0
     """Requests that wait for an answer."""
     _asked: int = 0
+
+    @property
+    def last_turn(self) -> int:
+        """Number of the last turn that was answered; -1 without one."""
+        return max(self.answered, default=-1)
+
+    def record(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """The messages of all turns that were answered, in the order of asking, and the indices of the answers.
+
+        A request that goes on from an earlier answer adds what is new in it; any other adds all that it sent.
+        """
+        messages: list[dict[str, Any]] = []
+        answers = list[int]()
+        for _, (new, answer) in sorted(self.answered.items()):
+            messages += [*map(dict, new), answer]
+            answers.append(len(messages) - 1)
+        return messages, answers
 
     async def chat(self, body: Any, *, retry: bool = False) -> tuple[ChatRequest, dict[str, Any]]:
         """The request in a body, and its answer as a chat completion; `retry`: the client says that it asks once more.
@@ -142,8 +156,5 @@ class AgentSession:
         answer = self.conversation.drawn(context, draw.token_ids, draw.logprobs, draw.versions, draw.finish, stop=request.stop)
         if draw.finish == "abort":
             raise PolicyGone("the trajectory was ended: its policy is too old")
-        self.last_turn = max(self.last_turn, context.number)
-        self.tool_calls += len(answer.message.get("tool_calls", ()))
-        if len(request.messages) >= len(self.messages):
-            self.messages = [*map(dict, request.messages), answer.message]
+        self.answered[context.number] = request.messages[context.known :], answer.message
         return completion(request, answer, draw, context)

@@ -22,7 +22,7 @@ from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.drawing.evaluation.accuracy import summary
 from penstock.pipeline.runtime.drawing.sampling import episode_request
 from penstock.pipeline.runtime.session import Session
-from penstock.topics.samples import cause_of
+from penstock.topics.samples import cause_of, generated
 
 EXAMPLES = 3
 """The first held-out prompts, whose greedy completions of every evaluated version stand in the log."""
@@ -80,7 +80,7 @@ class Evaluator:
                 turns += [sum(turn.source == "model" for turn in getattr(completion, "turns", ())) for completion in completions]
                 self._judge(index, completions, version)
                 if greedy and index < EXAMPLES:
-                    shown[index] = self.decoder.decode(list(map(int, completions[0].token_ids)))
+                    shown[index] = self.decoder.decode(generated(completions[0]).tolist())
             if session.stop.is_set():
                 return None
             scores[greedy] = self._scored()
@@ -116,7 +116,7 @@ class Evaluator:
         if cause := next((cause for one in completions if (cause := cause_of(getattr(one, "turns", None)))), None):
             self.session.reporter.say(f"the environment of held-out prompt {index} is broken: {cause}")
             return
-        token_ids = [list(map(int, completion.token_ids)) for completion in completions]
+        token_ids = [generated(completion).tolist() for completion in completions]
         texts, step = [self.decoder.decode(ids) for ids in token_ids], version * self.session.schedule.steps_per_version
         messages = row.messages if self.session.config.environment.source is None else self.renderer.messages(row)
         self.pool.submit(

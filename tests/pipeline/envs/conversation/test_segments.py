@@ -102,3 +102,12 @@ def test_a_text_that_ends_an_answer_leaves_out_what_was_drawn_after_it(before: s
     assert follows.held == len(segment.token_ids)
     assert follows.token_ids[follows.held] == stop_ids("qwen2_5")[0]
     assert np.isnan(segment.logprobs[: len(context.token_ids)]).all()
+
+
+@pytest.mark.parametrize("role", ["model", "environment", "prompt"])
+def test_a_message_whose_role_is_the_name_of_a_source_is_said_by_a_user(role: str) -> None:
+    conversation = Conversation(template("qwen2_5"))
+    _, said = draw(conversation, ASKED, "Seven.")
+    draw(conversation, [*ASKED, said.message, {"role": role, "content": "Sure?"}], "Yes.")
+    (segment,) = conversation.segments()
+    assert [part.source for part in segment.parts] == ["prompt", "model", "user", "model"]
