@@ -16,6 +16,8 @@ from penstock.topics.wire.record import Record
 from penstock.topics.wire.secrets import without_passwords
 
 SCHEMA = "ledger/1"
+ALL_DONE = "all steps done"
+"""Reason in the last entry of a run that has made all its steps."""
 EntryKind = Literal["run-opened", "step", "stale", "version", "checkpoint", "rebased", "run-closed"]
 ENTRY_KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 

@@ -23,6 +23,7 @@ from penstock.topics.wire.secrets import without_password
 
 RUN_TAG = "penstock.run"
 POSITION_TAG = "penstock.position"
+REASON_TAG = "penstock.reason"
 MAX_POINTS = 1000
 """Metrics in one request: the server's limit."""
 MAX_PARAMS = 100
@@ -108,13 +109,15 @@ class MlflowRun:
         with translated(self.target.uri):
             register(self._client, name=self.target.run, run_id=self.run_id, kept=kept, local=self.target.local)
 
-    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
-        """Set FINISHED, KILLED or FAILED, then attach files; `end_ms` is when the pipeline run ended, by default now."""
+    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = (), reason: str | None = None) -> None:
+        """Set FINISHED, KILLED or FAILED and the reason, then attach files; `end_ms` is when the pipeline run ended, by default now."""
         with translated(self.target.uri):
             # A request that timed out may have made a second run after we searched.
             if self._find_or_create().info.run_id != self.run_id:
                 shown = without_password(self.target.uri)
                 raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
+            if reason is not None:
+                self._client.set_tag(self.run_id, REASON_TAG, reason)
             self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
             for path in artifacts:
                 self._client.log_artifact(self.run_id, str(path))

@@ -48,6 +48,7 @@ class Ending:
     status: str
     end_ms: int | None
     artifacts: tuple[Path, ...]
+    reason: str | None
 
 
 class Uploader:
@@ -91,11 +92,11 @@ class Uploader:
             self._changed.wait_for(lambda: self.run_id is not None, timeout_s)
             return self.run_id
 
-    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = ()) -> None:
+    def finish(self, status: str, *, end_ms: int | None = None, artifacts: Sequence[Path] = (), reason: str | None = None) -> None:
         """Ask the thread to deliver the remaining points, set the status, attach the files and end; `wait` waits for that."""
         self.start()
         with self._changed:
-            self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts))
+            self._ending = Ending(status=status, end_ms=end_ms, artifacts=tuple(artifacts), reason=reason)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -150,7 +151,7 @@ class Uploader:
         self._offset = offset
         over = ending is not None and offset >= end
         if ending is not None and over:
-            self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts)
+            self._mlflow_run.finish(ending.status, end_ms=ending.end_ms, artifacts=ending.artifacts, reason=ending.reason)
         if self._to_register() or (over and self._kept != self._registered):
             kept = self._kept
             self._mlflow_run.register(kept)

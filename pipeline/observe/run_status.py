@@ -11,6 +11,8 @@ from typing import Any
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import together
 from penstock.pipeline.scheduling import fates as groups
+from penstock.pipeline.scheduling.reward_scale import RewardScale
+from penstock.topics.ledger import ALL_DONE
 
 
 def closing(view: RunView) -> dict[str, Any]:
@@ -43,6 +45,25 @@ def resumptions(view: RunView) -> int:
 def config_of(view: RunView) -> dict[str, Any]:
     """The run's configuration as a plain table, {} before it is known."""
     return _about(view, "config")
+
+
+def reward_scale(view: RunView) -> RewardScale:
+    """The range of the run's rewards, from the known ranges of its functions or the means of its groups."""
+    rewards = config_of(view).get("reward", {})
+    scale = RewardScale.of(
+        rewards.get("functions") or (), rewards.get("weights"), by_source=config_of(view).get("data", {}).get("rewards") or ()
+    )
+    scale.see(facts.reward_mean for facts in view.groups.values() if facts.reward_mean is not None)
+    return scale
+
+
+def end_reason(reason: str | None) -> str | None:
+    """The reason of a run that has ended before all its steps were done; None for any other.
+
+    Example:
+        end_reason("all steps done")  # -> None
+    """
+    return None if reason == ALL_DONE else reason
 
 
 def info_of(view: RunView) -> dict[str, Any]:

@@ -6,11 +6,13 @@ The rule: pure functions of the headers; a cause is named only where it costs mu
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from penstock.pipeline.observe.run_status import config_of
+from penstock.pipeline.observe.run_status import config_of, reward_scale
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts
+from penstock.pipeline.scheduling.reward_scale import RewardScale
 
 LEAST_GROUPS = 8
 """Groups that must have an outcome before a share means anything."""
@@ -45,7 +47,8 @@ def wastes(view: RunView, *, last: int | None = None) -> list[Waste]:
     if ended < LEAST_GROUPS:
         return []
     shares = {fate: len(by_fate.get(fate, ())) / ended for fate in LIMITS}
-    found = [Waste(fate, share, *EXPLAINED[fate](share, by_fate[fate])) for fate, share in shares.items() if share >= LIMITS[fate]]
+    scale = reward_scale(view)
+    found = [Waste(fate, share, *EXPLAINED[fate](share, by_fate[fate], scale)) for fate, share in shares.items() if share >= LIMITS[fate]]
     return sorted(found, key=lambda waste: -waste.share)
 
 
@@ -62,31 +65,30 @@ def _longest_masked(view: RunView) -> int | None:
     return longest
 
 
-def _truncated(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+def _truncated(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
     why = "as every sample ran out of tokens, which algorithm.truncated = 'mask' does not train"
     return f"{share:.0%} of the groups are filtered, {why}", "raise sampling.max_new_tokens, or train them"
 
 
-def _filtered(share: float, groups: list[GroupFacts]) -> tuple[str, str]:
-    means = Counter(round(facts.reward_mean, 6) for facts in groups if facts.reward_mean is not None)
+def _filtered(share: float, groups: list[GroupFacts], scale: RewardScale) -> tuple[str, str]:
+    rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None]
+    means = Counter(round(reward, 6) for reward in rewards)
     start = f"{share:.0%} of the groups are filtered, as nothing is learnt from equal rewards"
     if not means:
         return start, "look at one with `penstock explain`"
     mean, count = means.most_common(1)[0]
-    lowest = mean <= min(means)
-    advice = "take easier prompts, more samples a group or a denser reward" if lowest else "take harder prompts"
-    return f"{start} ({count:,} of {len(groups):,} have the reward {mean:g})", advice
+    return f"{start} ({count:,} of {len(groups):,} have the reward {mean:g})", scale.advice(fmean(rewards))
 
 
-def _failed(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+def _failed(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
     return f"{share:.0%} of the groups failed, as their reward could not be computed", "mend the reward; the dead letters hold its error"
 
 
-def _stale(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+def _stale(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
     return f"{share:.0%} of the groups were too old for their step", "raise schedule.max_lag, or admit fewer groups at a time"
 
 
-def _abandoned(share: float, _: list[GroupFacts]) -> tuple[str, str]:
+def _abandoned(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str, str]:
     return (
         f"{share:.0%} of the groups were abandoned, as their samples did not come in time",
         "raise scorer.group_deadline_s, shorten sampling.max_new_tokens or start more rollout workers",
@@ -95,7 +97,7 @@ def _abandoned(share: float, _: list[GroupFacts]) -> tuple[str, str]:
 
 LIMITS: Mapping[str, float] = {"filtered": 0.5, "truncated": 0.2, "failed": 0.05, "stale": 0.2, "abandoned": 0.1}
 """Fate -> the share of groups from which on it is reported."""
-EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts]], tuple[str, str]]] = {
+EXPLAINED: Mapping[str, Callable[[float, list[GroupFacts], RewardScale], tuple[str, str]]] = {
     "filtered": _filtered,
     "truncated": _truncated,
     "failed": _failed,

@@ -32,6 +32,8 @@ class ResumeMark:
     """Its version."""
     rebased: int | None
     """Offset of the ledger's newest entry that says how the arithmetic has changed."""
+    rewards: tuple[float, ...] = ()
+    """Lowest and highest reward seen; empty before any."""
 
     def to_json(self) -> str:
         """The details of a step's entry."""
@@ -43,6 +45,7 @@ def mark_of(entry: Entry) -> ResumeMark | None:
     try:
         fields = json.loads(entry.details or "")["resume"]
         checkpoints = tuple((int(steps), int(offset)) for steps, offset in fields.pop("checkpoints"))
-        return ResumeMark(checkpoints=checkpoints, settled=tuple(fields.pop("settled")), **fields)
+        rewards = tuple(map(float, fields.pop("rewards", ())))
+        return ResumeMark(checkpoints=checkpoints, settled=tuple(fields.pop("settled")), rewards=rewards, **fields)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -18,7 +18,7 @@ from penstock.pipeline.observe.metrics.mlflow_target import lineage, target_of
 from penstock.pipeline.observe.metrics.points import Line, Points
 from penstock.pipeline.observe.report.files import remove_reports
 from penstock.pipeline.observe.report.summary import collect
-from penstock.pipeline.observe.run_status import status_of
+from penstock.pipeline.observe.run_status import closing, status_of
 from penstock.pipeline.observe.run_view import Folded
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session
@@ -129,7 +129,8 @@ class Tracker:
         if uploader is None:
             return
         closed = self.view.closed
-        uploader.finish(self._mlflow_status(), end_ms=closed.time_ns // 1_000_000 if closed else None, artifacts=files)
+        end_ms, reason = closed.time_ns // 1_000_000 if closed else None, closing(self.view).get("reason")
+        uploader.finish(self._mlflow_status(), end_ms=end_ms, artifacts=files, reason=reason)
         if not self._patiently(uploader.wait, limit_s=MLFLOW_END_S):
             session.reporter.say(
                 f"MLflow at {uploader.shown_uri} lacks {uploader.queued} points and the report: they are in {self.directory}; "

@@ -11,6 +11,7 @@ from penstock.infra.log import Partition, Start, Tail
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.resume_mark import ResumeMark
+from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.topics import metrics
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -32,7 +33,7 @@ class Arrivals:
     followed: Sequence[Partition]
     places: Places
     asked_to_end: str | None = None
-    """The reason why an evaluator wants the run to end."""
+    """The reason why the run ends before all its steps are done; None while it goes on."""
     _admitted: int | None = None
     """Groups of the whole run, once the feeder has said that no prompt will follow; None before."""
 
@@ -45,6 +46,7 @@ class Arrivals:
             dead_letter=session.dead_letters.write,
             duplicate=session.reporter.duplicate,
             decoding=session.dead_letters.decoding,
+            scale=RewardScale.of(session.config.reward.functions, session.config.reward.weights, by_source=session.config.data.rewards),
         )
         starts: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         starts[session.topic("weights"), 0] = "earliest"
@@ -69,6 +71,7 @@ class Arrivals:
             later = resumed.later_stale
             selector.resume(below=resume.below, settled=[*resume.settled, *later], drops=resume.drops + len(later))
             self.inbox.ended_before = resume.below
+            self.inbox.scale.see(resume.rewards)
 
     def start_over(self) -> None:
         """Forget the groups, and follow everything from its beginning."""

@@ -1,14 +1,29 @@
 """The limit on groups dropped between two steps, and the words in which a run that passes it ends.
 
-The rule: drops that were there when the process began do not count: a person who resumes a run has seen to what dropped them.
+Drops that were there when the process began do not count: the operator who resumes a run has seen to what dropped them.
 """
 
 from dataclasses import dataclass
+from statistics import fmean
 
+from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.scheduling.reward_scale import HIGH
 from penstock.workers.trainer.group_inbox import GroupInbox
 
-WITHOUT_DIFFERENCES = "nothing is learnt from equal rewards: take prompts of another difficulty, more samples a group or a denser reward"
 SHOWN_CAUSES = 6
+CONSTANT = (
+    "every reward is {:.6g} before the first step: the reward function gives every completion the same, or the policy solves all prompts "
+    "or none; compare two completions and their rewards with `penstock check CONFIG`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The end of a run that has passed the limit."""
+
+    reason: str
+    solved: bool
+    """True if the groups were dropped because all their samples have (nearly) the full reward."""
 
 
 @dataclass(slots=True)
@@ -29,24 +44,37 @@ class DropLimit:
     def tolerate(self) -> None:
         """Count no drop that is known by now."""
         self.tolerated = self.inbox.selector.drops
-        self.inbox.drop_causes.clear()
+        self.inbox.forget_drops()
 
     def committed(self) -> None:
-        """A step was committed: count anew."""
+        """A step was committed: count from 0."""
         self.at_last_step = self.inbox.selector.drops
-        self.inbox.drop_causes.clear()
+        self.inbox.forget_drops()
 
-    def passed(self, *, steps_done: int) -> str | None:
-        """Why the run cannot go on; None while no more than the limit were dropped."""
+    def passed(self, *, steps_done: int) -> Passed | None:
+        """How the run ends; None while no more than the limit were dropped."""
         limit = self.inbox.schedule.max_drops_per_step
         dropped = self.inbox.selector.drops - max(self.at_last_step, self.tolerated)
         if dropped <= limit:
             return None
-        causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
         begun = f"since step {steps_done - 1}" if steps_done else "before step 0"
         when = "since the trainer was started" if self.tolerated > self.at_last_step else begun
+        equal, scale = self.inbox.filtered_rewards, self.inbox.scale
+        mostly_equal = 2 * len(equal) > dropped
+        position = scale.position(fmean(equal)) if mostly_equal else None
+        if steps_done and position is not None and position >= HIGH:
+            counted = f"{len(equal)} of {dropped} groups dropped {when} have equal rewards, {fmean(equal):.3g} on average"
+            text = f"solved: {counted}; the full reward is {scale.high:.3g}, so nothing is left to learn from these prompts"
+            return Passed(text, solved=True)
+        causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
         reason = self.inbox.last_reason()
         last = f"; the last one: {reason}" if reason else ""
-        alike = sum(count for cause, count in self.inbox.drop_causes.items() if cause.startswith("filtered"))
-        advice = f"; {WITHOUT_DIFFERENCES}" if 2 * alike > dropped else ""
-        return f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}{advice}"
+        text = f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}"
+        return Passed(text + (self._advice(equal, steps_done=steps_done) if mostly_equal else ""), solved=False)
+
+    def _advice(self, equal: list[float], *, steps_done: int) -> str:
+        scale, mean, selector = self.inbox.scale, fmean(equal), self.inbox.selector
+        if not steps_done and selector.known == selector.drops and zero_variance(equal):
+            return f"; {CONSTANT.format(mean)}"
+        span = f"{mean:.3g} on average in a range of {scale.low:.3g} to {scale.high:.3g}"
+        return f"; nothing is learnt from groups of equal rewards ({span}): {scale.advice(mean)}"

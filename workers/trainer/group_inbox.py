@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
 from penstock.topics import groups
@@ -30,6 +31,9 @@ class GroupInbox:
     selector: Selector = field(init=False)
     drop_causes: Counter[str] = field(default_factory=Counter)
     """Since the last step: how many groups were dropped for which cause, for the error that stops a run which drops too many."""
+    filtered_rewards: list[float] = field(default_factory=list)
+    """Mean reward of each group filtered since the last step."""
+    scale: RewardScale = field(default_factory=RewardScale)
     _dropped: list[Record] = field(default_factory=list)
     """The newest outcome without a group to train."""
     ended_before: int = 0
@@ -60,11 +64,14 @@ class GroupInbox:
                 self.selector.refuse(_candidate(record, headers))
             return
         self.selector.add(_candidate(records[0], headers))
+        mean = headers.reward_mean
+        self.scale.see(() if mean is None else (mean,))
         if headers.outcome != "scored":
-            mean = "" if headers.reward_mean is None else f" at reward {headers.reward_mean:.3g}"
-            self.drop_causes[f"{headers.outcome}{mean}"] += 1
+            self.drop_causes[headers.outcome + ("" if mean is None else f" at reward {mean:.3g}")] += 1
+            self.filtered_rewards += [mean] if headers.outcome == "filtered" and mean is not None else []
             self._dropped = records
         elif group is not None and not self.selector.is_settled(group.group):
+            self.scale.see(group.rewards)
             self._groups[group.group] = group
 
     def take(self, *, learner_version: int) -> tuple[Candidate, Group] | None:
@@ -84,11 +91,16 @@ class GroupInbox:
         except Unusable:
             return None
 
+    def forget_drops(self) -> None:
+        """Forget why groups were dropped."""
+        self.drop_causes.clear()
+        self.filtered_rewards.clear()
+
     def start_over(self) -> None:
         """Forget everything: the groups are read from their beginning."""
         self.selector, self._assembler, self.ended_before = Selector(self.schedule), GroupAssembler(), 0
         self._groups.clear()
-        self.drop_causes.clear()
+        self.forget_drops()
 
     def begins(self) -> dict[int, int]:
         """Partition -> offset of the first record that a trainer which starts where this one stands has to read; of those with any."""

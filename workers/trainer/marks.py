@@ -32,6 +32,7 @@ def mark_at(session: Session, inbox: GroupInbox, places: Places, positions: Mapp
         manifests=manifests,
         version=version,
         rebased=places.rebased,
+        rewards=(inbox.scale.low, inbox.scale.high) if inbox.scale.low <= inbox.scale.high else (),
     )
 
 

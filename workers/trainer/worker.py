@@ -30,7 +30,7 @@ from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules
 from penstock.pipeline.scheduling.rules import lag_summary
 from penstock.topics.groups import Group
-from penstock.topics.ledger import Planned
+from penstock.topics.ledger import ALL_DONE, Planned
 from penstock.topics.runs import Status
 from penstock.workers.trainer.arrivals import POLL_S, Arrivals
 from penstock.workers.trainer.drop_limit import DropLimit
@@ -219,7 +219,13 @@ class Trainer:
             return
         self.writer.finish_begun()
         self.writer.export(self.policy)
-        self._close_run(status="finished", reason=self.arrivals.asked_to_end or "all steps done")
+        reason = self.arrivals.asked_to_end
+        if reason is not None:
+            selector = self.arrivals.inbox.selector
+            unused = selector.known - selector.drops - self.committed * session.schedule.prompts_per_step
+            reason += f"; {unused} scored groups are unused, as a step takes {session.schedule.prompts_per_step}" if unused > 0 else ""
+            session.reporter.say(f"the run ends after {done} of {session.steps} steps: {reason}")
+        self._close_run(status="finished", reason=reason or ALL_DONE)
 
     def finishing(self) -> str:
         """What is still done after a request to stop."""
@@ -275,11 +281,14 @@ class Trainer:
             stale.clear()
 
     def _check_drops(self) -> None:
-        """Stop where too many groups are dropped, with the causes. The run is not closed: it can be resumed, and then counts anew."""
-        reason = self.drops.passed(steps_done=self.policy.steps_done)
-        if reason is not None:
+        """End the run if too many groups are dropped: solved it is finished, else stopped with the causes, and can be resumed."""
+        passed = self.drops.passed(steps_done=self.policy.steps_done)
+        if passed is None:
+            return
+        if not passed.solved:
             mark(self.session.log, self.session.record, status="stopped")
-            raise Unrecoverable(reason)
+            raise Unrecoverable(passed.reason)
+        self.arrivals.asked_to_end = passed.reason
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]

@@ -9,12 +9,14 @@ from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit
 
 app = typer.Typer(help="List the runs, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
-COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent")
+SHOWN_REASON = 80
+"""Characters of the reason for which a run has ended early."""
+COLUMNS = ("run", "status", "steps", "age", "reward", "size", "model", "parent", "reason")
 
 
 @app.callback()
 def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security: Security = None, json: Json = False) -> None:
-    """List the runs of a broker: status, steps, age, reward, size, model, parent."""
+    """List the runs of a broker: status, steps, age, reward, size, model, parent, reason of an early end."""
     if context.invoked_subcommand is not None:
         return
     from penstock.pipeline.observe.records.runs import list_runs
@@ -31,6 +33,7 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     from penstock.pipeline.observe.records.runs import size
+    from penstock.pipeline.observe.report.evaluations import one_line
 
     cells = [
         (
@@ -42,6 +45,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             size(row["bytes"]),
             row["model"] or "",
             row["parent"] or "",
+            one_line(row["reason"] or "", SHOWN_REASON),
         )
         for row in rows
     ]

@@ -16,7 +16,16 @@ from penstock.pipeline.observe.report import staleness
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.evaluations import held_out
 from penstock.pipeline.observe.report.text import STATUS_STYLES, duration, sparkline
-from penstock.pipeline.observe.run_status import config_of, has_ended, last_reward, resumptions, status_of, steps_planned
+from penstock.pipeline.observe.run_status import (
+    closing,
+    config_of,
+    end_reason,
+    has_ended,
+    last_reward,
+    resumptions,
+    status_of,
+    steps_planned,
+)
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import StepFacts, WorkerView
 from penstock.pipeline.observe.status import RECENT_STEPS, Bottleneck, bottleneck, elapsed_s, to_go_s
@@ -56,7 +65,9 @@ def frame(
     `status` is what a launcher knows of a run that it has stopped before the log says so.
     """
     status = status or status_of(view)
-    parts: list[RenderableType] = [_progress(view, now_s=now_s), _learning(view)]
+    ended = end_reason(closing(view).get("reason"))
+    parts: list[RenderableType] = [Text(f"{status}: {ended}")] if ended else []
+    parts += [_progress(view, now_s=now_s), _learning(view)]
     parts += _held_out(view)
     parts.append(_health(view, outage_s=outage_s, narrow=width < WIDE))
     found = wastes(view, last=RECENT_GROUPS)

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.infra.broker import embedded
 from penstock.infra.log import Log
 from penstock.infra.paths import state_path
+from penstock.pipeline.observe.run_status import end_reason
 from penstock.pipeline.runtime.run_registry import all_runs
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import ledger, runs
@@ -21,13 +22,20 @@ from penstock.topics.wire.record import Record
 
 
 def list_runs(log: Log) -> list[dict[str, Any]]:
-    """Every run, oldest first: status, steps, age, model, reward, parent, bytes; None where this machine does not know it."""
+    """Every run, oldest first: status, reason, steps, age, model, reward, parent, bytes; None where this machine does not know it.
+
+    The reason is that of a run that ended before all its steps were done.
+    """
     records = all_runs(log)
     made = _made(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
-    done = dict.fromkeys(names.values(), 0)
+    done, reasons = dict.fromkeys(names.values(), 0), dict[str, str | None]()
     for entry in scan(log, *names):
-        done[names[entry.topic]] += _is_step(entry, names[entry.topic])
+        run = names[entry.topic]
+        kind = _kind(entry, run)
+        done[run] += kind == "step"
+        if kind == "run-closed":
+            reasons[run] = _reason(entry, run)
     sizes, now = own_sizes(log), time.time_ns()
     rows: list[dict[str, Any]] = []
     models: dict[str | None, str | None] = {}
@@ -39,6 +47,7 @@ def list_runs(log: Log) -> list[dict[str, Any]]:
             {
                 "run": record.run,
                 "status": record.status,
+                "reason": reasons.get(record.run),
                 "steps_done": done[record.run],
                 "steps": json.loads(record.info).get("steps") or info.get("steps"),
                 "created_s": record.created_ns / 1e9,
@@ -92,11 +101,19 @@ def _made(log: Log, records: list[RunRecord]) -> dict[str, RunRecord]:
     return made
 
 
-def _is_step(record: Record, run: str) -> bool:
+def _kind(record: Record, run: str) -> str | None:
+    """The kind of a ledger's entry by its headers; None for a record that cannot be used."""
     try:
-        return ledger.check(record, run=run).outcome == "step"
+        return ledger.check(record, run=run).outcome
     except Unusable:
-        return False
+        return None
+
+
+def _reason(record: Record, run: str) -> str | None:
+    """The reason in a ledger's last entry."""
+    with contextlib.suppress(Unusable, ValueError, AttributeError):
+        return end_reason(json.loads(ledger.read(record, run=run)[1].details or "{}").get("reason"))
+    return None
 
 
 def age(seconds: float) -> str:

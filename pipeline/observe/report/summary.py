@@ -26,6 +26,7 @@ from penstock.pipeline.observe.run_status import (
     info_of,
     last_reward,
     resumptions,
+    reward_scale,
     status_of,
     steps_per_version,
     steps_planned,
@@ -197,13 +198,12 @@ def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
 
 
 def _filtered(view: RunView) -> dict[str, int]:
-    """Filtered groups whose samples all have the full reward, none at all, or one between; the full one is the sum of positive weights."""
-    chosen = config_of(view).get("reward", {})
-    weights = chosen.get("weights") or [1.0] * len(chosen.get("functions") or ["exact_match"])
-    full = sum(max(weight, 0.0) for weight in weights)
+    """Filtered groups whose samples all have the full reward, the lowest, or one between."""
+    scale = reward_scale(view)
     means = [group.reward_mean for group in view.groups.values() if group.outcome == "filtered" and group.reward_mean is not None]
-    solved = {"solved_all": sum(mean >= full - 1e-9 for mean in means), "solved_none": sum(mean <= 1e-9 for mean in means)}
-    return {**solved, "between": len(means) - sum(solved.values())}
+    positions = [0.5 if (position := scale.position(mean)) is None else position for mean in means]
+    full, lowest = sum(position >= 1 - 1e-9 for position in positions), sum(position <= 1e-9 for position in positions)
+    return {"solved_all": full, "solved_none": lowest, "between": len(means) - full - lowest}
 
 
 def _rounds(steps: Sequence[StepFacts], *, per_version: int) -> list[list[StepFacts]]:

@@ -22,6 +22,7 @@ from penstock.pipeline.observe.report.rebases import rebased_line
 from penstock.pipeline.observe.report.scoring import scoring_line
 from penstock.pipeline.observe.report.time_spent import as_line
 from penstock.pipeline.observe.report.verdict import verdict
+from penstock.pipeline.observe.run_status import end_reason
 
 BARS = "▁▂▃▄▅▆▇█"
 STATUS_STYLES = {"finished": "green", "stopping": "yellow", "stopped": "yellow", "failed": "red", "running": "cyan"}
@@ -42,8 +43,8 @@ def render(report: Mapping[str, Any], *, directory: Path | None = None) -> Rende
     status = str(report["status"])
     title = Text.assemble((f"run {report['run']}", "bold"), " ", (status, STATUS_STYLES.get(status, "")))
     parts: list[RenderableType] = [Rule(title, style="dim"), table]
-    if report.get("reason") and status != "finished":
-        parts.insert(1, Text(f"{status}: {report['reason']}", style=STATUS_STYLES.get(status, "")))
+    if reason := end_reason(report.get("reason")):
+        parts.insert(1, Text(f"{status}: {reason}", style=STATUS_STYLES.get(status, "")))
     first, *others = verdict(report)
     said = [Text(first, style="bold"), *(Text(line, style="yellow") for line in others)]
     return Group(parts[0], *said, *parts[1:], _next(report, directory), Rule(style="dim"))

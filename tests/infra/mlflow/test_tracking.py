@@ -114,12 +114,12 @@ def test_a_second_uploader_goes_on_where_the_first_ended(target: Target, tmp_pat
         values = [float(number) if end == 3 or number >= 3 else -1.0 for number in range(end)]
         lines = Lines([[Point(key="loss", value=value, timestamp_ms=step, step=step)] for step, value in enumerate(values)])
         uploader = Uploader(target, lines, say=lambda _text: None)
-        uploader.finish("FINISHED", end_ms=end, artifacts=[report])
+        uploader.finish("FINISHED", end_ms=end, artifacts=[report], reason="solved: all of it")
         assert uploader.wait(WAIT_S)
         assert uploader.queued == 0
     run, steps = held(MlflowRun(replace(target, over=True)))
     assert steps("loss") == list(range(6))
-    assert (run.info.status, run.info.end_time) == ("FINISHED", 6)
+    assert (run.info.status, run.info.end_time, run.data.tags["penstock.reason"]) == ("FINISHED", 6, "solved: all of it")
     assert (tmp_path / "artifacts" / run.info.run_id / "artifacts" / "report.txt").read_text() == "fine"
 
 

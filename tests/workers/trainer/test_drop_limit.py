@@ -1,5 +1,8 @@
 """When a run that drops too many groups ends, and what it says."""
 
+import pytest
+
+from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.pipeline.scheduling.schedule import preset
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -11,22 +14,35 @@ def refused(record: Record, error: Unusable) -> None:
     raise AssertionError(f"{record} is not usable: {error}")
 
 
-def limit_of(limit: int) -> DropLimit:
+def limit_of(limit: int, *, scale: RewardScale | None = None) -> DropLimit:
     schedule = preset("pipelined", prompts_per_step=2, samples_per_prompt=4, steps_per_version=1, max_drops_per_step=limit)
-    return DropLimit(GroupInbox(run="demo", schedule=schedule, dead_letter=refused, duplicate=print))
+    return DropLimit(GroupInbox(run="demo", schedule=schedule, dead_letter=refused, duplicate=print, scale=scale or RewardScale()))
 
 
-def drop(found: DropLimit, **causes: int) -> None:
-    found.inbox.drop_causes.update(causes)
-    found.inbox.selector.drops += sum(causes.values())
+def drop(found: DropLimit, *filtered: float, **causes: int) -> None:
+    """Groups that were filtered with these mean rewards, and groups dropped for other causes."""
+    inbox = found.inbox
+    for reward in filtered:
+        inbox.drop_causes[f"filtered at reward {reward:.3g}"] += 1
+        inbox.filtered_rewards.append(reward)
+        inbox.scale.see([reward])
+    inbox.drop_causes.update(causes)
+    inbox.selector.drops += len(filtered) + sum(causes.values())
+    inbox.selector.outcomes.update(dict.fromkeys(range(inbox.selector.drops), "filtered"))
+
+
+def reason(found: DropLimit, *, steps_done: int) -> str | None:
+    passed = found.passed(steps_done=steps_done)
+    assert passed is None or not passed.solved
+    return None if passed is None else passed.reason
 
 
 def test_as_many_drops_as_the_limit_are_borne_and_one_more_ends_the_run() -> None:
     drops = limit_of(3)
     drop(drops, stale=2, abandoned=1)
-    assert drops.passed(steps_done=0) is None
+    assert reason(drops, steps_done=0) is None
     drop(drops, stale=1)
-    assert drops.passed(steps_done=0) == "4 groups were dropped before step 0 (schedule.max_drops_per_step = 3): 3 stale, 1 abandoned"
+    assert reason(drops, steps_done=0) == "4 groups were dropped before step 0 (schedule.max_drops_per_step = 3): 3 stale, 1 abandoned"
 
 
 def test_a_committed_step_begins_the_count_anew() -> None:
@@ -34,22 +50,70 @@ def test_a_committed_step_begins_the_count_anew() -> None:
     drop(drops, stale=3)
     drops.committed()
     drop(drops, stale=3)
-    assert (drops.since_last_step, drops.passed(steps_done=1)) == (3, None)
+    assert (drops.since_last_step, reason(drops, steps_done=1)) == (3, None)
     drop(drops, abandoned=1)
-    assert drops.passed(steps_done=1) == "4 groups were dropped since step 0 (schedule.max_drops_per_step = 3): 3 stale, 1 abandoned"
+    assert reason(drops, steps_done=1) == "4 groups were dropped since step 0 (schedule.max_drops_per_step = 3): 3 stale, 1 abandoned"
 
 
 def test_drops_that_were_there_when_the_trainer_began_do_not_count() -> None:
     drops = limit_of(3)
     drops.at_last_step = 1
-    drop(drops, stale=9)
+    drop(drops, *[1.0] * 9)
     drops.tolerate()
-    assert (drops.since_last_step, drops.passed(steps_done=2)) == (8, None)
+    assert (drops.since_last_step, reason(drops, steps_done=2)) == (8, None)
     drop(drops, stale=4)
-    assert str(drops.passed(steps_done=2)).startswith("4 groups were dropped since the trainer was started (")
+    assert str(reason(drops, steps_done=2)).startswith("4 groups were dropped since the trainer was started (")
 
 
-def test_where_most_dropped_groups_had_equal_rewards_it_says_what_to_change() -> None:
-    drops = limit_of(3)
-    drop(drops, **{"filtered at reward 1": 3, "stale": 1})
-    assert str(drops.passed(steps_done=0)).endswith("more samples a group or a denser reward")
+@pytest.mark.parametrize(
+    ("filtered", "low", "high"),
+    [
+        ([1.0] * 9, 0.0, 1.0),
+        ([10.0] * 9, 0.0, 10.0),
+        ([0.0] * 9, -1.0, 0.0),
+        ([0.5] * 9, 0.125, 0.5),
+        ([0.96, 0.93, 1.0, 1.0, 0.95, 0.97, 0.91, 1.0, 1.0], 0.0, 1.0),
+        ([*[1.0] * 19, 0.0], 0.0, 1.0),
+    ],
+)
+def test_groups_that_all_have_the_full_reward_end_the_run_as_solved(filtered: list[float], low: float, high: float) -> None:
+    drops = limit_of(8, scale=RewardScale(low, high))
+    drop(drops, *filtered, stale=2)
+    passed = drops.passed(steps_done=14)
+    assert passed is not None and passed.solved
+    assert passed.reason.startswith(f"solved: {len(filtered)} of {len(filtered) + 2} groups dropped since step 13 have equal rewards, ")
+    assert f"the full reward is {high:.3g}" in passed.reason
+
+
+@pytest.mark.parametrize(
+    ("filtered", "others", "advice"),
+    [
+        ([0.0] * 9, 0, "(0 on average in a range of 0 to 1): the task is too hard: take easier prompts"),
+        ([0.2, 0.1, 0.0] * 3, 0, "the task is too hard: take easier prompts"),
+        ([*[1.0] * 6, *[0.0] * 3], 0, "take prompts of another difficulty"),
+        ([0.7] * 9, 2, "take prompts of another difficulty"),
+        ([1.0] * 4, 5, "4 filtered at reward 1"),
+    ],
+)
+def test_other_groups_of_equal_rewards_stop_the_run_with_the_rewards_and_true_advice(
+    filtered: list[float], others: int, advice: str
+) -> None:
+    drops = limit_of(8, scale=RewardScale(0.0, 1.0))
+    drop(drops, *filtered, stale=others)
+    text = str(reason(drops, steps_done=14))
+    assert advice in text and "harder" not in text
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.0, 0.5, 0.1 + 0.2, -1.0])
+def test_a_constant_reward_before_the_first_step_is_a_mistake_and_has_its_own_line(reward: float) -> None:
+    drops = limit_of(8)
+    drop(drops, *[reward] * 9)
+    assert f"every reward is {reward:.6g} before the first step: the reward function gives every completion the same" in str(
+        reason(drops, steps_done=0)
+    )
+
+
+def test_a_task_that_is_solved_before_the_first_step_calls_for_harder_prompts() -> None:
+    drops = limit_of(8, scale=RewardScale(0.0, 1.0))
+    drop(drops, *[1.0] * 19, 0.0)
+    assert str(reason(drops, steps_done=0)).endswith("take harder prompts")
