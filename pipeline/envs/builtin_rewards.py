@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.envs.datasets.answers import accepted, is_answer
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -19,20 +20,24 @@ def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1 where the completion is the answer, ignoring surrounding spaces.
+    """1 where the completion is an accepted answer: equal to a text, or in value to a number. Spaces around it do not count.
 
     Example:
-        exact_match([" 7\\n", "8"], ["7", "7"])  # -> [1.0, 0.0]
+        exact_match([" 7\\n", "8", "9.0"], ["7", "7", [8, 9]])  # -> [1.0, 0.0, 1.0]
+
+    Raises:
+        AnswerError: the answer is null, empty, or neither text nor number.
     """
-    return [float(text_of(completion).strip() == str(gold).strip()) for completion, gold in zip(completions, answer, strict=True)]
+    return [float(is_answer(text_of(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 where math-verify finds the completion's last expression equal to the answer's (of GSM8K's, the part after `####`).
 
-    None where the answer holds no expression. The library's own time limits are off: they are alarm signals and end in a zero.
+    None where no accepted answer holds an expression. The library's own time limits are off: they are alarm signals and end in a zero.
+    Raises `AnswerError` as `exact_match` does.
     """
-    return [_equal(text_of(completion), str(gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [_best(text_of(completion), accepted(gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
@@ -63,6 +68,12 @@ def _gold(answer: str) -> tuple[Any, ...]:
     gold = answer.rsplit("####", 1)[-1].strip()
     delimited = gold if re.search(r"\$|\\boxed|\\\(|\\\[", gold) else f"${gold}$"
     return tuple(_math_library().parse(delimited, parsing_timeout=None))
+
+
+def _best(completion: str, answers: Sequence[str]) -> float | None:
+    """The highest verdict by any of the accepted answers."""
+    verdicts = [verdict for answer in answers if (verdict := _equal(completion, answer)) is not None]
+    return max(verdicts, default=None)
 
 
 def _equal(completion: str, answer: str) -> float | None:
@@ -138,5 +149,7 @@ BUILTINS: dict[str, Callable[..., Any]] = {
     "reasoning_gym": reasoning_gym,
     "soft_overlong": soft_overlong,
 }
+JUDGE_ANSWERS = ("exact_match", "math_verify")
+"""Those that need an accepted answer in every row."""
 WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _math_library, "reasoning_gym": _gym_library}
 """Imports that take seconds, to be done before the time limit of the first call starts."""

@@ -1,7 +1,8 @@
 """Scores a group by TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
 
 Beside columns a function can ask for `completion_ids` and `trainer_state`, as in TRL, and for `completion_lengths` and
-`max_completion_length`. The rule: a broken reward is a failure with its reason, never a zero; `None` says that a function does not apply.
+`max_completion_length`; a column with the name of one of these is under `columns`. A broken reward is a failure with its reason, never a
+zero; `None` says that a function does not apply.
 Importing this module is cheap: every child process does.
 """
 
@@ -20,7 +21,8 @@ from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
-from penstock.pipeline.envs.builtin_rewards import BUILTINS
+from penstock.pipeline.envs.builtin_rewards import BUILTINS, JUDGE_ANSWERS
+from penstock.pipeline.envs.datasets.answers import FORMS, AnswerError, accepted, with_facts
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
 from penstock.pipeline.envs.reward_faults import RewardError
 from penstock.pipeline.envs.reward_service import RewardService
@@ -48,6 +50,14 @@ class TrainerState:
     global_step: int
     """Optimizer steps behind the oldest weights that drew the group."""
     max_steps: int
+
+
+class _MissingColumn(RewardError):
+    """A function takes a column that a row does not have."""
+
+    def __init__(self, reason: str, *, column: str) -> None:
+        super().__init__(reason)
+        self.column = column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,62 +89,82 @@ class Rewards:
     ) -> Score:
         """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
 
+        Every function gets arguments of its own, and every completion values of its own: what one changes in them no other sees.
         `step` is the number of optimizer steps behind the weights that drew them. `episodes`, of trajectories, has what `episode` returns
         for each: a function can ask for `environment_reward` and for `conversations`; completions are what the policy said in them.
         Raises:
             RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
         """
         count = len(completions)
-        given = {name: [value] * count for name, value in columns.items()}
+        facts = self._facts(count, completion_ids, step)
         said = [[{"role": "assistant", "content": text}] for text in completions]
         if episodes is not None:
-            given.setdefault("environment_reward", [one["reward"] for one in episodes])
             conversations = [json.loads(one["messages"]) for one in episodes]
-            given.setdefault("conversations", conversations)
+            facts |= {"environment_reward": [one["reward"] for one in episodes], "conversations": conversations}
             said = [answers_of(conversation) for conversation in conversations]
-        arguments = self._offered(given, completion_ids, step)
         if messages is None:
-            arguments |= {"prompts": [prompt] * count, "completions": list(completions)}
+            facts |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
-            arguments |= {"prompts": [messages] * count, "completions": said}
-        by_function = await self._values(arguments, last=[answers[-1]["content"] for answers in said])
+            facts |= {"prompts": [messages] * count, "completions": said}
+        by_function = await self._values(columns, facts, last=[answers[-1]["content"] for answers in said])
         components = tuple(zip(*by_function, strict=True)) if count else ()
         return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
 
-    def check(self, columns: Mapping[str, Any]) -> None:
-        """Check that a row has the columns that every function takes. Raises `RewardError` that names the column and the nearest one."""
-        for name, function in self._judges(columns.get(SOURCE_COLUMN)):
-            _arguments(name, function, {**self._offered(columns, (), 0), "prompts": [], "completions": []})
+    def check(self, columns: Mapping[str, Any], *, without_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
+        """Check that a row has the columns that every function takes, and an answer that the built-in ones can judge.
 
-    def _judges(self, source: Any) -> list[tuple[str, Callable[..., Any]]]:
-        """The functions that apply to the rows of a source, with their names."""
-        chosen = self.by_source.get(source)
+        `without_json` has the columns that no function can get, and what they hold; `answer_field` is the data's name of `answer`.
+        Raises `RewardError` that names the column.
+        """
+        offered = with_facts(columns, self._facts(0, (), 0))
+        for name, function in self._judges(columns):
+            try:
+                _arguments(name, function, offered)
+            except _MissingColumn as error:
+                raise RewardError(f"{error}{_remedy(error.column, without_json or {})}") from error
+            if split_options(name)[0] in JUDGE_ANSWERS:
+                try:
+                    accepted(columns["answer"])
+                except AnswerError as error:
+                    column = f"the answer (column {answer_field or 'answer'!r})"
+                    raise RewardError(f"{column} is {error}, which the reward {name} cannot judge: expected {FORMS}") from error
+
+    def facts_named_by(self, columns: Mapping[str, Any]) -> list[str]:
+        """The columns whose names facts have, so that functions find the values of the data under `columns` alone."""
+        return [name for name in self._facts(0, (), 0) if name in columns]
+
+    def _judges(self, columns: Mapping[str, Any]) -> list[tuple[str, Callable[..., Any]]]:
+        """The functions that apply to a row, by its source, with their names."""
+        source = columns.get(SOURCE_COLUMN)
+        chosen = self.by_source.get(source) if isinstance(source, str) else None
         every = zip(self.names, self.functions, strict=True)
         return [(name, function) for name, function in every if chosen is None or not {name, short_name(name)}.isdisjoint(chosen)]
 
-    def _offered(self, columns: Mapping[str, Any], completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
-        """The columns, and what functions can ask for beside them unless a column has its name."""
-        facts = {
-            "completion_ids": [list(ids) for ids in completion_ids],
+    def _facts(self, count: int, completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
+        """What functions can ask for beside the columns of the data; lists have an item for each of `count` completions."""
+        return {
+            "prompts": [],
+            "completions": [],
+            "completion_ids": completion_ids,
             "completion_lengths": [len(ids) for ids in completion_ids],
             "max_completion_length": self.max_completion_length,
-            "environment_reward": [None for _ in completion_ids],
-            "conversations": [None for _ in completion_ids],
+            "environment_reward": [None] * count,
+            "conversations": [None] * count,
             "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
         }
-        return {**columns, **{name: value for name, value in facts.items() if name not in columns}}
 
-    async def _values(self, offered: Mapping[str, Any], *, last: Sequence[str]) -> list[list[float | None]]:
+    async def _values(self, columns: Mapping[str, Any], facts: Mapping[str, Any], *, last: Sequence[str]) -> list[list[float | None]]:
         """What each function returns; built-in ones score `last`, the texts that the policy generated last."""
         count = len(last)
         returned: list[Any] = []
-        judges = dict(self._judges(next(iter(offered.get(SOURCE_COLUMN, ())), None)))
+        judges, offered = dict(self._judges(columns)), with_facts(columns, facts)
         for name in self.names:
             if (function := judges.get(name)) is None:
                 returned.append([None] * count)
                 continue
             built_in = split_options(name)[0] in BUILTINS
-            arguments = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
+            taken = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
+            arguments = {key: fresh(value) if key in facts else [fresh(value) for _ in range(count)] for key, value in taken.items()}
             try:
                 returned.append(function(**arguments))
             # The boundary to a user's function: its failure is the group's.
@@ -256,19 +286,46 @@ def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
 
 def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The items of `given` that the function takes: everything under `**columns`, else what its signature names."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature gets everything
+    parameters = _parameters(function)
+    if parameters is None:
         return dict(given)
     kinds = inspect.Parameter
     for parameter in parameters.values():
         required = parameter.default is kinds.empty and parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
         if required and parameter.name not in given:
             hint = nearest(parameter.name, given)
-            raise RewardError(f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(given)}{hint}")
+            raise _MissingColumn(
+                f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(given)}{hint}", column=parameter.name
+            )
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
         return dict(given)
     return {key: value for key, value in given.items() if key in parameters}
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function; None for a builtin without a signature, which gets everything."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _remedy(column: str, without_json: Mapping[str, str]) -> str:
+    """What to do about a column that is missing or that JSON cannot hold."""
+    if column in without_json:
+        return f": that column holds {without_json[column]}, which JSON cannot hold; store it as text"
+    if column == "answer":
+        return '; name the column of answers in data.answer_field, or with data.answer_field = "" choose rewards that need none'
+    return ""
+
+
+def fresh(value: Any) -> Any:
+    """A copy of a JSON value that shares no list and no dict with it."""
+    if isinstance(value, dict):
+        return {key: fresh(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [fresh(inner) if isinstance(inner, dict | list | tuple) else inner for inner in value]
+    return value
 
 
 def _broke(name: str, error: BaseException) -> RewardError:

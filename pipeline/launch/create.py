@@ -17,11 +17,11 @@ from penstock.infra.log import Log
 from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
-from penstock.pipeline.envs.datasets import check
-from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data, pool_of
-from penstock.pipeline.envs.datasets.rows import Dataset
+from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.datasets.rows import Dataset, Row
 from penstock.pipeline.envs.environments.sources import AGENT, check_agent
-from penstock.pipeline.envs.tokenization import Renderer, digests
+from penstock.pipeline.envs.tokenization import digests
+from penstock.pipeline.launch.check.rows import RowReader
 from penstock.pipeline.learner.try_functions import try_own_functions
 from penstock.pipeline.runtime.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of
@@ -40,14 +40,14 @@ def create(
 ) -> RunRecord:
     """Check the data and the model, register the run and make its topics; starts nothing. `about` is added to the run's info.
 
-    `checked` is what `check_inputs` has returned, where it has been called.
+    `checked` is the info that `check_inputs` has returned, where it has been called.
 
     Raises:
         ConfigError: the id is taken or malformed, or sizes do not fit the model's context.
         PenstockError: data or model cannot be used; one line, for data with file and line.
     """
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": pinned(config.model.path)})})
-    info = {**(check_inputs(config, say=say) if checked is None else checked), **(about or {})}
+    info = {**(check_inputs(config, say=say)[0] if checked is None else checked), **(about or {})}
     run = usable(run_id or new_id(config))
     for warning in log.create_topics({RUNS_TOPIC: RUNS_SPEC}, copies=config.kafka.copies):
         say(f"warning: {warning}")
@@ -73,26 +73,23 @@ def new_id(config: Config) -> str:
     return f"{_slug(config.run.name)}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """The part of the run's info that its data and model determine: rows, steps, digests. Raises what `create` raises."""
+def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple[dict[str, Any], list[Row]]:
+    """The part of the run's info that its data and model determine: rows, steps, digests; and the rows that rewards are to be tried on.
+
+    Raises what `create` raises.
+    """
     data, model = config.data, config.model_directory
     try:
         model_digests = digests(model, chat_template=data.chat_template)
         context = json.loads((model / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
         say(f"checking the prompts of {', '.join(config.data_sources)}")
-        renderer = Renderer.of(config)
-        dataset = open_data(config)
-        scoring = rewards.resolve(config.reward.functions, config.reward.weights, by_source=data.rewards)
-        dataset.check(also=lambda row: (renderer.render(row), pool_of(row, config)))
-        for number in range(len(dataset.sources)):
-            scoring.check(dataset.row(number, 0).columns)
+        reader = RowReader(config, say=say)
+        dataset, held_out_sets = open_data(config), open_eval_data(config)
+        reader.read(dataset)
         dataset.order(config)
         if config.environment.source is not None and config.environment.source.startswith(AGENT):
             check_agent(config.environment.source)
-        held_out_sets = open_eval_data(config)
-        for held_out in held_out_sets.values():
-            check(held_out, also=renderer.render)
-            rewards.resolve(config.eval_reward.functions, config.eval_reward.weights).check(held_out[0].columns)
+        reader.read_held_out(held_out_sets)
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
     try_own_functions(config)
@@ -107,7 +104,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         )
     _say_what_is_long(config, say)
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
-    return {
+    info = {
         **install,
         "rows": rows,
         "steps": steps,
@@ -121,6 +118,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> dict[
         "reward_sources": rewards.digests(config.reward.functions),
         "git": git_revision(),
     }
+    return info, reader.kinds
 
 
 def _say_what_is_long(config: Config, say: Callable[[str], None]) -> None:

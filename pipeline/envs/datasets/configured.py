@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
+from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.open import check, open_dataset
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, rising
 from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Row
@@ -29,16 +30,14 @@ class Data:
         return [0, *itertools.accumulate(map(len, self.sources.values()))][:-1]
 
     def row(self, source: int, index: int) -> Row:
-        """A row of a source by their numbers; of several sources it has the name of its own in the column `data_source`."""
+        """A row of a source by their numbers; of several sources it has the name of its source as the fact `data_source`."""
         name = list(self.sources)[source]
         return self._named(self.sources[name][index], name)
 
     def _named(self, row: Row, name: str) -> Row:
         if len(self.sources) == 1:
             return row
-        if SOURCE_COLUMN in row.columns:
-            raise DataError(f"{row.origin}: the column {SOURCE_COLUMN!r} is what a mixture of sources adds; rename it")
-        return replace(row, columns={**row.columns, SOURCE_COLUMN: name})
+        return replace(row, columns=with_facts(row.columns, {SOURCE_COLUMN: name}))
 
     def order(self, config: Config) -> PromptOrder:
         """The order in which they are asked."""
@@ -48,7 +47,7 @@ class Data:
         return PromptOrder(sizes=sizes, weights=weights, seed=config.run.seed, shuffle=data.shuffle, ranks=ranks, first=data.first_group)
 
     def check(self, *, also: Callable[[Row], object]) -> None:
-        """Read every row once (of generated data only the first few). Raises `DataError`."""
+        """Read every row once (of generated data only the first few) and pass it to `also`. Raises `DataError`."""
         for name, source in self.sources.items():
             check(source, also=lambda row, name=name: also(self._named(row, name)))  # type: ignore[misc]
 

@@ -3,6 +3,7 @@
 The rule: line numbers in errors are the file's own, counted from 1, blank lines included.
 """
 
+import codecs
 import glob
 import hashlib
 import json
@@ -10,6 +11,7 @@ import os
 import tempfile
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.envs.datasets.rows import DataError, Source
+from penstock.pipeline.envs.datasets.rows import DataError, Source, Unreadable
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -63,11 +65,18 @@ class JsonLines:
         except OSError as error:
             raise DataError(f"{self.origin(index)}: cannot read it: {error.strerror}") from error
         try:
-            row = json.loads(line.decode("utf-8-sig" if self._begins[index] == 0 else "utf-8"))
+            row = json.loads(line.rstrip(b"\r\n").decode(), object_pairs_hook=_object)
         except UnicodeDecodeError as error:
             raise DataError(f"{self.origin(index)}: not UTF-8 at byte {error.start} of the line; save the file as UTF-8") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{self.origin(index)}: not valid JSON: {error}") from error
+        except json.JSONDecodeError as error:
+            what = error.msg.removesuffix(" at").removesuffix(" starting")
+            raise DataError(f"{self.origin(index)}: not valid JSON: {what[0].lower()}{what[1:]} at character {error.pos + 1}") from error
+        except RecursionError as error:
+            raise DataError(f"{self.origin(index)}: not valid JSON: nested too deeply") from error
+        except KeyError as error:
+            raise DataError(f"{self.origin(index)}: the key {error} is there twice; keep the one that is meant") from error
+        except ValueError as error:
+            raise DataError(f"{self.origin(index)}: a number of more than 4,300 digits; write it as text") from error
         if not isinstance(row, dict):
             raise DataError(f"{self.origin(index)}: expected a JSON object, found a {type(row).__name__}")
         return row
@@ -84,11 +93,13 @@ class JsonLines:
             with file.open("rb") as stream:
                 for number, line in enumerate(stream, 1):
                     hasher.update(line)
-                    if line.strip():
+                    text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                    begin += len(line) - len(text)
+                    if text.strip():
                         self._begins.append(begin)
-                        self._lengths.append(len(line))
+                        self._lengths.append(len(text))
                         self._lines.append(number)
-                    begin += len(line)
+                    begin += len(text)
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from error
 
@@ -119,11 +130,7 @@ class Parquet:
     def raw(self, index: int) -> dict[str, Any]:
         at = bisect_right(self._firsts, index) - 1
         batch, row_in_batch = self._batches[at], index - self._firsts[at]
-        try:
-            row: dict[str, Any] = batch.slice(row_in_batch, 1).to_pylist()[0]
-        except (pa.ArrowException, ValueError) as error:
-            raise DataError(f"{self.origin(index)}: cannot read it: {' '.join(str(error).split())}") from error
-        return row
+        return {name: _value(column[row_in_batch]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
     def origin(self, index: int) -> str:
         at = bisect_right(self._firsts, index) - 1
@@ -134,6 +141,8 @@ class Parquet:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(file, memory_map=True) as parquet:
+            if twice := [name for name, count in Counter(parquet.schema_arrow.names).items() if count > 1]:
+                raise DataError(f"{file}: the column {twice[0]!r} is in it twice; keep the one that is meant, and rename or drop the other")
             size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.metadata.num_row_groups))
             batches = parquet.iter_batches() if size <= IN_MEMORY_BYTES else _mapped(parquet)
             first = 0
@@ -143,6 +152,24 @@ class Parquet:
                     self._places.append((file, first))
                     first += batch.num_rows
                     self._firsts.append(self._firsts[-1] + batch.num_rows)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises `KeyError` for one that has a key twice, of which a dict would keep the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise KeyError(next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
+    return row
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """An Arrow value as Python has it: maps as dicts."""
+    try:
+        return scalar.as_py(maps_as_pydicts="strict")
+    except KeyError:
+        return Unreadable("a map that has a key twice")
+    except (pa.ArrowException, ValueError, OverflowError):
+        return Unreadable(str(scalar.type))
 
 
 def _mapped(parquet: "pq.ParquetFile") -> list[pa.RecordBatch]:

@@ -5,15 +5,19 @@ The rule: a row that cannot be used is an error with its origin (`file:line`), n
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from decimal import Decimal
 from math import isnan
 from typing import Any, Protocol
 
 from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.envs.datasets.answers import with_facts
 
-RESERVED = ("prompts", "completions")
+ANSWER = "answer"
+"""The column of reference answers, as reward functions get it and where the configuration names no other."""
+LONGEST_NUMBER = 10**4000
+"""Python reads and writes no integer of more than 4,300 digits as JSON."""
 SHOWN = 60
 """Characters of a value that an error shows."""
 
@@ -33,14 +37,16 @@ class Row:
     """JSON values for the reward functions: the answer as "answer", and every other column except the prompt."""
     origin: str
     """Source of the row, for error messages: `train.jsonl:17`."""
+    without_json: dict[str, str] = field(default_factory=dict)
+    """Columns whose value has no JSON form, and what they hold ("bytes"): no reward function gets them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Names of the prompt and answer columns. An empty `answer` means that the data has none."""
+    """Names of the prompt and answer columns. An empty `answer` means that the data has none; a row need not have the usual one."""
 
     prompt: str = "prompt"
-    answer: str = "answer"
+    answer: str = ANSWER
 
 
 class Source(Protocol):
@@ -103,52 +109,84 @@ class Dataset:
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
     """A checked row from raw columns. Raises `DataError` with the origin."""
-    for name in (fields.prompt, fields.answer):
-        if name and name not in raw:
-            raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))})")
+    for name, none in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
+        if name not in raw and name not in ("", ANSWER if none else ""):
+            raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){none}")
     prompt, messages = _prompt(raw[fields.prompt], origin=origin, name=fields.prompt)
     columns: dict[str, Any] = {}
+    without_json: dict[str, str] = {}
     for name, value in raw.items():
-        if name == fields.prompt:
+        if name == fields.prompt != fields.answer:
             continue
-        if name in RESERVED:
-            raise DataError(f"{origin}: a column cannot be called {name!r}, which reward functions get from the run; rename it")
         try:
             columns[str(name)] = jsonable(value)
         except TypeError as error:
-            raise DataError(f"{origin}: column {name!r} holds {error}, which is no JSON value; leave that column out") from error
-    if fields.answer:
-        columns["answer"] = jsonable(raw[fields.answer])
-    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin)
+            without_json[str(name)] = str(error)
+        except RecursionError:
+            without_json[str(name)] = "values nested too deeply"
+    if fields.answer not in ("", ANSWER) and fields.answer in columns:
+        columns = with_facts(columns, {ANSWER: columns[fields.answer]})
+    elif fields.answer and fields.answer in without_json:
+        columns.pop(ANSWER, None)
+        without_json[ANSWER] = without_json[fields.answer]
+    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin, without_json=without_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value that a source cannot give; `what` names it as a type is named: "a map with a key twice"."""
+
+    what: str
 
 
 def jsonable(value: Any, *, lenient: bool = False) -> Any:
-    """The value as JSON knows it: dates as ISO text, decimals as text, not-a-number as null.
+    """The value as JSON has it: dates as ISO text, decimals as numbers, not-a-number as null.
 
     Raises:
-        TypeError: names a type without a JSON form; with `lenient`, its text is taken instead.
+        TypeError: names what has no JSON form of the same value; with `lenient`, its text is taken instead.
     """
-    if value is None or isinstance(value, (str, bool, int)):
+    if value is None or isinstance(value, (str, bool)):
         return value
-    if isinstance(value, float):
-        if isnan(value):
-            return None
-        if abs(value) == float("inf") and not lenient:
-            raise TypeError("an infinite number")
-        return value if abs(value) != float("inf") else str(value)
+    if isinstance(value, (int, float, Decimal)):
+        try:
+            return _number(value)
+        except TypeError:
+            if lenient:
+                return str(value)
+            raise
     if isinstance(value, Mapping):
+        if not lenient and (other := next((key for key in value if not isinstance(key, str)), None)) is not None:
+            raise TypeError(f"a dict with keys of type {type(other).__name__}")
         return {str(key): jsonable(inner, lenient=lenient) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(inner, lenient=lenient) for inner in value]
     if isinstance(value, (datetime, date, time)):
-        return value.isoformat()
-    if isinstance(value, Decimal):
-        return str(value)
+        return None if str(value) == "NaT" else value.isoformat()  # pandas' missing time
     if hasattr(value, "tolist"):  # numpy scalars and arrays
         return jsonable(value.tolist(), lenient=lenient)
     if lenient:
         return [jsonable(inner, lenient=True) for inner in sorted(value, key=str)] if isinstance(value, (set, frozenset)) else str(value)
-    raise TypeError(f"a {type(value).__name__}")
+    raise TypeError(value.what if isinstance(value, Unreadable) else type(value).__name__)
+
+
+def _number(value: int | float | Decimal) -> int | float | None:
+    """A number that JSON holds without loss; None for not-a-number. Raises `TypeError`."""
+    if isinstance(value, int):
+        if abs(value) >= LONGEST_NUMBER:
+            raise TypeError("an integer of more than 4,000 digits")
+        return value
+    if value.is_nan() if isinstance(value, Decimal) else isnan(value):
+        return None
+    if value in (float("inf"), float("-inf")):
+        raise TypeError("an infinite number")
+    if isinstance(value, float):
+        return value
+    if value.as_tuple().exponent == 0:
+        return _number(int(value))
+    number = float(value)
+    if Decimal(repr(number)) != value:
+        raise TypeError("a decimal of more digits than a number keeps")
+    return number
 
 
 def _shown(value: Any) -> str:

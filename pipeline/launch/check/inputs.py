@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.infra.backends.processor import this_cpu
 from penstock.infra.errors import ConfigError
@@ -17,6 +18,7 @@ from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.chat_template import chat_template_of
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
+from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
 from penstock.pipeline.envs.tokenization import Decoder, Renderer, model_folder
 from penstock.pipeline.launch.check.disk import parameters
 from penstock.pipeline.launch.placement import visible_gpus
@@ -100,7 +102,7 @@ def look(
     answer = "" if answer_field is None and not set(ANSWERS) & set(names) else _field("answer", answer_field, ANSWERS, names, source)
     dataset = open_dataset(source, prompt_field=prompt, answer_field=answer)
     scoring = rewards.resolve([absolute_source(name, base) for name in functions])
-    scoring.check(dataset[0].columns)
+    scoring.check(dataset[0].columns, without_json=dataset[0].without_json)
     say(f"measuring prompts and answers of {min(len(dataset), ROWS_MEASURED):,} rows with the model's tokenizer")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = {**settings, **(settings.get("text_config") or {})}
@@ -133,9 +135,17 @@ def _field(what: str, given: str | None, known: Sequence[str], names: Sequence[s
     return name
 
 
+def _texts(answer: Any) -> tuple[str, ...]:
+    """The accepted answers; of what no built-in reward can judge, its own text."""
+    try:
+        return accepted(answer)
+    except AnswerError:
+        return (str(answer),)
+
+
 def _longest(folder: Path, dataset: Dataset) -> tuple[int, int]:
     """Tokens of the longest prompt and of the longest answer of the first rows."""
     renderer, decoder = Renderer(folder, max_prompt_tokens=10**9), Decoder(folder)
     rows = [dataset[index] for index in range(min(len(dataset), ROWS_MEASURED))]
-    answers = [str(row.columns["answer"]) for row in rows if row.columns.get("answer") is not None]
+    answers = [text for row in rows if "answer" in row.columns for text in _texts(row.columns["answer"])]
     return max(len(renderer.render(row)[1]) for row in rows), max((len(decoder.encode(text)) for text in answers), default=0)

@@ -59,7 +59,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     if config.model_directory.is_dir():
         check_engine(config)
     try:
-        info = check_inputs(config, say=say)
+        info, kinds = check_inputs(config, say=say)
     except (PenstockError, ConfigError):
         # The numbers help to see what is asked for, also where a file is missing.
         rows = config.data.limit or config.data.size or (config.run.steps or 0) * config.schedule.prompts_per_step
@@ -73,7 +73,7 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     check_disk(config, info, note)
     note("memory", memory_line(config))
     if config.environment.source is None:  # which alone knows what an episode is worth
-        scores = trial.judge_answers(config)
+        scores = trial.judge_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
     drawn = _samples(config, info, note, say) if samples else []
     return Checked(lines, info, drawn)
@@ -154,9 +154,9 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[
     samples: list[dict[str, Any]] = drawn["samples"]
     if cause := next((sample["cause"] for sample in samples if sample["cause"]), None):
         raise PenstockError(f"{config.environment.source}: {cause}")
-    columns = ([sample[name] for sample in samples] for name in ("completion", "token_ids", "episode"))
-    scores = trial.judge(config, *columns)
-    for number, (sample, score, row) in enumerate(zip(samples, scores, trial.rows_of(config), strict=True), 1):
+    rows, columns = trial.rows_of(config), ([sample[name] for sample in samples] for name in ("completion", "token_ids", "episode"))
+    scores = trial.judge(config, rows, *columns)
+    for number, (sample, score, row) in enumerate(zip(samples, scores, rows, strict=True), 1):
         sample["reward"], sample["answer"] = score.rewards[0], row.columns.get("answer")
         prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
         answer = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"

@@ -16,13 +16,13 @@ from penstock.infra.sandbox.spawn import ChildError
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.envs import reward_child, rewards
 from penstock.pipeline.envs.datasets import Row
+from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
 from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.pipeline.launch.check.rows import PER_SOURCE
 from penstock.topics.samples import cause_of, generated
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
-ROWS = 2
-"""Rows of each source that are tried."""
 COPIES = 2
 """Completions of a call: a reward that gives one number whatever it gets would pass with one."""
 DRAW_LIMIT_S = 600.0
@@ -31,7 +31,7 @@ DRAW_LIMIT_S = 600.0
 def rows_of(config: Config) -> list[Row]:
     """The first rows of each source of the data."""
     data = open_data(config)
-    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(ROWS, len(source)))]
+    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(PER_SOURCE, len(source)))]
 
 
 def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -44,13 +44,14 @@ def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def judge(
-    config: Config, completions: Sequence[str], token_ids: Sequence[Sequence[int]], episodes: Sequence[Any] = (None,) * ROWS
+    config: Config, rows: Sequence[Row], completions: Sequence[str], token_ids: Sequence[Sequence[int]], episodes: Sequence[Any]
 ) -> list[rewards.Score]:
-    """The score of one completion for each of the first rows, by the run's reward functions. Raises `PenstockError`."""
+    """The score of one completion for each of the rows, by the run's reward functions. Raises `PenstockError`."""
     reward, renderer = config.reward, Renderer.of(config)
     init = reward_child.spec(
-        reward.functions, reward.weights, timeout_s=reward.timeout_s, max_steps=1, max_completion_length=config.max_drawn_tokens
-    )
+        reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s, max_steps=1,
+        max_completion_length=config.max_drawn_tokens,
+    )  # fmt: skip
     with _children(reward_child.CHILD, init, timeout_s=reward.timeout_s) as pool:
         return [
             rewards.Score.of(
@@ -67,15 +68,24 @@ def judge(
                     what=f"the reward of {row.origin}",
                 )
             )
-            for row, text, ids, episode in zip(rows_of(config), completions, token_ids, episodes[: len(completions)], strict=True)
+            for row, text, ids, episode in zip(rows, completions, token_ids, episodes, strict=True)
         ]
 
 
-def judge_answers(config: Config) -> list[rewards.Score]:
+def judge_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
     """As `judge`, of the rows' own answers, or of their prompts where there is none: nothing is drawn. Raises `PenstockError`."""
     decoder = Decoder(config.model.path)
-    texts = [str(row.columns.get("answer") or row.prompt or row.origin) for row in rows_of(config)]
-    return judge(config, texts, [decoder.encode(text) for text in texts])
+    texts = [_own_answer(row) for row in rows]
+    return judge(config, rows, texts, [decoder.encode(text) for text in texts], [None] * len(rows))
+
+
+def _own_answer(row: Row) -> str:
+    """The first accepted answer of a row; the answer's own text if only a function of the user can judge it."""
+    answer = row.columns.get("answer")
+    try:
+        return accepted(answer)[0]
+    except AnswerError:
+        return str(answer or row.prompt or row.origin)
 
 
 def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

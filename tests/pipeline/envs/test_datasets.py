@@ -88,7 +88,6 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
     [
         (b'{"prompt": "x", "answer": ', "not valid JSON"),
         (b'["prompt", "answer"]', "expected a JSON object, found a list"),
-        ({"prompt": "x"}, "no field 'answer'"),
         ({"promt": "x", "answer": 1}, "no field 'prompt'; did you mean 'promt'?"),
         ({"prompt": "  ", "answer": 1}, "the prompt (field 'prompt') is empty"),
         ({"prompt": [], "answer": 1}, "is empty"),
@@ -96,9 +95,13 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
         ({"prompt": None, "answer": 1}, "is null; expected text"),
         ({"prompt": [{"role": "user"}], "answer": 1}, "has a message without text"),
         (b'{"prompt": "\xff\xfe", "answer": 1}', "not UTF-8 at byte 12 of the line"),
-        ({"prompt": "x", "answer": 1, "completions": 2}, "a column cannot be called 'completions'"),
-        (b'{"prompt": "x", "answer": Infinity}', "column 'answer' holds an infinite number"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b'{"prompt": "x", "answer": "a", "answer": "b"}', "the key 'answer' is there twice"),
+        (b'{"prompt": "x", "tests": {"in": 1, "in": 2}}', "the key 'in' is there twice"),
+        pytest.param(b'{"prompt": "x", "answer": ' + b"7" * 5000 + b"}", "a number of more than 4,300 digits", id="digits"),
+        (b'{"prompt": "x", "answer": "a\tb"}', "not valid JSON: invalid control character at character 29"),
+        (b'{"prompt": "x", "answer": "a}', "not valid JSON: unterminated string at character 27"),
+        (b'{"prompt": "x"}{"prompt": "y"}', "not valid JSON: extra data at character 16"),
+        pytest.param(b"[" * 100_000, "not valid JSON: nested too deeply", id="nested"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named_with_file_and_line(tmp_path: Path, damaged: Any, words: str) -> None:
@@ -110,6 +113,30 @@ def test_a_row_that_cannot_be_read_is_named_with_file_and_line(tmp_path: Path, d
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert data[0].prompt == data[2].prompt == "good"
+
+
+def test_lines_may_end_as_on_windows_and_files_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"prompt": "a", "answer": "1"}\r\n\r\n{"prompt": "b", "answer": "2"}')
+    data = open_dataset("rows.jsonl", base_dir=tmp_path)
+    assert [(row.prompt, row.columns, row.origin.rpartition(":")[2]) for row in data] == [
+        ("a", {"answer": "1"}, "2"),
+        ("b", {"answer": "2"}, "4"),
+    ]
+
+
+def test_a_named_answer_column_that_is_missing_is_refused_and_the_usual_one_need_not_be_there(tmp_path: Path) -> None:
+    lines(tmp_path, [{"prompt": "x", "gold": 1}, {"prompt": "y"}])
+    with pytest.raises(DataError, match=r'rows.jsonl:2: no field .gold. .the row has: prompt.; set data.answer_field = "" if'):
+        check(open_dataset("rows.jsonl", base_dir=tmp_path, answer_field="gold"))
+    for name in ("answer", ""):
+        assert [row.columns for row in open_dataset("rows.jsonl", base_dir=tmp_path, answer_field=name)] == [{"gold": 1}, {}]
+
+
+def test_the_column_that_answer_field_names_is_the_answer_and_one_called_answer_is_kept_aside(tmp_path: Path) -> None:
+    lines(tmp_path, [{"prompt": "x", "gold": "1", "answer": "long"}])
+    row = open_dataset("rows.jsonl", base_dir=tmp_path, answer_field="gold")[0]
+    assert row.columns == {"gold": "1", "answer": "1", "columns": {"answer": "long"}}
+    assert open_dataset("rows.jsonl", base_dir=tmp_path, answer_field="prompt")[0].columns["answer"] == "x"
 
 
 def test_the_check_counts_all_damaged_rows_and_asks_the_caller_too(tmp_path: Path) -> None:
@@ -146,13 +173,16 @@ def test_parquet_rows_are_read_by_number_over_files_and_row_groups(
     assert data[7].origin == f"{tmp_path}/b.parquet:2"
 
 
-def test_a_damaged_parquet_file_and_a_column_json_cannot_hold_are_named(tmp_path: Path) -> None:
+def test_a_damaged_parquet_file_a_column_twice_and_one_json_cannot_hold_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no parquet at all")
     with pytest.raises(DataError, match=r"bad.parquet: not a readable Parquet file"):
         open_dataset(f"{tmp_path}/bad.parquet")
     pq.write_table(pa.table({"prompt": ["x"], "answer": ["1"], "image": [b"\x89PNG"]}), tmp_path / "image.parquet")
-    with pytest.raises(DataError, match=r"image.parquet:1: column 'image' holds a bytes, which is no JSON value"):
-        check(open_dataset(f"{tmp_path}/image.parquet"))
+    row = open_dataset(f"{tmp_path}/image.parquet")[0]
+    assert (row.columns, row.without_json) == ({"answer": "1"}, {"image": "bytes"})
+    pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "answer", "answer"]), tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice.parquet: the column 'answer' is in it twice"):
+        open_dataset(f"{tmp_path}/twice.parquet")
 
 
 @pytest.mark.parametrize(

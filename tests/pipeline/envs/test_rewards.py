@@ -105,7 +105,7 @@ def test_a_function_that_asks_for_token_ids_lengths_and_the_trainers_state_gets_
     score = found.score(["a", "b"], prompt="p", messages=None, columns={}, completion_ids=[[1, 2, 3], [4]], step=2)
     assert score.components == ((3.25, 1.5), (1.25, 0.5))
     own = found.score(["a"], prompt="p", messages=None, columns={"completion_lengths": 7}, completion_ids=[[1]], step=0)
-    assert own.components == ((1.0, 3.5),)  # a column of the data comes first
+    assert own.components == ((1.0, 0.5),)  # the run's fact, not the column of its name
 
 
 def test_they_reach_functions_in_a_child_process(folder: Path) -> None:

@@ -1,0 +1,82 @@
+"""Reads every row of a run's data before the run exists: prompts, pools, and what each reward function needs of it.
+
+The rows of different kinds (other columns, or values of other types) are kept, so that the reward functions can be tried on each kind.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs.datasets import DataError, Dataset, Row, check
+from penstock.pipeline.envs.datasets.answers import OWN
+from penstock.pipeline.envs.datasets.configured import Data, pool_of
+from penstock.pipeline.envs.reward_faults import RewardError
+from penstock.pipeline.envs.tokenization import Renderer
+
+PER_SOURCE = 2
+"""First rows of each source that the reward functions are tried on."""
+MOST_KINDS = 8
+"""Further rows that they are tried on: each the first of its kind."""
+PROGRESS_EVERY_S = 10.0
+
+
+class RowReader:
+    """Reads the rows of a configuration's data sets; `say` gets what a person should know of them, and the progress."""
+
+    def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
+        self._config, self._say, self._renderer = config, say, Renderer.of(config)
+        self.kinds: list[Row] = []
+        """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind."""
+        self._seen: set[object] = set()
+        self._noted: set[str] = set()
+        self._further, self._read, self._total, self._due_s = 0, 0, 0, time.monotonic() + PROGRESS_EVERY_S
+
+    def read(self, data: Data) -> None:
+        """Read the training rows. Raises `DataError` that names the first rows that cannot be used."""
+        reward, self._total = self._config.reward, self._total + len(data)
+        scoring = rewards.resolve(reward.functions, reward.weights, by_source=self._config.data.rewards)
+
+        def also(row: Row) -> None:
+            self._row(row, scoring)
+            pool_of(row, self._config)
+            self._keep_kind(row)
+
+        data.check(also=also)
+
+    def read_held_out(self, datasets: Mapping[str, Dataset]) -> None:
+        """Read the rows of the evaluation. Raises `DataError` as `read` does."""
+        reward, self._total = self._config.eval_reward, self._total + sum(map(len, datasets.values()))
+        scoring = rewards.resolve(reward.functions, reward.weights)
+        for dataset in datasets.values():
+            check(dataset, also=lambda row: self._row(row, scoring))
+
+    def _row(self, row: Row, scoring: rewards.Rewards) -> None:
+        self._renderer.render(row)
+        try:
+            scoring.check(row.columns, without_json=row.without_json, answer_field=self._config.data.answer_field)
+        except RewardError as error:
+            raise DataError(f"{row.origin}: {error}") from error
+        for name, what in row.without_json.items():
+            self._note(name, f"{row.origin}: the column {name!r} holds {what}, which JSON cannot hold: no reward function gets it")
+        own = row.columns.get(OWN)
+        replaced = [name for name in own if name in row.columns] if isinstance(own, dict) else []
+        for name in (*scoring.facts_named_by(row.columns), *replaced):
+            self._note(name, f"{row.origin}: the run has a value of its own for {name!r}: functions find the column in {OWN}[i][{name!r}]")
+        self._read += 1
+        if time.monotonic() > self._due_s:
+            self._due_s = time.monotonic() + PROGRESS_EVERY_S
+            self._say(f"checked {self._read:,} of {self._total:,} rows")
+
+    def _note(self, name: str, text: str) -> None:
+        if name not in self._noted:
+            self._noted.add(name)
+            self._say(text)
+
+    def _keep_kind(self, row: Row) -> None:
+        kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
+        first = row.index < PER_SOURCE
+        if first or (kind not in self._seen and self._further < MOST_KINDS):
+            self.kinds.append(row)
+            self._further += not first
+        self._seen.add(kind)

@@ -1,0 +1,110 @@
+"""Answers: every form that data sets have is accepted or refused with its name, and facts of the run are never hidden by columns."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.pipeline.envs.builtin_rewards import exact_match, math_verify
+from penstock.pipeline.envs.datasets.answers import AnswerError, accepted, is_answer, with_facts
+from penstock.pipeline.envs.reward_faults import RewardError
+from penstock.pipeline.envs.rewards import resolve
+
+
+@pytest.mark.parametrize(
+    ("answer", "texts"),
+    [
+        ("seven", ("seven",)),
+        (" 7\n", ("7",)),
+        (18, ("18",)),
+        (18.0, ("18",)),
+        (-0.5, ("-0.5",)),
+        (1e-7, ("0.0000001",)),
+        (1e22, ("10000000000000000000000",)),
+        (["7", "seven", 7.0], ("7", "seven", "7")),
+        ({"ground_truth": "efghi", "style": "rule"}, ("efghi",)),
+        ({"ground_truth": 18.0}, ("18",)),
+        ({"ground_truth": ["a", "b"]}, ("a", "b")),
+    ],
+)
+def test_text_numbers_lists_and_ground_truths_are_accepted(answer: Any, texts: tuple[str, ...]) -> None:
+    assert accepted(answer) == texts
+    assert exact_match(list(texts), [answer] * len(texts)) == [1.0] * len(texts)
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (None, "null"),
+        ("", "empty text"),
+        (" \n", "empty text"),
+        (float("nan"), "a value of type float"),
+        (True, "the boolean true"),
+        ([], "an empty list"),
+        (["7", None], "a list with null"),
+        ([""], "a list with empty text"),
+        ([["7"]], "a list with a value of type list"),
+        ({}, "an empty dict"),
+        ({"text": ["a"], "answer_start": [0]}, "a dict with the keys text, answer_start"),
+        ({"ground_truth": None}, "null"),
+        ({"ground_truth": {"inputs": []}}, "a dict with the keys inputs"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_by_name_and_no_completion_is_right(answer: Any, what: str) -> None:
+    with pytest.raises(AnswerError) as caught:
+        accepted(answer)
+    assert str(caught.value) == what
+    for text in ("", "None", "null", "nan", "True", "[]", "{}", str(answer)):
+        with pytest.raises(AnswerError):
+            is_answer(text, answer)
+    for name in ("exact_match", "math_verify"):
+        with pytest.raises(RewardError, match=rf"the answer .column 'gold'. is .*, which the reward {name} cannot judge: expected text"):
+            resolve([name]).check({"answer": answer}, answer_field="gold")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("18", 18.0, True),
+        ("18.0 ", 18, True),
+        ("1.8e1", 18, True),
+        ("+18", 18, True),
+        ("18.5", 18, False),
+        ("18", "18", True),
+        ("18.0", "18", False),
+        ("007", "7", False),
+        ("0.1", 0.1, True),
+        ("0.1000000000000000055", 0.1, False),
+        ("1e9999999999999999999", 18, False),
+        ("NaN", 18, False),
+        ("1_8", 18, False),
+        ("", 0, False),
+        ("eighteen", [18, "eighteen"], True),
+    ],
+)
+def test_numbers_are_compared_by_value_and_texts_by_their_characters(text: str, answer: Any, right: bool) -> None:
+    assert is_answer(text, answer) is right
+
+
+@settings(deadline=None)
+@given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text().filter(str.strip)))
+def test_every_accepted_text_is_the_answer(answer: Any) -> None:
+    assert all(is_answer(text, answer) for text in accepted(answer))
+
+
+def test_math_verify_takes_the_best_of_the_accepted_answers() -> None:
+    pytest.importorskip("math_verify")
+    answers = [["1", "\\frac{1}{2}"], 0.5, {"ground_truth": 18.0}]
+    assert math_verify(["0.5", "$\\frac{2}{4}$", "\\boxed{18}"], answers) == [1.0, 1.0, 1.0]
+    assert math_verify(["3", "3", "3"], answers) == [0.0, 0.0, 0.0]
+
+
+def test_a_fact_is_seen_under_its_name_and_the_column_under_columns() -> None:
+    assert with_facts({"a": 1}, {"b": 2}) == {"a": 1, "b": 2}
+    assert with_facts({"a": 1, "b": None}, {"b": 2}) == {"a": 1, "b": 2, "columns": {"b": None}}
+    twice = with_facts(with_facts({"a": 1, "b": 1}, {"a": 2}), {"b": 2})
+    assert twice == {"a": 2, "b": 2, "columns": {"a": 1, "b": 1}}
+    assert with_facts({"a": 1, "columns": {"c": 3}}, {"a": 2}) == {"a": 2, "columns": {"c": 3, "a": 1}}
+    assert with_facts({"a": 1, "columns": "text"}, {"a": 2}) == {"a": 2, "columns": {"columns": "text", "a": 1}}
+    assert with_facts({"columns": "text"}, {"a": 2}) == {"columns": "text", "a": 2}
