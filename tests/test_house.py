@@ -13,6 +13,7 @@ from benchmarks.house import WIDTH_LIMIT, folder_widths, import_cycles, import_g
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("scheduling", "algorithms", "config", "envs", "runtime", "learner", "observe", "planning", "launch", "replay", "archive", "cli")
 """The packages of `pipeline/` from the foundation up: each may import itself and those before it."""
+SUSPECT = re.compile(r"raise_signal|interrupt_main|SetAsyncExc|getpid|getpgrp|get_ident")
 NEVER_CALLED = frozenset({"raise_signal", "interrupt_main", "PyThreadState_SetAsyncExc"})
 APART = "audit"
 """Beside them: it imports none of them, and only the command line imports it."""
@@ -87,7 +88,9 @@ def test_cycles_widths_and_imports_that_point_up_are_noticed(tmp_path: Path) -> 
 
 def signals_to_itself(text: str) -> list[int]:
     """The lines on which a program signals its own process or raises an exception in one of its threads."""
-    lines = set()
+    lines = set[int]()
+    if not SUSPECT.search(text):
+        return []
     for node in ast.walk(ast.parse(text)):
         names = {name.name.rpartition(".")[2] for name in node.names} if isinstance(node, ast.ImportFrom) else _names(node)
         called = {name for inner in ast.walk(node) for name in _names(inner)} if isinstance(node, ast.Call) else set()
@@ -122,6 +125,17 @@ def test_no_test_signals_the_process_that_runs_it() -> None:
 def test_a_signal_to_the_own_process_is_noticed(line: str) -> None:
     assert signals_to_itself(f"x = 1\n{line}") == [2]
     assert signals_to_itself("os.kill(child.pid, 9)\nprint(os.getpid())\nchild.kill()") == []
+
+
+def test_children_of_tests_are_killed_at_the_end_of_their_block() -> None:
+    """`with subprocess.Popen(...)` waits without limit for a child that a failed test has left."""
+    waiting = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        blocks = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.With)] if "Popen" in text else []
+        opened = [item.context_expr.func for node in blocks for item in node.items if isinstance(item.context_expr, ast.Call)]
+        waiting += [str(path.relative_to(ROOT)) for function in opened if "Popen" in _names(function)]
+    assert waiting == ["tests/support/children.py"]
 
 
 STARTED = """

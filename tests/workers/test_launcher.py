@@ -23,6 +23,7 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.ownership import SILENT_S, Place, new_token
 from penstock.pipeline.runtime.run_registry import find
+from tests.support.children import child
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
 
@@ -44,7 +45,7 @@ def toml_of(config: Config, directory: Path) -> Path:
 def launched(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """`penstock run ...` as a process of its own; it is ended with the block."""
     command = [sys.executable, "-c", "import sys; from penstock.pipeline.cli import main; sys.exit(main(sys.argv[1:]))", "run", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             yield process
         finally:

@@ -1,7 +1,6 @@
 """A device that processes share by turns: one is awake at a time, nobody is passed by, and a death frees what was held."""
 
 import itertools
-import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.engines.shared_device import SharedDevice
+from tests.support.children import child
 from tests.support.paths import ROOT
 
 HOLDER = """
@@ -81,11 +81,9 @@ def test_a_model_sleeps_before_the_device_is_handed_over_and_wakes_after_it_was_
 def test_a_process_that_is_killed_while_it_holds_or_wants_the_device_leaves_it_to_the_others(tmp_path: Path, waits: bool) -> None:
     mine = SharedDevice(tmp_path)
     assert not waits or mine.take()
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline().strip() == str(not waits)
-    assert mine.wanted if waits else not mine.take()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with child([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().strip() == str(not waits)
+        assert mine.wanted if waits else not mine.take()
     assert not mine.wanted if waits else mine.take()
     mine.close()
 

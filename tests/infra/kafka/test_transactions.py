@@ -14,6 +14,7 @@ from penstock.infra.errors import Fenced, LogError, OutcomeUnknown
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics.wire.record import Outgoing
+from tests.support.children import child
 from tests.support.containers import contained, containers_work
 from tests.support.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
 from tests.support.paths import ROOT
@@ -263,12 +264,9 @@ KafkaLog(bootstrap).transactions(writer).commit([Outgoing(topic=topic, partition
 def killed_inside_its_transaction(broker: str, writer: str, topic: str, partition: int) -> None:
     """A process writes as `writer`, gets its record acknowledged, and is killed before it commits."""
     command = [sys.executable, "-c", _HANGS_IN_ITS_TRANSACTION, broker, writer, topic, str(partition)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "open\n"
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with child(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
 
 
 def readable_after_s(log: KafkaLog, place: tuple[str, int]) -> float:

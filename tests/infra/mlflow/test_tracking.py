@@ -2,7 +2,6 @@
 
 import shutil
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from penstock.infra.mlflow import uploader as uploading
 from penstock.infra.mlflow.tracking import MAX_POINTS, MlflowRun, Point, Target, nameable
 from penstock.infra.mlflow.uploader import Delivery, Uploader
 from penstock.topics.wire.secrets import without_password
+from tests.support.children import child
 
 WAIT_S = 60.0
 
@@ -218,9 +218,8 @@ MlflowRun(Target(run="r", uri=sys.argv[1], experiment="e"))
 def test_a_process_killed_while_it_makes_the_database_leaves_none_that_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     command = [sys.executable, "-c", MAKE, f"sqlite:///{path}"]
-    with subprocess.Popen(command) as process:
+    with child(command):
         wait_for(lambda: tables(tmp_path / ".mlflow.db.new") > 60)
-        process.kill()
     assert not path.exists()
     run = MlflowRun(Target(run="demo-1", uri=f"sqlite:///{path}", experiment="e"))
     run.log(points(1), position={})

@@ -1,7 +1,6 @@
 """Child processes: whatever the code in them does, a call ends in bounded time with a result or a reason."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.infra.sandbox.spawn import ChildError
+from tests.support.children import child
 from tests.support.paths import ROOT
 
 SERVED = """
@@ -229,17 +229,14 @@ def test_children_end_with_a_parent_that_is_killed_even_in_a_hung_regular_expres
         "pool.poll(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pids = [int(parent.stdout.readline())]
-    assert parent.stdout.readline() == "called\n"
-    if what == "grandchild":
-        until(lambda: (tmp_path / "note").is_file() and len((tmp_path / "note").read_text().split()) == 2)
-        pids = [int(word) for word in (tmp_path / "note").read_text().split()]
-    assert not gone(*pids)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(60)
-    parent.stdout.close()
+    with child([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline())]
+        assert parent.stdout.readline() == "called\n"
+        if what == "grandchild":
+            until(lambda: (tmp_path / "note").is_file() and len((tmp_path / "note").read_text().split()) == 2)
+            pids = [int(word) for word in (tmp_path / "note").read_text().split()]
+        assert not gone(*pids)
     until(lambda: gone(*pids))
 
 

@@ -14,6 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.archive import sql
 from penstock.pipeline.cli import main
 from penstock.pipeline.cli.look import sql as command
+from tests.support.children import child
 from tests.support.paths import ROOT
 
 ENDLESS = "select count(*) from range(10000000) a, range(10000000) b where a.range + b.range = 7"
@@ -47,7 +48,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
-    with subprocess.Popen([sys.executable, "-c", ASKING], cwd=ROOT, stdout=subprocess.PIPE, text=True) as asking:
+    with child([sys.executable, "-c", ASKING], cwd=ROOT, stdout=subprocess.PIPE, text=True) as asking:
         assert asking.stdout is not None
         assert asking.stdout.readline() == "computing\n"
         asking.send_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.cli.look.runs import seconds
 from penstock.pipeline.config.load import ConfigError
 from penstock.pipeline.launch.attended import attended_runs
+from tests.support.children import child
 from tests.support.paths import ROOT
 
 LAUNCHER = """
@@ -37,17 +38,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_run_with_a_launcher_is_named_by_broker_stop_and_ended_by_stop(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert attended_runs() == []
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(home / "runs" / "one")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline() == "at work\n"
-    assert attended_runs() == ["one"]
-    assert cli.main(["broker", "stop"]) == FAILED
-    assert "at work: one; `penstock stop RUN`" in capsys.readouterr().err
-    assert cli.main(["stop", "one"]) == OK
-    said = capsys.readouterr()
-    assert "penstock run --resume one" in said.out
-    assert "stopping one" in said.err
-    assert launcher.wait(120) == 0
+    command = [sys.executable, "-c", LAUNCHER, str(home / "runs" / "one")]
+    with child(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "at work\n"
+        assert attended_runs() == ["one"]
+        assert cli.main(["broker", "stop"]) == FAILED
+        assert "at work: one; `penstock stop RUN`" in capsys.readouterr().err
+        assert cli.main(["stop", "one"]) == OK
+        said = capsys.readouterr()
+        assert "penstock run --resume one" in said.out
+        assert "stopping one" in said.err
+        assert launcher.wait(120) == 0
     assert attended_runs() == []
     assert cli.main(["stop", "one"]) == USAGE
     refused = capsys.readouterr().err

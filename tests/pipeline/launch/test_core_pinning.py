@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.pipeline.launch.placement import cores_of, pin
+from tests.support.children import child
 
 SMALL = st.integers(1, 4)
 
@@ -30,8 +31,7 @@ def test_rollout_workers_share_no_core_with_the_trainer_nor_with_others_where_co
 
 def test_a_process_keeps_to_its_core_and_one_that_has_ended_is_passed_over() -> None:
     core = min(os.sched_getaffinity(0))
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    pin(child.pid, (core,))
-    assert os.sched_getaffinity(child.pid) == {core}
-    child.communicate(b"\n")
-    pin(child.pid, (core,))
+    with child([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pin(process.pid, (core,))
+        assert os.sched_getaffinity(process.pid) == {core}
+    pin(process.pid, (core,))

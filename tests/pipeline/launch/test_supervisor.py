@@ -26,6 +26,7 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts, WorkerView
 from penstock.topics.ledger import Entry
+from tests.support.children import child
 
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
@@ -281,13 +282,11 @@ with attending(Path(sys.argv[1]), "r"):
 
 
 def test_a_run_has_one_launcher_and_a_killed_one_makes_room(tmp_path: Path):
-    other = subprocess.Popen([sys.executable, "-c", ATTENDED, str(tmp_path)], stdout=subprocess.PIPE)
-    assert other.stdout is not None
-    assert other.stdout.readline() == b"in\n"
-    with pytest.raises(PenstockError, match=f"run r is attended already, by process {other.pid}"), run_lock.attending(tmp_path, "r"):
-        pass
-    other.kill()
-    other.wait(60)
+    with child([sys.executable, "-c", ATTENDED, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"in\n"
+        with pytest.raises(PenstockError, match=f"run r is attended already, by process {other.pid}"), run_lock.attending(tmp_path, "r"):
+            pass
     with run_lock.attending(tmp_path, "r"):
         pass
 
@@ -340,12 +339,12 @@ sys.exit(130)
 def test_a_closed_terminal_ends_in_the_orderly_stop():
     ours, theirs = os.openpty()
     program = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{LASTING}"
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    while b"talking" not in os.read(ours, 4096):
-        pass
-    os.close(ours)  # the kernel sends SIGHUP, and every write fails from now on
-    assert process.wait(120) == 130
+    with child([sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        os.close(theirs)
+        while b"talking" not in os.read(ours, 4096):
+            pass
+        os.close(ours)  # the kernel sends SIGHUP, and every write fails from now on
+        assert process.wait(120) == 130
 
 
 SLOW_TO_STOP = """
@@ -363,7 +362,7 @@ with shutdown.asked_to_stop() as stop:
 @pytest.mark.parametrize(("second", "ends_at_once"), [(signal.SIGINT, True), (signal.SIGHUP, False)])
 def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_terminal_are_one(second: int, ends_at_once: bool):
     command = [sys.executable, "-c", SLOW_TO_STOP]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)
@@ -376,7 +375,7 @@ def test_two_ctrl_c_within_half_a_second_are_two_and_two_signals_of_one_closed_t
 
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored():
     program = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LASTING}"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+    with child([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGHUP)
