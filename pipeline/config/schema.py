@@ -100,6 +100,9 @@ class EnvironmentSection(Section):
     in_flight: Positive = Field(256, description="trajectories at a time, per worker that runs them")
     max_turns: Positive = Field(10, description="turns of the policy, after which a trajectory is truncated")
     max_tokens: Positive = Field(4096, description="tokens of a trajectory with its prompt, after which it is truncated")
+    max_result_tokens: Positive | None = Field(
+        None, description="tokens of one result of a tool or one text of a step, after which it is cut; without it none is cut"
+    )
     history: Literal["exact", "template"] = Field(
         "exact", description="whether the policy sees every token that was drawn, or the conversation as its template renders it"
     )

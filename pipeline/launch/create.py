@@ -19,7 +19,7 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
 from penstock.pipeline.envs.datasets.rows import Dataset, Row
-from penstock.pipeline.envs.environments.sources import AGENT, check_agent
+from penstock.pipeline.envs.environments.sources import check_source
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.launch.check.rows import RowReader
 from penstock.pipeline.learner.try_functions import try_own_functions
@@ -87,8 +87,9 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
         dataset, held_out_sets = open_data(config), open_eval_data(config)
         reader.read(dataset)
         dataset.order(config)
-        if config.environment.source is not None and config.environment.source.startswith(AGENT):
-            check_agent(config.environment.source)
+        if config.environment.source is not None:
+            judges = (config.reward.functions, config.eval_reward.functions, *data.rewards.values())
+            check_source(config.environment.source, rewards=judges)
         reader.read_held_out(held_out_sets)
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error

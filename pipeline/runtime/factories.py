@@ -67,7 +67,7 @@ def limits_of(config: Config) -> Limits:
     return Limits(
         max_turns=chosen.max_turns, turn_tokens=config.sampling.max_new_tokens, trajectory_tokens=chosen.max_tokens,
         reset_timeout_s=chosen.reset_timeout_s, step_timeout_s=chosen.step_timeout_s, trajectory_timeout_s=chosen.trajectory_timeout_s,
-        retries=chosen.retries, replay=chosen.resume == "replay", history=chosen.history,
+        retries=chosen.retries, replay=chosen.resume == "replay", history=chosen.history, result_tokens=chosen.max_result_tokens,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from penstock.infra.sandbox.sessions import CallFailed, Session, SessionLost, Se
 from penstock.pipeline.envs.agents.draw import Draw, Drawing
 from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import ChatTemplate, Conversation, TemplateRefused
+from penstock.pipeline.envs.conversation.messages import text_of
 
 BACKOFF_S = 0.5
 """Before the first retry; doubles with each."""
@@ -45,6 +46,8 @@ class Limits:
     replay: bool
     """Whether turns that were drawn are taken again after a loss."""
     history: Literal["exact", "template"] = "exact"
+    result_tokens: int | None = None
+    """Of one message of a step, which is cut there; None: none is cut."""
 
 
 class EnvironmentBroken(Exception):
@@ -133,7 +136,10 @@ class Episode:
 
     async def _play(self) -> Trajectory:
         course, limits = self.course, self.limits
-        tools = await self._reset()
+        try:
+            tools = await self._reset()
+        except TemplateRefused as error:
+            raise EnvironmentBroken("reset", f"no template takes its words: {error}") from error
         self._conversation = Conversation(self.template, tools or None, history=limits.history)
         malformed = 0
         for _ in range(limits.max_turns):
@@ -159,12 +165,26 @@ class Episode:
                     break
                 continue
             observed = await self._call("step", {"message": answer.message}, limits.step_timeout_s)
-            course.messages += observed["messages"]
+            course.messages += map(self._shortened, observed["messages"])
             if observed["reward"] is not None:
                 course.rewards[context.number] = observed["reward"]
             if observed["ended"]:
                 return await self._judged("stop", context.number)
         return await self._judged("length", self._conversation.turns - 1)
+
+    def _shortened(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message of a step, cut where it has more tokens than a result may have."""
+        limit, content = self.limits.result_tokens, message.get("content")
+        if limit is None or not content:
+            return message
+        try:
+            text = text_of(message)
+        except TemplateRefused:  # as the template will say
+            return message
+        if (cut := self.template.shortened(text, limit)) == text:
+            return message
+        self.course.results_cut += 1
+        return {**message, "content": cut}
 
     async def _reset(self) -> list[Mapping[str, Any]]:
         """Begin the environment; returns its tools."""
@@ -176,7 +196,7 @@ class Episode:
             last = self.course.messages[-1]
             if message["role"] == last["role"] == "user":  # many templates refuse two in a row
                 between = "\n\n" if isinstance(self.template, ChatTemplate) else ""
-                self.course.messages[-1] = {**last, "content": f"{last['content']}{between}{message['content']}"}
+                self.course.messages[-1] = {**last, "content": f"{text_of(last)}{between}{text_of(message)}"}
             else:
                 self.course.messages.append(message)
         return list(observed["tools"])

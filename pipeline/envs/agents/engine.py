@@ -27,7 +27,7 @@ from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 WAIT_S = 0.02
 """How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
 SAMPLE_BITS, TURN_BITS = 12, 12
-_COUNTED = ("trajectories", "turns", "dropped", "dropped_turns", "broken", "losses", "environment_s", "segments", "waits_s")
+_COUNTED = ("trajectories", "turns", "dropped", "dropped_turns", "broken", "losses", "environment_s", "segments", "waits_s", "results_cut")
 
 
 def turn_number(group: int, sample: int, turn: int) -> int:
@@ -213,6 +213,7 @@ class TrajectoryEngine:
         counts["turns"] += _turns(trajectory)
         counts["segments"] += trajectory.segment_count
         counts["environment_s"] += trajectory.environment_s
+        counts["results_cut"] += trajectory.results_cut
         if trajectory.turns and trajectory.turns[-1].source == "environment":
             counts["broken"] += 1
             cause = str(trajectory.turns[-1].finish)

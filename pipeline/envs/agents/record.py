@@ -41,6 +41,8 @@ class Trajectory(Completion):
     environment_seed: int | None
     environment_s: float = 0.0
     """Seconds that its environment took."""
+    results_cut: int = 0
+    """Messages of its environment that were cut at `environment.max_result_tokens`."""
     segment_count: int = 1
 
 
@@ -56,6 +58,7 @@ class Course:
     version: str | None = None
     seed: int | None = None
     environment_s: float = 0.0
+    results_cut: int = 0
     started_ns: int = 0
     ended_ns: int = 0
 
@@ -102,6 +105,7 @@ def trajectory_of(
         environment_version=course.version,
         environment_seed=course.seed,
         environment_s=course.environment_s,
+        results_cut=course.results_cut,
         segment_count=len(bounds),
     )
 

@@ -30,6 +30,10 @@ class Template(Protocol):
         """
         ...
 
+    def shortened(self, text: str, tokens: int) -> str:
+        """Its first tokens with a mark that says so; all of it if it has no more than `tokens`."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, special tokens included."""
         ...

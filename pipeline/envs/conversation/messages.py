@@ -25,6 +25,18 @@ def text_of(message: Message) -> str:
     )
 
 
+def shortened(text: str, tokens: int, tokenizer: Any) -> str:
+    """The first `tokens` tokens of a text and a mark behind them; the text itself if it has no more.
+
+    Example:
+        shortened("one two three", 2, tokenizer)  # -> "one two [cut: the first 2 of 3 tokens]"
+    """
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    if len(encoded.ids) <= tokens:
+        return text
+    return f"{text[: encoded.offsets[tokens - 1][1]]} [cut: the first {tokens:,} of {len(encoded.ids):,} tokens]"
+
+
 def plain(message: Message) -> dict[str, Any]:
     """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects."""
     role = message.get("role")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.pipeline.envs.conversation.base import Said
-from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, text_of
+from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, shortened, text_of
 
 
 class PlainTemplate:
@@ -34,6 +34,10 @@ class PlainTemplate:
         for message in messages[known:]:
             ids += self._tokenizer.encode(text_of(message), add_special_tokens=False).ids
         return ids
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """Its first `tokens` tokens, and a mark if there are more."""
+        return shortened(text, tokens, self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, special tokens included."""

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.pipeline.envs.chat_template import chat_template_of, compiled, one_line, special_tokens, variables
 from penstock.pipeline.envs.conversation.base import Said, Template
 from penstock.pipeline.envs.conversation.forms import call_form, text_form
-from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, text_of
+from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, shortened, text_of
 from penstock.pipeline.envs.conversation.plain import PlainTemplate
 from penstock.pipeline.envs.conversation.reasoning import split_harmony, split_reasoning
 from penstock.pipeline.envs.conversation.tool_calls import format_of, read_calls
@@ -86,6 +86,10 @@ class ChatTemplate:
             return ids
         # The model drew the end of its turn itself. Another one than the template writes cannot be exchanged.
         return ids[1:] if ids[0] == last else None
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """Its first `tokens` tokens, and a mark if there are more."""
+        return shortened(text, tokens, self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, special tokens included."""

@@ -2,7 +2,7 @@
 
 A *text* environment has `reset(*, seed, **row) -> text` and `step(text) -> (text, reward, ended)`, as Gymnasium's, and may have `close()`.
 A *tool* environment has TRL's interface: `reset(**row) -> text | messages | None`, public methods with docstrings as tools,
-`get_reward()`.
+`get_reward()` unless reward functions alone score its episodes.
 The rule: what the policy did wrong is an answer to the policy; only what the environment itself did wrong is raised.
 """
 
@@ -84,8 +84,9 @@ class ToolEpisode:
         return Observation(messages=tuple(results), ended=not calls)
 
     async def reward(self) -> float | None:
-        """The episode's reward, at its end."""
-        return _number(await _awaited(self._environment.get_reward()), "get_reward")
+        """The episode's reward, at its end; None without `get_reward`."""
+        get_reward = getattr(self._environment, "get_reward", None)
+        return None if get_reward is None else _number(await _awaited(get_reward()), "get_reward")
 
     async def close(self) -> None:
         """Nothing: every public method of such an environment is a tool."""
@@ -100,10 +101,10 @@ def episode_of(environment: Any) -> Episode:
         raise EnvironmentFault(f"{type(environment).__name__} has no method reset")
     if callable(getattr(environment, "step", None)):
         return TextEpisode(environment)
-    if callable(getattr(environment, "get_reward", None)):
+    if callable(getattr(environment, "get_reward", None)) or tools_of(environment):
         return ToolEpisode(environment)
     raise EnvironmentFault(
-        f"{type(environment).__name__} has neither step(text) -> (text, reward, ended) nor get_reward(): it is no environment"
+        f"{type(environment).__name__} has neither step(text) -> (text, reward, ended) nor public methods as tools: it is no environment"
     )
 
 

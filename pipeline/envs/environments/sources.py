@@ -6,10 +6,11 @@ The rule: what is loaded here runs in a child process only; `check` loads it onc
 """
 
 import importlib.metadata
+import inspect
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,31 @@ def check_agent(source: str) -> None:
         raise PluginError('environment.source: "agent:" names no program; expected agent:COMMAND, such as agent:python agent.py')
     if shutil.which(program) is None and program not in PYTHON:
         raise PluginError(f"environment.source: there is no program {program} on PATH, nor a file of that name that can be run")
+
+
+def check_source(source: str, *, rewards: Iterable[Sequence[str]]) -> None:
+    """Raises `PluginError` if an agent's program is not on this machine, or if episodes of a class can have no reward.
+
+    `rewards`: sets of reward functions, each of which has to give one.
+    """
+    if source.startswith(AGENT):
+        check_agent(source)
+    elif any(set(functions) == {"environment"} for functions in rewards) and _unrewarded(split_options(source)[0]):
+        raise PluginError(
+            f"environment.source: {source} has neither step nor get_reward(), and 'environment' is the only one of reward.functions; add "
+            "a reward function, or get_reward() to the class"
+        )
+
+
+def _unrewarded(plain: str) -> bool:
+    """True for an own class that gives no rewards; its package may be on environment workers' machines alone, which then find out."""
+    if plain.partition(":")[0] in SCHEMES:
+        return False
+    try:
+        kind = load(plain)
+    except PluginError:
+        return False
+    return inspect.isclass(kind) and not any(hasattr(kind, name) for name in ("step", "get_reward"))
 
 
 def open_environment(source: str) -> EnvironmentKind:

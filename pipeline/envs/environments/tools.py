@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 NOT_TOOLS = ("reset", "get_reward", "close")
-RESULT_CHARACTERS = 16_000
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", tuple: "array", dict: "object"}
 
 
@@ -61,8 +60,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: 
     # A tool may raise anything: the policy reads it and may try otherwise.
     except Exception as error:
         return f"error: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-    text = result if isinstance(result, str) else json.dumps(result, default=str)
-    return text[:RESULT_CHARACTERS]
+    return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def _type_of(hint: Any) -> dict[str, Any]:

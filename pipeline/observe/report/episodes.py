@@ -11,8 +11,9 @@ _PREFIX = "engine_environment_"
 def episodes(view: RunView) -> dict[str, Any] | None:
     """Trajectories, their turns, the environments' seconds, what broke by class; None where no worker has played one.
 
-    `turns_mean` and `environment_s_mean` are of a trajectory, `segments_mean` says in how many sequences one is trained. `losses` were made
-    good. `engine_idle_s`: in which the engines had no turn to draw, as every trajectory waited for its environment.
+    `turns_mean` and `environment_s_mean` are of a trajectory, `segments_mean` says in how many sequences one is trained. `losses` were
+    made good, `results_cut` were longer than `environment.max_result_tokens`. `engine_idle_s`: in which the engines had no turn to draw,
+    as every trajectory waited for its environment.
     """
     workers = [worker for worker in view.workers.values() if worker.role in drawing()]
     engines = [worker for worker in workers if worker.role == "rollout"]
@@ -35,6 +36,7 @@ def episodes(view: RunView) -> dict[str, Any] | None:
         "environment_s_mean": total("environment_s") / count,
         "engine_idle_s": sum(worker.total("engine_waits_s") for worker in engines),
         "losses": int(total("losses")),
+        "results_cut": int(total("results_cut")),
         "broken": int(total("broken")),
         "causes": {name: int(number) for name, number in causes.items() if number},
     }
@@ -48,6 +50,8 @@ def episodes_line(found: dict[str, Any]) -> str:
     ]
     if found["segments_mean"] > 1.0:
         parts.append(f"{found['segments_mean']:.2f} sequences each")
+    if found["results_cut"]:
+        parts.append(f"{found['results_cut']:,} results cut at environment.max_result_tokens")
     if found["dropped"]:
         parts.append(f"{found['dropped']:,} dropped after {found['dropped_turns_mean']:.1f} turns")
     if found["losses"]:

@@ -66,3 +66,17 @@ def test_an_environment_that_is_no_function_of_its_seed_begins_anew(tmp_path: Pa
     assert trajectory.finish == "stop"
     assert "said something else to the same actions" in said[1]
     assert [turn for turn, _ in policy.asked] == [0, *range(6)]
+
+
+def test_long_results_are_cut_by_the_setting_alone_with_a_mark_that_the_policy_reads(tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text(
+        'class Talk:\n    def reset(self, **_):\n        return "Z" * 30\n    def step(self, text):\n        return "Z" * 30, 1.0, False\n'
+    )
+    source, limits = f"{tmp_path / 'talk.py'}:Talk", {"max_turns": 2, "trajectory_tokens": 400}
+    (whole,), _ = play(source, [{}], draw=Policy(), **limits)
+    (cut,), _ = play(source, [{}], draw=Policy(), result_tokens=4, **limits)
+    assert (whole.results_cut, cut.results_cut) == (0, 2)
+    texts = ["".join(map(chr, trajectory.token_ids[trajectory.token_ids > 31])) for trajectory in (whole, cut)]
+    # What it begins with is the prompt, and is not cut.
+    assert texts[0] == f"{'Z' * 30}abc{'Z' * 30}abc"
+    assert texts[1] == f"{'Z' * 30}abcZZZZ [cut: the first 4 of 30 tokens]abc"

@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs.environments.interfaces import EnvironmentFault, ToolEpisode, episode_of
-from penstock.pipeline.envs.environments.sources import open_environment
+from penstock.pipeline.envs.environments.sources import check_source, open_environment
 from penstock.pipeline.envs.tiny.lake import HABIT_AT, Lake, demonstration, distances, holes_of, lake_rows
 
 
@@ -156,3 +157,53 @@ def test_halfway_a_demonstration_mostly_turns_back_and_elsewhere_rarely() -> Non
                 back[here][1] += 1
     assert 0.55 < back[True][0] / back[True][1] < 0.95
     assert back[False][0] / back[False][1] < 0.35
+
+
+class Library:
+    """Tools without a reward of their own."""
+
+    def reset(self, **_: Any) -> str:
+        return "find it"
+
+    def search(self, words: str) -> str:
+        """Search."""
+        return words * 10_000
+
+
+def test_a_class_of_tools_without_a_reward_leaves_it_to_reward_functions() -> None:
+    async def story() -> Any:
+        episode = episode_of(Library())
+        await episode.reset(seed=1, row={})
+        return await episode.step({"tool_calls": [call("search", '{"words": "abc"}')]}), await episode.reward()
+
+    observed, reward = asyncio.run(story())
+    assert reward is None and observed.messages[0]["content"] == "abc" * 10_000  # no hidden cut
+
+
+SOURCES = {
+    "class Shop:\n    def reset(self): ...\n    def search(self): ...": True,
+    "class Shop:\n    def reset(self): ...\n    def search(self): ...\n    def get_reward(self): ...": False,
+    "class Shop:\n    def reset(self): ...\n    def step(self, text): ...": False,
+    "def Shop(): ...": False,
+    "class Base:\n    def get_reward(self): ...\nclass Shop(Base):\n    def reset(self): ...": False,
+}
+
+
+@pytest.mark.parametrize(("code", "unrewarded"), SOURCES.items())
+def test_a_class_whose_episodes_could_have_no_reward_is_refused_where_nothing_else_gives_one(
+    code: str, unrewarded: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "env.py").write_text(code)
+    source = f"{tmp_path / 'env.py'}:Shop?size=3"
+    check_source(source, rewards=[["exact_match"], ["environment", "exact_match"]])
+    for rewards in (["environment"], ["environment", "environment"]):
+        if unrewarded:
+            with pytest.raises(PluginError, match=r"^environment\.source: .*Shop.* has neither step nor get_reward\(\), .*reward function"):
+                check_source(source, rewards=[["exact_match"], rewards])
+        else:
+            check_source(source, rewards=[rewards])
+
+
+@pytest.mark.parametrize("source", ["gymnasium:CartPole-v1", "tiny:lake", "there.is.no.such:Class"])
+def test_environments_that_are_no_classes_of_this_machine_are_not_looked_into(source: str) -> None:
+    check_source(source, rewards=[["environment"]])

@@ -111,3 +111,15 @@ def test_a_message_whose_role_is_the_name_of_a_source_is_said_by_a_user(role: st
     draw(conversation, [*ASKED, said.message, {"role": role, "content": "Sure?"}], "Yes.")
     (segment,) = conversation.segments()
     assert [part.source for part in segment.parts] == ["prompt", "model", "user", "model"]
+
+
+@given(st.text(min_size=0, max_size=40), st.integers(1, 20))
+def test_a_text_is_cut_by_tokens_and_says_so(text: str, tokens: int) -> None:
+    encoded = ids_of("qwen2_5", text)
+    kept = template("qwen2_5").shortened(text, tokens)
+    if len(encoded) <= tokens:
+        assert kept == text
+        return
+    beginning, mark = kept.rsplit(" [cut: the first ", 1)
+    assert text.startswith(beginning) and len(beginning) <= len(text)
+    assert mark == f"{tokens} of {len(encoded)} tokens]"
