@@ -43,7 +43,7 @@ CARRIERS = frozenset(
 """Names of the types that hold a sample or a part of it."""
 TOPICS = (".prompts", ".rollouts", ".groups")
 ALWAYS = ("pipeline/scheduling/", "pipeline/envs/", "infra/sandbox/")
-IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/envs/builtin_rewards.py": "the reward function, or the user's own"}
+IN_A_CHILD = {"infra/sandbox/child.py": "main", "pipeline/envs/builtin_rewards/__init__.py": "the reward function, or the user's own"}
 """What runs in the reward functions' child process, where nothing is observed."""
 AS_BYTES = ("topics/", "infra/kafka/")
 """Where a sample is bytes for a while: there any bytes in the arguments count."""

@@ -238,7 +238,8 @@ def digests(names: Sequence[str], *, base_dir: str | Path | None = None) -> dict
         if is_address(name):
             return hashlib.sha256(name.encode()).hexdigest()
         if plain in BUILTINS:
-            return hashlib.sha256(Path(builtin_rewards.__file__).read_bytes()).hexdigest()
+            files = sorted(Path(builtin_rewards.__file__).parent.glob("*.py"))
+            return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
         return source_digest(plain, base_dir=base_dir)
 
     return {name: source(name) for name in names}

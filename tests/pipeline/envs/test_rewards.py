@@ -218,13 +218,11 @@ def test_the_example_reward_gives_credit_up_to_the_first_mistake() -> None:
     ],
 )
 def test_math_verify_compares_expressions_without_a_clock(completion: str, answer: str, value: float | None) -> None:
-    pytest.importorskip("math_verify")
     assert BUILTINS["math_verify"]([completion], [answer]) == [value]
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="no GSM8K beside the repository")
 def test_math_verify_finds_every_gsm8k_answer_equal_to_itself_and_not_to_another() -> None:
-    pytest.importorskip("math_verify")
     with GSM8K.open(encoding="utf-8") as stream:
         answers = [json.loads(next(stream))["answer"] for _ in range(64)]
     verify = BUILTINS["math_verify"]

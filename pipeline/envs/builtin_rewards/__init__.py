@@ -1,16 +1,16 @@
-"""The built-in rewards: exact match, math-verify, reasoning-gym's own scores, and DAPO's length penalty.
+"""The built-in rewards: exact match, equal mathematics, reasoning-gym's own scores, and DAPO's length penalty.
 
 The rule: a reward depends on the completion and the row alone, never on time.
 """
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from penstock.pipeline.config.plugins import PluginError
+from penstock.pipeline.envs.builtin_rewards.final_answer import final_answers, last_box
 from penstock.pipeline.envs.datasets.answers import accepted, is_answer
 
 
@@ -32,27 +32,20 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> 
 
 
 def math_verify(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where math-verify finds the completion's last expression equal to the answer's (of GSM8K's, the part after `####`).
+    """1 where the completion's final answer means the same as the reference answer, or one of a list of them.
 
-    None where no accepted answer holds an expression. The library's own time limits are off: they are alarm signals and end in a zero.
-    Raises `AnswerError` as `exact_match` does.
+    None if no accepted answer holds a letter or a digit. Raises `AnswerError` as `exact_match` does.
+    docs/mathematics.md says what is taken for the final answer and what for the same.
+
+    Example:
+        math_verify(["so it is \\\\boxed{18}", "17"], ["16 + 2\\n#### 18", "18"])  # -> [1.0, 0.0]
     """
-    return [_best(text_of(completion), accepted(gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [_same_answer(text_of(completion), accepted(gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def reasoning_gym(completions: Sequence[Any], reasoning_gym: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
     """The task's own score, between 0 and 1, of the text in the last `<answer>` tag, else of the whole completion."""
     return [_task_score(text_of(completion), entry) for completion, entry in zip(completions, reasoning_gym, strict=True)]
-
-
-@lru_cache(maxsize=1)
-def _math_library() -> Any:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off, which is intended
-    try:
-        import math_verify
-    except ImportError as error:
-        raise PluginError(f"the reward math_verify needs the package math-verify: pip install 'penstock[rewards]' ({error})") from error
-    return math_verify
 
 
 def _gym_library() -> Any:
@@ -63,40 +56,22 @@ def _gym_library() -> Any:
     return library
 
 
-@lru_cache(maxsize=64)
-def _gold(answer: str) -> tuple[Any, ...]:
-    gold = answer.rsplit("####", 1)[-1].strip()
-    delimited = gold if re.search(r"\$|\\boxed|\\\(|\\\[", gold) else f"${gold}$"
-    return tuple(_math_library().parse(delimited, parsing_timeout=None))
+@lru_cache(maxsize=1)
+def _mathematics() -> Any:
+    try:
+        from penstock.pipeline.envs.builtin_rewards import math_equal
+    except ImportError as error:
+        raise PluginError(f"the reward math_verify needs the package mpmath: pip install 'penstock[rewards]' ({error})") from error
+    return math_equal
 
 
-def _best(completion: str, answers: Sequence[str]) -> float | None:
-    """The highest verdict by any of the accepted answers."""
-    verdicts = [verdict for answer in answers if (verdict := _equal(completion, answer)) is not None]
-    return max(verdicts, default=None)
-
-
-def _equal(completion: str, answer: str) -> float | None:
-    gold = _gold(answer)
-    if not gold:
+def _same_answer(completion: str, answers: Sequence[str]) -> float | None:
+    mathematics = _mathematics()
+    given = [answer.rpartition("####")[2] for answer in answers]
+    references = [reference for answer in given if mathematics.has_content(reference := last_box(answer) or answer)]
+    if not references:
         return None
-    parsed = _math_library().parse(completion, parsing_timeout=None)
-    if any(_towers(expression) for expression in parsed) and not any(_towers(expression) for expression in gold):
-        return 0.0
-    return float(_math_library().verify(list(gold), parsed, timeout_seconds=None))
-
-
-def _towers(expression: Any) -> bool:
-    """True if the expression holds a power or factorial too large to compare, as in 9**9**9."""
-    from sympy import Basic, Pow, factorial, preorder_traversal
-
-    if not isinstance(expression, Basic):
-        return False
-    for node in preorder_traversal(expression):
-        size = node.exp if isinstance(node, Pow) else node.args[0] if isinstance(node, factorial) else None
-        if size is not None and not size.free_symbols and (size.has(Pow, factorial) or abs(size) > 10_000):
-            return True
-    return False
+    return float(any(mathematics.same_answer(candidate, reference) for candidate in final_answers(completion) for reference in references))
 
 
 def _task_score(completion: str, entry: Mapping[str, Any]) -> float:
@@ -151,5 +126,5 @@ BUILTINS: dict[str, Callable[..., Any]] = {
 }
 JUDGE_ANSWERS = ("exact_match", "math_verify")
 """Those that need an accepted answer in every row."""
-WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _math_library, "reasoning_gym": _gym_library}
+WARM_UPS: dict[str, Callable[[], Any]] = {"math_verify": _mathematics, "reasoning_gym": _gym_library}
 """Imports that take seconds, to be done before the time limit of the first call starts."""

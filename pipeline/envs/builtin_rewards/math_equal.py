@@ -1,0 +1,129 @@
+r"""Decides whether two written answers mean the same."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.pipeline.envs.builtin_rewards.math_parser import MAX_CHARACTERS, Tree
+from penstock.pipeline.envs.builtin_rewards.math_reading import Group, Quantity, Reading, Relation, read
+from penstock.pipeline.envs.builtin_rewards.math_text import compact, normalised
+from penstock.pipeline.envs.builtin_rewards.math_values import proportional, same_value, value
+
+_CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:](?=\s|$))(?:\s.*)?|([A-J])", re.DOTALL)
+_MAX_ITEMS = 30
+
+
+def same_answer(first: str, second: str) -> bool:
+    r"""True if two answers, in LaTeX or plain text, mean the same; symmetric, and False for what says nothing.
+
+    Example:
+        same_answer(r"\frac{1}{2}", "0.5")  # -> True
+    """
+    if max(len(first), len(second)) > 2 * MAX_CHARACTERS:
+        return first.strip() == second.strip()
+    plain = [normalised(text) for text in (first, second)]
+    if not (has_content(first) and has_content(second)):
+        return False
+    choices = [_CHOICE.fullmatch(text) for text in plain]
+    if choices[0] and choices[1]:
+        return (choices[0][1] or choices[0][2]) == (choices[1][1] or choices[1][2])
+    readings = [{text: None, _with_commas(original): None} for text, original in zip(plain, (first, second), strict=True)]
+    return any(compact(a) == compact(b) or _same(read(a), read(b)) for a in readings[0] for b in readings[1])
+
+
+def has_content(text: str) -> bool:
+    """True if the text holds a letter, a digit or an empty set."""
+    return re.search(r"[^\W_]|\\\{ ?\\\}|\N{EMPTY SET}", text) is not None
+
+
+def _with_commas(text: str) -> str:
+    """The other reading of `100,200`: two numbers. No number of a list begins with 0, so `1,000` has one reading."""
+    return normalised(text, thousands=re.search(r",0\d\d", text) is not None)
+
+
+def _same(first: Reading, second: Reading) -> bool:
+    match first, second:
+        case Relation(), Relation():
+            return _same_relation(first, second)
+        case (Relation() as relation, other) | (other, Relation() as relation):
+            return relation.named and _same(relation.right, other)
+        case Group(), Group():
+            return _same_group(first, second)
+        case (Group() as group, other) | (other, Group() as group):
+            return len(group.items) == 1 and group.opening in ("", "{") and _same(group.items[0], other)
+        case Quantity(), Quantity():
+            return _same_quantity(first, second)
+    return first == second
+
+
+def _same_relation(first: Relation, second: Relation) -> bool:
+    if first.operator != second.operator:
+        return False
+    if first.difference is None or second.difference is None:
+        return compact(first.left) == compact(second.left) and _same(first.right, second.right)
+    return _holds(proportional, first.difference, second.difference, positive=first.operator.startswith("<"))
+
+
+def _same_group(first: Group, second: Group) -> bool:
+    kinds = {first.opening + first.closing, second.opening + second.closing}
+    if max(len(first.items), len(second.items)) > _MAX_ITEMS:
+        return first == second
+    if kinds <= {"", "{}"}:
+        return _same_items(first.items, second.items, repeated="{}" not in kinds)
+    if len(first.items) != len(second.items) or (len(kinds) > 1 and not ("" in kinds and kinds <= {"", "()", "[]"})):
+        return False
+    if kinds == {"::"}:
+        return _same_ratio(first.items, second.items)
+    return all(_same(a, b) for a, b in zip(first.items, second.items, strict=True))
+
+
+def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated: bool) -> bool:
+    """True if the items are the same in any order, and if `repeated` as often."""
+    if not repeated:
+        return all(any(_same(a, b) for b in second) for a in first) and all(any(_same(a, b) for a in first) for b in second)
+    rest = list(second)
+    for item in first:
+        match = next((number for number, other in enumerate(rest) if _same(item, other)), None)
+        if match is None:
+            return False
+        del rest[match]
+    return not rest
+
+
+def _same_ratio(first: Sequence[Reading], second: Sequence[Reading]) -> bool:
+    trees = [[item.tree if isinstance(item, Quantity) else None for item in items] for items in (first, second)]
+    if None in trees[0] + trees[1]:
+        return all(_same(a, b) for a, b in zip(first, second, strict=True))
+    return all(_holds(same_value, ("mul", a, trees[1][0]), ("mul", b, trees[0][0])) for a, b in zip(*trees, strict=True))
+
+
+def _same_quantity(first: Quantity, second: Quantity) -> bool:
+    if first.tree is None or second.tree is None:
+        return compact(first.text) == compact(second.text)
+    if first.unit and second.unit:
+        scaled = [("mul", quantity.tree, quantity.unit[2]) for quantity in (first, second) if quantity.unit]
+        return first.unit[:2] == second.unit[:2] and _holds(same_value, *scaled)
+    if _holds(same_value, first.tree, second.tree):
+        return True
+    return _same_without_sign(first, second) or _same_without_sign(second, first)
+
+
+def _same_without_sign(first: Quantity, second: Quantity) -> bool:
+    """True if the first has a sign of percent or degrees and is the second without it; a bare number below 1 is no percentage."""
+    sign = first.text.rstrip()[-1:]
+    if sign not in ("%", "°") or second.text.rstrip().endswith(sign) or first.tree is None:
+        return False
+    bare = first.tree[1]
+    try:
+        large = sign == "°" or abs(value(bare)) >= 1
+    except (ArithmeticError, ValueError, KeyError, TypeError):
+        return False
+    return large and _holds(same_value, bare, second.tree)
+
+
+def _holds(relation: Any, first: Tree, second: Tree, **options: bool) -> bool:
+    """The relation of two trees, or their being written alike if their values cannot be computed."""
+    try:
+        return bool(relation(first, second, **options))
+    except (ArithmeticError, ValueError, TypeError):
+        return first == second

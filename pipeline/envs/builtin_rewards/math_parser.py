@@ -1,0 +1,186 @@
+r"""Parses an expression in LaTeX or plain text into a tree, in time linear in its length.
+
+A tree is a `Fraction`, `("symbol", name)` or `(operation, tree, ...)` with the operations of `math_values.py`.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+Tree = Any
+MAX_CHARACTERS = 1_000
+_MAX_DEPTH = 60
+MINUS_ONE = Fraction(-1)
+FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|exp|log|ln|lg"
+GREEK = (
+    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|varphi|chi|psi|omega"
+    "|Gamma|Delta|Theta|Lambda|Xi|Sigma|Phi|Psi|Omega|ell|infty"
+)
+_NUMBER = re.compile(r"(\d*)\.?(?<=[\d.])(\d*)(?:\\overline ?\{(\d+)\})?(?:[eE]([-+]?\d{1,4})(?![\d.]))?")
+_FUNCTION = re.compile(rf"\\?({FUNCTIONS}) ?")
+_SYMBOL = re.compile(rf"(?:\\(?:{GREEK})\b|[a-zA-Z])(?: ?_ ?(?:\{{[\w, ]+\}}|\w))?'*")
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
+
+
+class Unreadable(ValueError):
+    """The text is not an expression of the grammar."""
+
+
+def parse(text: str) -> Tree:
+    """Return the tree of a normalised text. Raises `Unreadable`."""
+    parser = _Parser(text)
+    tree = parser.sum()
+    if parser.peek() or len(text) > MAX_CHARACTERS:
+        raise Unreadable(text[parser.at :])
+    return tree
+
+
+def _nested(method: "Callable[[_Parser], Tree]") -> "Callable[[_Parser], Tree]":
+    """The method with a limit on how deep calls of it are nested."""
+
+    def limited(self: "_Parser") -> Tree:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise Unreadable("too deep")
+        tree = method(self)
+        self.depth -= 1
+        return tree
+
+    return limited
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = self.depth = self.bars = 0
+
+    def peek(self) -> str:
+        """The next character that is not a space, or an empty text."""
+        while self.text.startswith(" ", self.at):
+            self.at += 1
+        return self.text[self.at : self.at + 1]
+
+    def take(self, *options: str) -> str:
+        """The first of the options that comes next, or an empty text."""
+        self.peek()
+        for option in options:
+            end = self.at + len(option)
+            if self.text.startswith(option, self.at) and not (option[-1].isalpha() and self.text[end : end + 1].isalpha()):
+                self.at = end
+                return option
+        return ""
+
+    def expect(self, option: str) -> None:
+        if not self.take(option):
+            raise Unreadable(f"{option} is missing")
+
+    def sum(self) -> Tree:
+        terms = [self.product()]
+        while sign := self.take("+", "-"):
+            terms.append(self.product() if sign == "+" else ("mul", MINUS_ONE, self.product()))
+        return terms[0] if len(terms) == 1 else ("add", *terms)
+
+    def product(self, goes_on: "Callable[[_Parser], bool] | None" = None) -> Tree:
+        factors = [self.signed()]
+        while goes_on is None or goes_on(self):
+            if operator := self.take("*", r"\times", "/"):
+                factors.append(("inverse", self.signed()) if operator == "/" else self.signed())
+            elif self.starts_factor():
+                factors.append(self.power())
+            else:
+                break
+        return factors[0] if len(factors) == 1 else ("mul", *factors)
+
+    @_nested
+    def signed(self) -> Tree:
+        negative = False
+        while sign := self.take("-", "+"):
+            negative ^= sign == "-"
+        return ("mul", MINUS_ONE, self.power()) if negative else self.power()
+
+    def starts_factor(self) -> bool:
+        char = self.peek()
+        closing = self.text.startswith((r"\rfloor", r"\rceil"), self.at) or (char == "|" and self.bars)
+        return char.isalnum() or (char != "" and char in "({[\\.|" and not closing)
+
+    def power(self) -> Tree:
+        tree = self.atom()
+        while operator := self.take("!", "°", "%", "^"):
+            if operator == "^":
+                return ("pow", tree, self.signed())
+            tree = {"!": ("factorial", tree), "°": ("mul", tree, ("pi",), Fraction(1, 180)), "%": ("mul", tree, Fraction(1, 100))}[operator]
+        return tree
+
+    @_nested
+    def atom(self) -> Tree:
+        char = self.peek()
+        if char and char in _CLOSING:
+            self.at += 1
+            bars, self.bars = self.bars, 0
+            tree = self.sum()
+            self.bars = bars
+            self.expect(_CLOSING[char])
+            return tree
+        number = _NUMBER.match(self.text, self.at)
+        if number and number[0] not in ("", "."):
+            self.at = number.end()
+            return _number(*number.groups())
+        return self.named()
+
+    def named(self) -> Tree:
+        if self.take("|"):
+            self.bars += 1
+            tree = self.sum()
+            self.bars -= 1
+            self.expect("|")
+            return ("abs", tree)
+        if command := self.take(r"\frac", r"\binom"):
+            first, second = self.argument(), self.argument()
+            return ("mul", first, ("inverse", second)) if command == r"\frac" else ("binomial", first, second)
+        if self.take(r"\sqrt"):
+            degree = self.argument() if self.peek() == "[" else Fraction(2)
+            return ("pow", self.argument(), ("inverse", degree))
+        if side := self.take(r"\lfloor", r"\lceil"):
+            tree = self.sum()
+            self.expect(side.replace("l", "r", 1))
+            return (side[2:], tree)
+        if self.take(r"\pi", "pi"):
+            return ("pi",)
+        if function := _FUNCTION.match(self.text, self.at):
+            self.at = function.end()
+            return self.applied(function[1])
+        symbol = _SYMBOL.match(self.text, self.at)
+        if not symbol:
+            raise Unreadable(self.text[self.at :])
+        self.at = symbol.end()
+        name = re.sub("[ {}]", "", symbol[0])
+        return (name,) if name in ("e", "i") else ("symbol", name)
+
+    def applied(self, name: str) -> Tree:
+        """A function with its base, its power and its argument, which without brackets is a product, as in `sin 2x`."""
+        base = self.argument() if name == "log" and self.take("_") else None
+        exponent = self.argument() if self.take("^") else Fraction(1)
+        if self.peek() in ("(", "{"):
+            argument = self.atom()
+        else:
+            argument = self.product(lambda parser: parser.peek() != "(" and not _FUNCTION.match(parser.text, parser.at))
+        if exponent == ("mul", MINUS_ONE, Fraction(1)):
+            return ("arc" + name, argument)
+        tree = (name, argument) if base is None else ("mul", ("ln", argument), ("inverse", ("ln", base)))
+        return tree if exponent == 1 else ("pow", tree, exponent)
+
+    def argument(self) -> Tree:
+        r"""A bracketed expression, or one digit or symbol, as in `\frac12`."""
+        char = self.peek()
+        if char.isdecimal():
+            self.at += 1
+            return Fraction(int(char))
+        return self.atom()
+
+
+def _number(whole: str, decimals: str, repeated: str | None, exponent: str | None) -> Fraction:
+    value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals))
+    if repeated:
+        value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(decimals))
+    return value * Fraction(10) ** int(exponent or 0)

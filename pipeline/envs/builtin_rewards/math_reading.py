@@ -1,0 +1,211 @@
+r"""Reads a normalised answer as what it is: words, a quantity, a list, set, tuple, interval or matrix, an equation or inequality."""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from penstock.pipeline.envs.builtin_rewards.math_parser import FUNCTIONS, GREEK, MINUS_ONE, Tree, Unreadable, parse
+from penstock.pipeline.envs.builtin_rewards.math_text import ROW_END
+
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_DATE_OR_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?|\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}", re.IGNORECASE)
+_RELATION = re.compile(r"(\\(?:le|ge|ne|in|approx)\b|<=|>=|!=|=|<|>)")
+_OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\in": "="}
+_SEPARATOR = re.compile(r",|;|\\cup\b|\band\b|\bor\b")
+_MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\w+\}", re.DOTALL)
+_LETTER = r"(?:\\[a-zA-Z]+|[A-Za-z]+)'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\([\w, ]+\))?"
+_NAME = re.compile(rf"{_LETTER}(?: ?[-+] ?{_LETTER})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
+_UNIT = re.compile(
+    r"(.*[\d)}])\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+)(\.?(?:\s+[a-zA-Z]+\.?|/ ?[a-zA-Z]+)*)(?: ?\^ ?\{?([23])\}?)?", re.DOTALL
+)
+_KNOWN_WORD = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
+_SIZES = {
+    "m": "mm 0.001 cm 0.01 m 1 km 1000 meter 1 inch 0.0254 inche 0.0254 in 0.0254 ft 0.3048 feet 0.3048 foot 0.3048 mile 1609.344",
+    "kg": "mg 0.000001 g 0.001 gram 0.001 kg 1 kilogram 1 pound 0.45359237 lb 0.45359237",
+    "s": "second 1 sec 1 s 1 minute 60 min 60 hour 3600 hr 3600 h 3600 day 86400 week 604800",
+    "$": "dollar 1 cent 0.01",
+}
+_UNITS = {
+    name: (base, Fraction(size)) for base, text in _SIZES.items() for name, size in zip(text.split()[::2], text.split()[1::2], strict=True)
+}
+
+
+class Words(NamedTuple):
+    """Words, a date or a time."""
+
+    words: tuple[str, ...]
+
+
+class Quantity(NamedTuple):
+    """An expression, its tree if it can be read, and its unit if that is known: base unit, power, size in the base unit."""
+
+    text: str
+    tree: Tree | None
+    unit: tuple[str, int, Fraction] | None = None
+
+
+class Group(NamedTuple):
+    """Items between two brackets; `""` twice for a list without brackets, `"|"` for a matrix and its rows, `":"` for a ratio."""
+
+    opening: str
+    items: "tuple[Reading, ...]"
+    closing: str
+
+
+class Relation(NamedTuple):
+    """An equation or inequality: its sides, the difference of their trees if they can be read, and what its right side is."""
+
+    left: str
+    operator: str
+    difference: Tree | None
+    right: "Reading"
+    named: bool
+    """True if the left side is a name, as in `x = 3`."""
+
+
+Reading = Words | Quantity | Group | Relation
+
+
+def read(text: str, depth: int = 0) -> Reading:
+    """Return what a normalised text is."""
+    text = text.rstrip(" .").lstrip()
+    if depth > 8:
+        return Quantity(text, None)
+    if _DATE_OR_TIME.fullmatch(text) or _is_date(text):
+        return Words(_words_of(text))
+    matrix = _MATRIX.fullmatch(text)
+    if matrix:
+        rows = [row for row in matrix[1].split(ROW_END) if row.strip()]
+        return Group("|", tuple(Group("|", tuple(read(cell, depth + 1) for cell in row.split("&")), "|") for row in rows), "|")
+    parts = split(text, _SEPARATOR)
+    if len(parts) > 1:
+        return _list(tuple(read(part, depth + 1) for part in parts if part.strip()))
+    sides = split(text, _RELATION)
+    if len(sides) > 2:
+        return _relation(sides, depth)
+    if re.search(r"\\(?:pm|mp)\b", text):
+        signs = (("+", "-"), ("-", "+"))
+        return Group("", tuple(read(text.replace(r"\pm", up).replace(r"\mp", down), depth + 1) for up, down in signs), "")
+    return _bracketed(text, depth) or _quantity(text) or Words(_words_of(text))
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts of a text at the separators outside all brackets; a separator with a group is kept between them."""
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(rf"(?P<bracket>\\[{{}}]|[()\[\]{{}}])|{separator.pattern}", text):
+        if match["bracket"]:
+            depth += 1 if match[0][-1] in "([{" else -1
+        elif depth == 0:
+            parts += [text[start : match.start()], *([match[0]] if separator.groups else [])]
+            start = match.end()
+    return [*parts, text[start:]]
+
+
+def _list(items: tuple[Reading, ...]) -> Reading:
+    """A list without brackets; of `x = 1, 2` without the name."""
+    first, *others = items or (Quantity("", None),)
+    if isinstance(first, Relation) and first.named and others and not any(isinstance(item, Relation) for item in others):
+        items = (first.right, *others)
+    return items[0] if len(items) == 1 else Group("", items, "")
+
+
+def _relation(sides: list[str], depth: int) -> Reading:
+    operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
+    values = [side.strip() for side in sides[::2]]
+    interval = _interval(values, operators, depth)
+    if interval:
+        return interval
+    left, right = values[0], values[-1]
+    operator = operators[-1] if set(operators) != {"="} else "="
+    if operator == "=" and _NAME.fullmatch(right) and not _NAME.fullmatch(left):
+        left, right = right, left
+    if operator in (">", ">="):
+        left, right, operator = right, left, operator.replace(">", "<")
+    trees = [tree_of(side) for side in (left, right)]
+    difference = None if None in trees else ("add", trees[0], ("mul", MINUS_ONE, trees[1]))
+    return Relation(left, operator, difference, read(right, depth + 1), operator == "=" and _NAME.fullmatch(left) is not None)
+
+
+def _interval(values: list[str], operators: list[str], depth: int) -> Group | None:
+    """The interval of `x > a` or `a < x < b`; None if the relation is none of these."""
+    if any(operator not in ("<", "<=", ">", ">=") for operator in operators) or len({operator[0] for operator in operators}) != 1:
+        return None
+    if operators[0].startswith(">"):
+        values, operators = values[::-1], [operator.replace(">", "<") for operator in operators[::-1]]
+    if len(values) == 2:
+        if re.fullmatch("[a-zA-Z]", values[0]):
+            values, operators = [r"-\infty", *values], ["<", *operators]
+        else:
+            values, operators = [*values, r"\infty"], [*operators, "<"]
+    if len(values) != 3 or not re.fullmatch("[a-zA-Z]", values[1]):
+        return None
+    opening, closing = "(" if operators[0] == "<" else "[", ")" if operators[1] == "<" else "]"
+    return Group(opening, (read(values[0], depth + 1), read(values[2], depth + 1)), closing)
+
+
+def _bracketed(text: str, depth: int) -> Reading | None:
+    """A set, tuple, interval or ratio; what has needless brackets; None if the text is none of these."""
+    if text.replace(" ", "") in (r"\emptyset", r"\{\}"):
+        return Group("{", (), "}")
+    ratio = split(text, re.compile(":"))
+    if len(ratio) > 1 and all(part.strip() for part in ratio):
+        return Group(":", tuple(read(part, depth + 1) for part in ratio), ":")
+    whole = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
+    if not whole or not _closes_at_end(text):
+        return None
+    opening, closing = whole[1][-1], whole[3][-1]
+    parts = split(whole[2], re.compile(",|;"))
+    if len(parts) > 1 or whole[1] == r"\{":
+        return Group(opening, tuple(read(part, depth + 1) for part in parts), closing)
+    return read(whole[2], depth + 1) if (opening, closing) in (("{", "}"), ("(", ")"), ("[", "]")) and whole[2].strip() else None
+
+
+def _closes_at_end(text: str) -> bool:
+    """True if the first bracket is closed by the last one."""
+    depth = 0
+    for match in re.finditer(r"[()\[\]{}]", text):
+        depth += 1 if match[0] in "([{" else -1
+        if depth == 0:
+            return match.end() == len(text)
+    return False
+
+
+def _quantity(text: str) -> Quantity | None:
+    """An expression with or without a unit; None if the text is words."""
+    unit = _UNIT.fullmatch(text)
+    if unit and not _has_words(unit[1], 2):
+        tree = tree_of(unit[1])
+        if tree is not None and (len(unit[2]) > 1 or unit[2] in _UNITS) and not _KNOWN_WORD.fullmatch(unit[2]):
+            name = unit[2] if unit[2] in _UNITS else unit[2].lower().removesuffix("s")
+            known = _UNITS.get(name) if not unit[3].strip(". ") else None
+            power = int(unit[4] or 1)
+            return Quantity(unit[1], tree, known and (known[0], power, known[1] ** power))
+    if _has_words(text, 4 if re.search(r"[\d+*/^=<>\\]", text) else 2):
+        return None
+    return Quantity(text, tree_of(text))
+
+
+def tree_of(text: str) -> Tree | None:
+    """The tree of an expression; None if it cannot be read."""
+    try:
+        return parse(text)
+    except Unreadable:
+        return None
+
+
+def _has_words(text: str, letters: int) -> bool:
+    runs = re.findall(r"[a-zA-Z]+", re.sub(r"\\[a-zA-Z]+", " ", text))
+    return any(len(run) >= letters and not _KNOWN_WORD.fullmatch(run) for run in runs)
+
+
+def _is_date(text: str) -> bool:
+    return any(word[:3].lower() in _MONTHS for word in re.findall(r"[A-Za-z]{3,9}", text)) and re.search(r"\d", text) is not None
+
+
+def _words_of(text: str) -> tuple[str, ...]:
+    """The words in lower case without articles and leading zeros; a date's in one order."""
+    plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:the|an?)\s", "", re.sub(r"\\[a-zA-Z]+", " ", text).lower())
+    words = [word.lstrip("0") or "0" for word in re.findall(r"[^\W\d_]+|\d+", plain)]
+    if _is_date(text):
+        return tuple(sorted(word[:3] if word[:3] in _MONTHS else word for word in words))
+    return tuple(words)
