@@ -84,7 +84,7 @@ chaos: install model
 newest: install
 	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import kafka; print("kafka-python", kafka.__version__)'
-	PYTHONPATH=$(NEWEST) $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED) -m "not slow"
+	PYTHONPATH=$(NEWEST) $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED)
 
 check: install
 	$(BIN)/ruff check .

@@ -1,13 +1,14 @@
 """What a foreign client writes into a run's topics, and what became of it."""
 
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
-from confluent_kafka import Producer
-
+from penstock.infra.log import Producer
 from penstock.topics import dead_letters
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.record import Record
+from penstock.topics.wire.record import Outgoing, Record
 from tests.support.crew import Crew, records_of
 
 SCHEMAS = {"prompts": "prompts", "rollouts": "rollouts", "groups": "groups", "weights": "weights", "ledger": "ledger", "metrics": "metrics"}
@@ -38,10 +39,17 @@ def bad_records(run: str, topic: str) -> dict[str, tuple[list[tuple[str, bytes]]
     }
 
 
+def write(
+    foreign: Producer, topic: str, value: Any, *, partition: int, key: bytes | None = None, headers: Sequence[tuple[str, bytes]] = ()
+) -> None:
+    """Write a record, whatever is in it."""
+    foreign.send(Outgoing(topic=topic, partition=partition, key=key, headers=tuple(headers), value=value))
+
+
 def repeat(crew: Crew, foreign: Producer, run: str, topic: str) -> None:
     """Write one of the run's own records a second time, exactly as it is."""
     own = next(record for record in records_of(crew.log, f"{run}.{topic}") if is_own(record, run))
-    foreign.produce(f"{run}.{topic}", own.value, key=own.key, partition=own.partition, headers=list(own.headers))
+    write(foreign, own.topic, own.value, key=own.key, partition=own.partition, headers=own.headers)
 
 
 def is_own(record: Record, run: str) -> bool:

@@ -18,7 +18,7 @@ from kafka import errors as kafka_errors
 from penstock.infra.broker import jars, ports, probe, process, settings
 from penstock.infra.broker.java import find_java
 
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 _UNCLEAN = 1  # Kafka's number of the kind of election
 NODES = (1, 2, 3)
 

@@ -40,6 +40,7 @@ def test_a_run_ends_in_the_same_weights_however_they_are_published(run_id: str, 
     assert len({digest for _, digest in outcomes["auto"][0]["versions"]}) == 6
 
 
+@pytest.mark.slow
 def test_workers_that_join_late_and_a_trainer_that_comes_back_go_on_with_adapters(run_id: str, tiny_model: Path, tmp_path: Path) -> None:
     undisturbed, log, late = MemoryLog(), MemoryLog(), f"{run_id}-late"
     config = adapting(tiny_model, tmp_path, encoding="adapter", schedule={"mode": "pipelined"})

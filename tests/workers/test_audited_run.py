@@ -18,7 +18,7 @@ from penstock.topics import dead_letters, weights
 from penstock.topics.wire.record import Record
 from tests.support.crew import Crew, config_of
 from tests.support.edited_run import EditedRun
-from tests.support.foreign_records import OWNED, bad_records, repeat
+from tests.support.foreign_records import OWNED, bad_records, repeat, write
 from tests.support.listed_records import Listed
 from tests.support.processes import Processes
 from tests.support.violations import (
@@ -281,13 +281,13 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
 ) -> None:
     sizes = {"prompts_per_step": 4, "samples_per_prompt": 4, "steps_per_version": 2}
     config = config_of(tiny_model, tmp_path, run={"steps": 12, "seed": 3}, schedule={**sizes, **schedule}, rollout={"workers": 2})
-    stranger = Producer({"bootstrap.servers": broker, "message.max.bytes": 16 << 20, "linger.ms": 0})
     with Crew(broker, run_id) as crew, Processes(broker, run_id, tmp_path) as workers:
+        stranger = crew.log.producer()
         create(config, log=crew.log, run_id=run_id, say=lambda _: None)
         for topic, partition in OWNED:
             for head, value in bad_records(run_id, topic if (topic, partition) != ("weights", 1) else "weights/1").values():
-                stranger.produce(f"{run_id}.{topic}", value, partition=partition, headers=head)
-        assert stranger.flush(30) == 0
+                write(stranger, f"{run_id}.{topic}", value, partition=partition, headers=head)
+        stranger.flush()
         for role, slot in ROLES:
             workers.start(role, slot)
         for done, role in enumerate(("rollout-0", "scorer-0", "trainer", "feeder", "tracker"), start=1):
@@ -296,12 +296,12 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
             workers.start(role.split("-")[0])
             for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
                 repeat(crew, stranger, run_id, topic)
-            assert stranger.flush(30) == 0
+            stranger.flush()
             assert broken(found := audit(KafkaSource(broker, run_id))) == set(), as_text(found)
         crew.wait(lambda: crew.report()["status"] == "finished", limit_s=300.0)
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
-    del stranger
+        stranger.close()
     found = audit(KafkaSource(broker, run_id))
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["fates"]["trained"] == 48

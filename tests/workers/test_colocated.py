@@ -90,7 +90,7 @@ def test_a_run_on_a_shared_device_ends_in_the_weights_of_one_where_each_has_its_
     assert shared["time_spent"]["trainer"]["no_device_s"] > 0
 
 
-@pytest.mark.parametrize("mode", ["one_step_off", "in_flight", "bounded"])
+@pytest.mark.parametrize("mode", ["in_flight", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("one_step_off", "bounded"))])
 def test_a_trainer_and_a_worker_that_draws_ahead_hand_the_device_to_each_other(
     run_id: str, tiny_model: Path, tmp_path: Path, awake: Intervals, mode: str
 ) -> None:

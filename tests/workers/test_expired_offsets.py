@@ -38,6 +38,7 @@ class NotingLog(MemoryLog):
         return BatchedTail(self._state, starts, group=group)
 
 
+@pytest.mark.slow
 def test_a_run_that_rested_until_its_offsets_had_expired_ends_in_the_same_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

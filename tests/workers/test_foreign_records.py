@@ -2,39 +2,43 @@
 
 from pathlib import Path
 
-from confluent_kafka import Producer
+import pytest
 
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.topics.catalogue import RUNS_TOPIC
 from tests.support.crew import Crew, complete, config_of
-from tests.support.foreign_records import OWNED, bad_records, letters, repeat
+from tests.support.foreign_records import OWNED, bad_records, letters, repeat, write
 
 ROLES = (("trainer", 0), ("rollout", 0), ("rollout", 1), ("scorer", 0), ("feeder", 0), ("tracker", 0))
 MOVING = ("prompts", "rollouts")
 """Topics whose partitions are handed from worker to worker."""
 
 
-def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was(broker, run_id, tiny_model, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["memory", pytest.param("kafka", marks=pytest.mark.slow)])
+def test_foreign_records_in_every_topic_are_put_aside_and_the_run_is_what_it_was(
+    request: pytest.FixtureRequest, run_id: str, tiny_model: Path, tmp_path: Path, kind: str
+) -> None:
+    log = MemoryLog() if kind == "memory" else request.getfixturevalue("broker")
     config = config_of(tiny_model, tmp_path, run={"steps": 6, "seed": 7})
-    plain = complete(broker, f"{run_id}-plain", config)
+    plain = complete(log, f"{run_id}-plain", config)
     run = f"{run_id}-dirty"
-    foreign = Producer({"bootstrap.servers": broker, "message.max.bytes": 16 << 20, "linger.ms": 0})
-    with Crew(broker, run) as crew:
+    with Crew(log, run) as crew:
+        foreign = crew.log.producer()
         create(config, log=crew.log, run_id=run, say=lambda _: None)
         expected: dict[tuple[str, int], int] = {}
         for topic, partition in [*OWNED, ("dead-letters", 0)]:
             for head, value in bad_records(run, topic if (topic, partition) != ("weights", 1) else "weights/1").values():
-                foreign.produce(f"{run}.{topic}", value, partition=partition, headers=head)
+                write(foreign, f"{run}.{topic}", value, partition=partition, headers=head)
                 expected[topic, partition] = expected.get((topic, partition), 0) + 1
-        foreign.produce(RUNS_TOPIC, b"not a run", key=run.encode(), partition=0)
-        assert foreign.flush(30) == 0
+        write(foreign, RUNS_TOPIC, b"not a run", key=run.encode(), partition=0)
+        foreign.flush()
         for role, slot in ROLES:
             crew.start(role, slot)
         crew.wait(lambda: crew.report()["steps"] >= 2)
         for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
             repeat(crew, foreign, run, topic)
-        assert foreign.flush(30) == 0
-        del foreign  # ends its threads before the broker goes
+        foreign.close()
         crew.wait()
         report = crew.report()
         found = letters(crew, run)

@@ -140,7 +140,7 @@ def test_what_a_fork_cannot_do_is_refused_before_anything_is_trained(
     "trainer",
     [
         pytest.param({"backend": "deepspeed", "zero_stage": 2}, id="DeepSpeed", marks=pytest.mark.slow),
-        pytest.param({"lora_rank": 4}, id="LoRA"),
+        pytest.param({"lora_rank": 4}, id="LoRA", marks=pytest.mark.slow),
     ],
 )
 def test_a_fork_goes_on_with_its_parents_optimizer(

@@ -50,6 +50,7 @@ def begins(log: MemoryLog, run: str) -> dict[tuple[str, int], int]:
     return {(name.removeprefix(f"{run}."), number): offset for (name, number), offset in found.items() if offset}
 
 
+@pytest.mark.slow
 def test_what_was_exported_and_deleted_is_in_the_archive(
     tiny_model: Path, tmp_path: Path, broker: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +68,10 @@ def test_what_was_exported_and_deleted_is_in_the_archive(
     assert json.loads(capsys.readouterr().out)["deleted_below"] == {}
 
 
-@pytest.mark.parametrize("expired", [False, True], ids=["with its notes", "after its offsets have expired"])
+@pytest.mark.parametrize(
+    "expired",
+    [pytest.param(False, marks=pytest.mark.slow, id="with its notes"), pytest.param(True, id="after its offsets have expired")],
+)
 def test_a_run_that_deletes_and_rests_ends_in_the_weights_of_one_that_keeps_all(tiny_model: Path, tmp_path: Path, expired: bool) -> None:
     (tmp_path / "plain").mkdir()
     plain = complete(MemoryLog(), "plain", short(tiny_model, tmp_path / "plain"))

@@ -15,6 +15,7 @@ import pytest
 from penstock.infra.broker import embedded
 from penstock.infra.errors import Fenced, PenstockError
 from penstock.infra.kafka.log import KafkaLog
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import Config, to_json
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.create import create
@@ -81,7 +82,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
         "kafka": {"bootstrap": broker, "partitions": 8},
     }
     config = config_of(tiny_model, tmp_path, **sections)
-    plain = complete(broker, f"{run_id}-plain", config)
+    plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-cli"
     with (
         Crew(broker, run) as watching,

@@ -15,8 +15,8 @@ from penstock.pipeline.scheduling.schedule import MODES
 from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.paths import GSM8K
 
-# The lag rule of every schedule has its own tests; by default a broker is asked of one with a barrier and one without.
-ON_A_BROKER = [pytest.param(mode, marks=() if mode in ("pipelined", "in_flight") else pytest.mark.slow) for mode in MODES]
+# The lag rule of every schedule has its own tests; by default a broker is asked of one.
+ON_A_BROKER = [pytest.param(mode, marks=() if mode == "pipelined" else pytest.mark.slow) for mode in MODES]
 
 
 @pytest.mark.parametrize("mode", ON_A_BROKER)

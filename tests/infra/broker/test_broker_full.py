@@ -24,6 +24,7 @@ def may_mount() -> bool:
 
 
 @pytest.mark.costly  # has a broker of its own
+@pytest.mark.slow
 def test_a_broker_without_disk_space_says_so_and_loses_nothing(tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("needs `unshare -rm` and mount: a disk that is full is imitated by a small file system")
@@ -42,6 +43,7 @@ def test_a_broker_without_disk_space_says_so_and_loses_nothing(tmp_path: Path) -
     assert (found["why_while_it_runs"], found["why_after_stop"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_killed_broker_is_told_from_a_stopped_one(new_home: Callable[[], Path]) -> None:
     home = new_home()
     assert embedded.status(home).ended is None

@@ -41,6 +41,7 @@ def write_until_the_power_fails(broker: power_loss.PowerBroker, log: KafkaLog, t
     return acknowledged
 
 
+@pytest.mark.slow
 def test_everything_that_was_acknowledged_survives_a_power_loss(new_home: Callable[[], Path], tmp_path: Path) -> None:
     broker = power_loss.PowerBroker(new_home(), tmp_path)
     log = KafkaLog(broker.start())

@@ -105,12 +105,14 @@ def test_without_the_fast_checksum_nothing_starts(monkeypatch: pytest.MonkeyPatc
         faults.apply()
 
 
+@pytest.mark.slow
 def test_a_join_that_outlasts_a_poll_is_not_forgotten(broker: str, log: KafkaLog, run_id: str) -> None:
     stock, repaired = shown("late_second_join", broker, make_topics(log, run_id, "stock", "repaired", partitions=2))
     assert stock == {"stable": False, "late_joins": True, "owned": 2}
     assert repaired == {"stable": True, "late_joins": True, "owned": 4}
 
 
+@pytest.mark.slow
 def test_a_join_that_ends_between_two_polls_is_used(broker: str, log: KafkaLog, run_id: str) -> None:
     stock, repaired = shown("short_polls", broker, make_topics(log, run_id, "stock", "repaired", partitions=2))
     assert stock["joins"] > 5
@@ -162,6 +164,7 @@ def test_a_record_the_broker_refuses_does_not_spoil_the_next_ones(broker: str, s
     assert repaired["outcomes"] == ["written", refused, "written", "written"]
 
 
+@pytest.mark.slow
 def test_a_record_that_is_not_acknowledged_does_not_silence_its_producer(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("stalled_broker", broker, small_topics)
     assert stock["outcomes"][0] == repaired["outcomes"][0] == "written"
@@ -169,6 +172,7 @@ def test_a_record_that_is_not_acknowledged_does_not_silence_its_producer(broker:
     assert repaired["outcomes"][2:] == ["written", "written"]
 
 
+@pytest.mark.slow
 def test_a_header_name_that_is_no_text_does_not_stop_its_reader(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("foreign_header_name", broker, small_topics)
     assert stock["values"] == []
@@ -187,6 +191,7 @@ def test_our_producer_goes_on_after_a_refused_record_and_the_flush_tells_of_it(l
     producer.close()
 
 
+@pytest.mark.slow
 def test_a_committed_transaction_has_all_its_records(broker: str, small_topics: list[str]) -> None:
     stock, repaired = shown("commit_without_its_record", broker, small_topics)
     assert stock == {"committed": ["0", "1", "2"], "found": []}

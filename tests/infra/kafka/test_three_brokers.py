@@ -88,11 +88,13 @@ def test_a_member_whose_partition_changes_its_leader_before_it_is_begun_finds_th
     assert moved
 
 
-def test_an_election_that_loses_acknowledged_records_stops_their_writer_and_is_refused_unless_asked_for(
-    cluster: ThreeBrokers, log: KafkaLog
-) -> None:
+def test_topics_that_one_lost_broker_would_take_along_are_refused_unless_asked_for(log: KafkaLog) -> None:
     with pytest.raises(LogError, match=r"kafka.replication_factor: with 1 copies.* one lost broker of 3 .*kafka.allow_loss = true"):
         made(log, "refused", Copies(replicas=1))
+
+
+@pytest.mark.slow
+def test_an_election_that_loses_acknowledged_records_stops_their_writer(cluster: ThreeBrokers, log: KafkaLog) -> None:
     topic, writer = made(log, "lossy", LOSSY), log.transactions("lossy.writer")
     assert writer.commit([outgoing(topic, b"kept")]) == [0]
     leader = cluster.leader(topic, 0)

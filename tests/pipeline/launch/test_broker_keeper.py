@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.infra.broker import embedded
+from penstock.infra.errors import BrokerError
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper
 from penstock.pipeline.launch.restart_policy import Rules
 
@@ -30,6 +31,63 @@ def look_until(keeper: BrokerKeeper, holds: Callable[[], bool], *, limit_s: floa
     return None
 
 
+class StandIn:
+    """Stands in for the embedded broker: it dies, is stopped, and starts unless a start is refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.info = embedded.BrokerInfo(
+            bootstrap="127.0.0.1:9", pid=1, running=True, home=Path(), log_file=Path(), started_s=0.0, risk=None, ended=None
+        )
+        self.refusal: str | None = None
+        monkeypatch.setattr(embedded, "status", lambda: self.info)
+        monkeypatch.setattr(embedded, "start", self.start)
+
+    def end(self, why: str | None) -> None:
+        self.info = replace(self.info, running=False, pid=None, ended=why)
+
+    def start(self) -> embedded.BrokerInfo:
+        if self.refusal is not None:
+            raise BrokerError(self.refusal)
+        self.info = replace(self.info, running=True, pid=2, ended=None)
+        return self.info
+
+
+def checked(keeper: BrokerKeeper, seconds: int) -> str | None:
+    """Check once a second of a clock that nobody waits for, until the broker is given up."""
+    began = time.monotonic()
+    for now in range(seconds):
+        given_up = keeper.check(now_s=began + now)
+        if given_up is not None:
+            return given_up
+        if keeper._starting is not None:
+            keeper._starting.join()
+    return None
+
+
+def test_a_broker_that_died_is_started_and_one_that_was_stopped_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker, said = StandIn(monkeypatch), list[str]()
+    keeper = keeper_of("127.0.0.1:9", said)
+    broker.end("the broker was killed")
+    assert checked(keeper, 60) is None
+    assert keeper.up
+    assert said == ["the broker was killed; it is started again", "the broker at 127.0.0.1:9 serves again"]
+    broker.end(None)
+    assert checked(keeper, 60) is None
+    assert not keeper.up
+    assert not broker.info.running
+    assert "was stopped" in said[2]
+
+
+def test_a_broker_whose_start_is_refused_again_and_again_is_given_up_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker, said = StandIn(monkeypatch), list[str]()
+    keeper = keeper_of("127.0.0.1:9", said, max_restarts=1)
+    broker.end("the broker was killed")
+    broker.refusal = "the broker stopped while starting"
+    assert "the broker stopped while starting (2 times in a row, run.max_restarts = 1" in (checked(keeper, 600) or "")
+    assert not any("was stopped" in line for line in said)
+
+
+@pytest.mark.slow
 def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so(
     new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -53,6 +111,7 @@ def test_a_broker_that_was_killed_serves_again_and_one_that_was_stopped_stays_so
     assert "was stopped" in said[2]
 
 
+@pytest.mark.slow
 def test_a_broker_that_cannot_be_started_again_is_given_up_with_the_cause(new_home: Callable[[], Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PENSTOCK_HOME", str(new_home()))
     said: list[str] = []

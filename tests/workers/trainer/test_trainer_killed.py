@@ -19,14 +19,13 @@ LATER = {"ledger.step.before": 3, "ledger.step.after": 3, "ledger.version.before
 """At which passing the process dies, where the first is not the one that tells most."""
 TRANSACTIONS = {"run-opened": 1, "version 0": 2, "step": 5, "version": 6, "checkpoint": 7, "stale": 11, "run-closed": 19}
 """What the n-th transaction of the run commits."""
-ALWAYS = {"ledger.step.after", "checkpoint.some", "recovery.repeated"}
-"""Points at which the default suite kills a process, besides a transaction's; the others are among the slow tests."""
+ALWAYS = "ledger.step.after"
+"""The point at which the default suite kills a process; at all points a thread ends there."""
 REACHED = [point for point in POINTS if ".rebased." not in point and not point.startswith("rank.")]
 """Those that a trainer of one process passes whose repeated steps give the same bits."""
 CASES = [(point, LATER.get(point, 1)) for point in REACHED if point != "transaction.sent"]
 CASES += [("transaction.sent", number) for number in TRANSACTIONS.values()]
-ALWAYS_TOO = ("transaction.sent", TRANSACTIONS["step"])
-MARKED = [case if case[0] in ALWAYS or case == ALWAYS_TOO else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+MARKED = [case if case[0] == ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @pytest.fixture(scope="module")
