@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.sandbox.signals import restore_defaults
+from penstock.topics.wire.well_formed import well_formed_json
 
 F_SETSIG = 10
 """Linux: the signal that O_ASYNC sends. Not in Python 3.11's fcntl."""
@@ -100,7 +101,11 @@ def reason(error: BaseException) -> str:
 
 def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
     try:
-        line = json.dumps(answer).encode() + b"\n"
+        text = json.dumps(answer)
+        if "\\ud" in text:  # a surrogate, perhaps without its other half
+            answer, replaced = well_formed_json(answer)
+            text = json.dumps({**answer, "replaced": replaced})
+        line = text.encode() + b"\n"
     except (TypeError, ValueError) as error:
         line = json.dumps({"call": answer.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
     sent = 0

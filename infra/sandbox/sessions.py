@@ -91,18 +91,22 @@ class Session:
         self._child, self.number = child, number
         self.last_s = 0.0
         """Seconds that the child worked on the last call."""
+        self.last_replaced = 0
+        """Lone surrogates in the last answer; U+FFFD is in their places."""
         child.sessions += 1
 
     async def call(self, payload: Mapping[str, Any], *, timeout_s: float) -> Any:
         """The handler's result. Raises `SessionLost` or `CallFailed`."""
         child = self._child
-        self.last_s = 0.0
+        self.last_s, self.last_replaced = 0.0, 0
         async with child.room:
             if child.ended is not None:
                 raise SessionLost(f"another environment in its process {child.ended}", guilty=False)
             began = time.monotonic()
             try:
-                return await asyncio.wait_for(child.ask({"session": self.number, **payload}), timeout_s)
+                answer = await asyncio.wait_for(child.ask({"session": self.number, **payload}), timeout_s)
+                self.last_replaced = answer.get("replaced", 0)
+                return answer["result"]
             except TimeoutError:
                 reason = f"took longer than {timeout_s:g} s and was killed"
                 await child.end(reason, guilty=self.number)
@@ -152,7 +156,7 @@ class _Child:
         self._writer.write(json.dumps(value).encode() + b"\n")
 
     async def ask(self, payload: Mapping[str, Any]) -> Any:
-        """Send a call and wait for its answer."""
+        """Send a call and wait for its answer, as the child wrote it."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[number] = payload["session"], answer
         self.send([number, payload])
@@ -198,7 +202,7 @@ class _Child:
                 if "error" in answer:
                     waiting.set_exception(CallFailed(answer["error"]))
                 else:
-                    waiting.set_result(answer["result"])
+                    waiting.set_result(answer)
         # Nobody can say which of several calls it died of: each of them may be it.
         died = last_words(self._process)
         await self.end(died, guilty=None)

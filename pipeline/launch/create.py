@@ -22,6 +22,7 @@ from penstock.pipeline.envs.datasets.rows import Dataset, Row
 from penstock.pipeline.envs.environments.sources import check_source
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.launch.check.rows import RowReader
+from penstock.pipeline.launch.check.texts import endless_warning
 from penstock.pipeline.learner.try_functions import try_own_functions
 from penstock.pipeline.runtime.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of
@@ -93,6 +94,9 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
         reader.read_held_out(held_out_sets)
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
+    for warning in (reader.replaced.warning(), endless_warning(config, model_digests["stop_ids"], reader.renderer)):
+        if warning:
+            say(f"warning: {warning}")
     try_own_functions(config)
     rows, steps = len(dataset), config.steps(len(dataset))
     longest = data.max_prompt_tokens + config.sampling.max_new_tokens

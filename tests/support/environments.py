@@ -72,7 +72,7 @@ def characters() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<pad>", "<bos>", "<eos>"])
-    return PlainTemplate(tokenizer, (2,))
+    return PlainTemplate(tokenizer, (2,), lambda text: list(tokenizer.encode(text).ids))
 
 
 def request_for(row: Mapping[str, Any], *, group: int = 0, samples: int = 1) -> EpisodeRequest:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -165,7 +165,7 @@ class Episode:
                     break
                 continue
             observed = await self._call("step", {"message": answer.message}, limits.step_timeout_s)
-            course.messages += map(self._shortened, observed["messages"])
+            course.messages += _with_refused_calls([*map(self._shortened, observed["messages"])], answer.malformed)
             if observed["reward"] is not None:
                 course.rewards[context.number] = observed["reward"]
             if observed["ended"]:
@@ -194,9 +194,11 @@ class Episode:
         self.course.environment, self.course.version = observed["source"], observed["version"]
         for message in observed["messages"]:
             last = self.course.messages[-1]
-            if message["role"] == last["role"] == "user":  # many templates refuse two in a row
-                between = "\n\n" if isinstance(self.template, ChatTemplate) else ""
-                self.course.messages[-1] = {**last, "content": f"{text_of(last)}{between}{text_of(message)}"}
+            if message["role"] == last["role"] == "user" and isinstance(self.template, ChatTemplate):  # many templates refuse two in a row
+                try:
+                    self.course.messages[-1] = {**last, "content": f"{text_of(last)}\n\n{text_of(message)}"}
+                except TemplateRefused as error:
+                    raise EnvironmentBroken("reset", str(error)) from error
             else:
                 self.course.messages.append(message)
         return list(observed["tools"])
@@ -234,12 +236,21 @@ class Episode:
             raise EnvironmentBroken("reset" if do == "reset" else "step", str(failed)) from failed
         finally:
             self.course.environment_s += session.last_s
+            self.course.replaced += session.last_replaced
 
     def _leave(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 session.close()
+
+
+def _with_refused_calls(messages: list[dict[str, Any]], refused: Sequence[str]) -> list[dict[str, Any]]:
+    """What the environment said to a turn, and why calls in it were not run, which the policy reads at its end."""
+    if not refused or not messages:
+        return messages
+    *before, last = messages
+    return [*before, {**last, "content": "\n".join([str(last.get("content") or ""), *refused])}]
 
 
 def seed_of(row: Mapping[str, Any], *, seed: int, group: int) -> int:

@@ -27,7 +27,10 @@ from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 WAIT_S = 0.02
 """How long a step waits for an environment where no turn is to be drawn; then its owner may look after other things."""
 SAMPLE_BITS, TURN_BITS = 12, 12
-_COUNTED = ("trajectories", "turns", "dropped", "dropped_turns", "broken", "losses", "environment_s", "segments", "waits_s", "results_cut")
+_COUNTED = (
+    *("trajectories", "turns", "dropped", "dropped_turns", "broken", "losses", "environment_s", "segments", "waits_s", "results_cut"),
+    "replaced",
+)
 
 
 def turn_number(group: int, sample: int, turn: int) -> int:
@@ -214,6 +217,10 @@ class TrajectoryEngine:
         counts["segments"] += trajectory.segment_count
         counts["environment_s"] += trajectory.environment_s
         counts["results_cut"] += trajectory.results_cut
+        counts["replaced"] += trajectory.replaced
+        if trajectory.replaced:
+            many = f"{trajectory.replaced} lone surrogate{'s' if trajectory.replaced > 1 else ''}"
+            self._say(f"group {trajectory.group} sample {trajectory.sample}: {many} in the environment's texts, replaced by U+FFFD")
         if trajectory.turns and trajectory.turns[-1].source == "environment":
             counts["broken"] += 1
             cause = str(trajectory.turns[-1].finish)

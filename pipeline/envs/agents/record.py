@@ -44,6 +44,8 @@ class Trajectory(Completion):
     results_cut: int = 0
     """Messages of its environment that were cut at `environment.max_result_tokens`."""
     segment_count: int = 1
+    replaced: int = 0
+    """Lone surrogates in the texts of its environment; U+FFFD is in their places."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Course:
     results_cut: int = 0
     started_ns: int = 0
     ended_ns: int = 0
+    replaced: int = 0
+    """Lone surrogates in the texts of the environment."""
 
 
 def trajectory_of(
@@ -107,6 +111,7 @@ def trajectory_of(
         environment_s=course.environment_s,
         results_cut=course.results_cut,
         segment_count=len(bounds),
+        replaced=course.replaced,
     )
 
 

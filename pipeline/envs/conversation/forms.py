@@ -53,6 +53,17 @@ def call_form(render: Callable[[list[dict[str, Any]]], str], parts: bool) -> For
     return None
 
 
+def one_call_a_turn(render: Callable[[list[dict[str, Any]]], str], form: Form) -> bool:
+    """True if `render` refuses a message with two calls, or leaves one of them out."""
+    calls: list[dict[str, Any]] = [
+        {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": {}}}
+        for number, name in enumerate((_NAME, _TEXT))
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    return not _shows(render, form, messages, _NAME, _TEXT)
+
+
 def _shows(render: Callable[[list[dict[str, Any]]], str], form: Form, messages: list[dict[str, Any]], *wanted: str) -> bool:
     try:
         text = render([form.of(message) for message in messages])

@@ -5,6 +5,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.topics.wire.well_formed import well_formed_json
+
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of parts whose text is a message's content."""
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -18,8 +22,10 @@ def text_of(message: Message) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and part.get("type") in {"text", "refusal"} for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, Sequence):
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+        if all(isinstance(part, Mapping) and part.get("type") in TEXT_PARTS for part in parts):
+            return "".join(str(part.get("text", part.get("refusal")) or "") for part in parts)
     raise TemplateRefused(
         f"a message of role {str(message.get('role'))[:40]!r} has content that is neither a string nor parts of type text"
     )
@@ -37,17 +43,19 @@ def shortened(text: str, tokens: int, tokenizer: Any) -> str:
     return f"{text[: encoded.offsets[tokens - 1][1]]} [cut: the first {tokens:,} of {len(encoded.ids):,} tokens]"
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects."""
+def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
+    """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects.
+
+    `developer`: the template reads messages of that role, OpenAI's newer name of the system's.
+    """
     role = message.get("role")
     if not isinstance(role, str):
         raise TemplateRefused('a message has no "role": give "system", "user", "assistant" or "tool"')
-    # OpenAI's newer name of the system's role, which templates do not know.
-    made = {**message, "role": "system" if role == "developer" else role, "content": text_of(message)}
-    if not (calls := message.get("tool_calls")):
-        made.pop("tool_calls", None)
-        return made
-    made["tool_calls"] = [{**call, "type": "function", "function": _function(call)} for call in calls]
+    made = {**message, "role": "system" if role == "developer" and not developer else role, "content": text_of(message)}
+    made.pop("tool_calls", None)
+    if calls := _calls(message):
+        functions = [_function(call) for call in calls]
+        made["tool_calls"] = [{**_beside(call), "type": "function", "function": said} for call, said in zip(calls, functions, strict=True)]
     return made
 
 
@@ -61,22 +69,34 @@ def digests(messages: Iterable[Message], tools: Tools | None) -> list[bytes]:
     made = [found.digest()]
     for message in messages:
         role, text = message.get("role"), text_of(message)
-        calls = [_function(call) for call in message.get("tool_calls") or ()]
+        calls = [_function(call) for call in _calls(message)]
         heard = [role, text.strip() if role == "assistant" else text, [[call["name"], call["arguments"]] for call in calls]]
         found.update(json.dumps(heard, sort_keys=True, default=str).encode())
         made.append(found.digest())
     return made
 
 
+def _calls(message: Message) -> Sequence[Any]:
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, list | tuple):
+        raise TemplateRefused('"tool_calls" is not a list of {"function": {"name": ..., "arguments": ...}}')
+    return calls
+
+
+def _beside(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a call beside its function, which some write without an object of its own."""
+    return {key: value for key, value in call.items() if key not in ("name", "arguments")}
+
+
 def _function(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TemplateRefused('a tool call has no {"function": {"name": ..., "arguments": ...}}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            decoded = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
+            decoded, _ = well_formed_json(json.loads(arguments)) if arguments.strip() else ({}, 0)
+        except (ValueError, RecursionError):
             decoded = arguments
         arguments = decoded if isinstance(decoded, dict) else arguments
     return {"name": function["name"], "arguments": {} if arguments is None else arguments}

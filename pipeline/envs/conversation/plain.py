@@ -1,20 +1,23 @@
 """A conversation without a chat template: the texts of the messages, one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.pipeline.envs.conversation.base import Said
+from penstock.pipeline.envs.conversation.control_tokens import ControlTokens
 from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, shortened, text_of
 
 
 class PlainTemplate:
     """For models without a chat template. Each answer ends with a stop id; the next message follows it at once.
 
-    `tokenizer` is one of the `tokenizers` library; `stop_ids` end an answer, the first closes one that was cut off.
+    `tokenizer` is one of the `tokenizers` library; `stop_ids` end an answer, the first closes one that was cut off. `encode_prompt` encodes
+    the first message, a prompt that was rendered beforehand: control tokens in it are meant. In all other messages they are text.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
-        self._tokenizer, self._stop_ids = tokenizer, tuple(stop_ids)
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int], encode_prompt: Callable[[str], list[int]]) -> None:
+        self._tokenizer, self._stop_ids, self._encode_prompt = tokenizer, tuple(stop_ids), encode_prompt
+        self._control = ControlTokens(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """The ids of all texts, answers closed with the first stop id. Raises `TemplateRefused` if there are none, or tools."""
@@ -22,7 +25,7 @@ class PlainTemplate:
             raise TemplateRefused("tools need a chat template: name a Jinja file in data.chat_template")
         ids: list[int] = []
         for message in messages:
-            ids += self._tokenizer.encode(text_of(message), add_special_tokens=not ids).ids
+            ids += self._encode_text(message) if ids else self._encode_prompt(text_of(message))
             ids += self._stop_ids[:1] if message.get("role") == "assistant" else ()
         if not ids:
             raise TemplateRefused("the messages have no text")
@@ -32,12 +35,15 @@ class PlainTemplate:
         """A stop id if the answer has none, and the ids of the new texts."""
         ids = [] if last in self._stop_ids else list(self._stop_ids[:1])
         for message in messages[known:]:
-            ids += self._tokenizer.encode(text_of(message), add_special_tokens=False).ids
+            ids += self._encode_text(message)
         return ids
 
     def shortened(self, text: str, tokens: int) -> str:
         """Its first `tokens` tokens, and a mark if there are more."""
         return shortened(text, tokens, self._tokenizer)
+
+    def _encode_text(self, message: Message) -> list[int]:
+        return self._control.encode(self._control.escape({"role": message.get("role"), "content": text_of(message)})["content"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, special tokens included."""

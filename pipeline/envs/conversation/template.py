@@ -5,23 +5,26 @@ ever computed from text again.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.envs.chat_template import chat_template_of, compiled, one_line, special_tokens, variables
 from penstock.pipeline.envs.conversation.base import Said, Template
-from penstock.pipeline.envs.conversation.forms import call_form, text_form
-from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, shortened, text_of
+from penstock.pipeline.envs.conversation.control_tokens import ControlTokens
+from penstock.pipeline.envs.conversation.forms import call_form, one_call_a_turn, text_form
+from penstock.pipeline.envs.conversation.messages import Message, TemplateRefused, Tools, plain, shortened
+from penstock.pipeline.envs.conversation.model_files import encode_prompt, light_tokenizer, model_folder
 from penstock.pipeline.envs.conversation.plain import PlainTemplate
 from penstock.pipeline.envs.conversation.reasoning import split_harmony, split_reasoning
 from penstock.pipeline.envs.conversation.tool_calls import format_of, read_calls
 from penstock.pipeline.envs.conversation.tool_prompt import without_tools
-from penstock.pipeline.envs.tokenization import light_tokenizer, model_folder
+from penstock.topics.wire.well_formed import well_formed
 
 _ANSWER = "QZJX0QZJX"
 """Stands for an answer where only what follows it is wanted; no template contains it."""
 _PROBE = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}}
+_SECOND_CALL = "The call of {name} was not run: one turn takes one tool call. Call it in a turn of its own."
 _NEWS = "WVKY1WVKY"
 """A placeholder for the next messages, to find where a template puts them."""
 
@@ -41,7 +44,7 @@ def template_of(
     source = chat_template_of(folder, chat_template)
     tokenizer = light_tokenizer(folder)
     if source is None:
-        return PlainTemplate(tokenizer, stop_ids)
+        return PlainTemplate(tokenizer, stop_ids, encode_prompt(folder, tokenizer))
     return ChatTemplate(tokenizer, source, stop_ids=stop_ids, arguments={**special_tokens(folder), **(arguments or {})})
 
 
@@ -54,11 +57,15 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, source: str, *, stop_ids: Sequence[int], arguments: Mapping[str, Any] | None = None) -> None:
         self._template = compiled(source)
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})
+        self._control = ControlTokens(tokenizer)
         self._form = text_form(lambda messages: self._render(messages, None))
-        calls = call_form(lambda messages: self._render(messages, [_PROBE]), self._form.parts) if "tools" in variables(source) else None
-        self._takes_tools, self._form = calls is not None, calls or self._form
+        with_tools = (lambda messages: self._render(messages, [_PROBE])) if "tools" in variables(source) else None
+        tools_form = with_tools and call_form(with_tools, self._form.parts)
+        self._takes_tools = tools_form is not None
+        self._call_form = tools_form or call_form(lambda messages: self._render(messages, None), self._form.parts)
+        self._one_call = bool(with_tools and tools_form and one_call_a_turn(with_tools, tools_form))
         self._format = format_of(source) if self._takes_tools else "hermes"
-        self._thinks = "think>" in source
+        self._thinks, self._developer = "think>" in source, "developer" in source
         self._stop_ids = frozenset(stop_ids)
         added = tokenizer.get_added_tokens_decoder()
         # Only an added token is a boundary that no merge crosses.
@@ -68,20 +75,41 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """The ids of a whole conversation with the prompt for the next answer. Raises `TemplateRefused`."""
-        if ids := self._encode(self._text([plain(message) for message in messages], tools)):
-            return ids
+        return self.rendered(messages, tools)[1]
+
+    def rendered(self, messages: Sequence[Message], tools: Tools | None) -> tuple[str, list[int]]:
+        """Text and ids of a whole conversation with the prompt for the next answer; a last message of the assistant is continued.
+
+        Raises:
+            TemplateRefused: the template cannot render the messages.
+        """
+        made, tools = self._escaped(messages), self._control.escape_text(tools)
+        text = self._apart(lambda apart: self._prompt(apart, tools), made) or ""
+        if ids := self._control.encode(text):
+            return self._control.restore(text), ids
         raise TemplateRefused("the chat template renders these messages as nothing")
+
+    def ends_answers(self) -> bool:
+        """False if the template writes no stop token after an answer, so that a model that learned from it ends none."""
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": "u"}]
+        try:
+            rest = self._text(messages, None).rpartition(_ANSWER)[2]
+        except TemplateRefused:
+            return True
+        return not self._stops or self._end_of_turn(rest) is not None
 
     def bridge(self, messages: Sequence[Message], known: int, tools: Tools | None, last: int) -> list[int] | None:
         """The ids between an answer and the next one; None where the template does not let `messages[known:]` be appended."""
-        held = [plain(message) for message in messages[: known - 1]]
+        *held, answer = self._escaped(messages[:known])
         for message in held:
             message.pop("reasoning_content", None)
-        new = [plain(message) for message in messages[known:]]
-        text = self._after_answer(held, plain(messages[known - 1]), new, tools)
+        while held and held[-1]["role"] == "assistant":  # the answer continued it
+            held.pop()
+        tools = self._control.escape_text(tools)
+        text = self._apart(lambda new: self._after_answer(held, answer, new, tools), self._escaped(messages[known:]))
         if text is None:
             return None
-        ids = self._encode(text)
+        ids = self._control.encode(text)
         if last not in self._stop_ids:
             return ids
         # The model drew the end of its turn itself. Another one than the template writes cannot be exchanged.
@@ -105,6 +133,9 @@ class ChatTemplate:
         elif self._thinks:
             reasoning, text = split_reasoning(text, opened=self.decode(before).rstrip().endswith("<think>"))
         text, found, malformed = read_calls(text, self._format, calls) if tools else (text, [], [])
+        if self._one_call and len(found) > 1:
+            malformed = [*malformed, *(_SECOND_CALL.format(name=call["function"]["name"]) for call in found[1:])]
+            found = found[:1]
         content = self._special.sub("", text)
         message: dict[str, Any] = {"role": "assistant", "content": (content or None) if found else content}
         if reasoning is not None:
@@ -117,8 +148,6 @@ class ChatTemplate:
         self, held: list[dict[str, Any]], answer: dict[str, Any], new: list[dict[str, Any]], tools: Tools | None
     ) -> str | None:
         """The text from the end of the answer's turn to the next answer."""
-        if any(_ANSWER in text_of(message) for message in new):
-            return None
         other = [{**message, "content": f"{_NEWS}{number}"} for number, message in enumerate(new)]
         for turn in _stand_ins(answer):
             try:
@@ -139,21 +168,44 @@ class ChatTemplate:
         ends = [(text.index(stop), -len(stop)) for stop in self._stops if stop in text]
         return min(ends)[0] if ends else None
 
-    def _text(self, messages: list[dict[str, Any]], tools: Tools | None) -> str:
-        if not self._takes_tools:
-            messages, tools = without_tools(messages, tools), None
+    def _escaped(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         try:
-            return self._render([self._form.of(message) for message in messages], tools)
+            return [self._control.escape(plain(message, developer=self._developer)) for message in messages]
+        except RecursionError:
+            raise TemplateRefused("a message is nested too deeply") from None
+
+    def _apart(self, render: Callable[[list[dict[str, Any]]], str | None], messages: list[dict[str, Any]]) -> str | None:
+        """What `render` makes of the messages, in which no two texts form a control token together."""
+        text, jointed = render(messages), self._control.jointed(messages)
+        apart = render(jointed) if text is not None and jointed != messages else None
+        return text if text is None or apart is None or not self._control.joined(text, apart) else apart
+
+    def _prompt(self, messages: list[dict[str, Any]], tools: Tools | None) -> str:
+        """The text before the next answer."""
+        if not messages or messages[-1]["role"] != "assistant":
+            return self._text(messages, tools)
+        *before, last = messages
+        if last.get("tool_calls"):
+            raise TemplateRefused("the last message calls a tool, and the tool's message is missing")
+        text, mark, _ = self._text([*before, {**last, "content": f"{last['content']}{_ANSWER}"}], tools, turn=False).rpartition(_ANSWER)
+        if not mark:
+            raise TemplateRefused("the chat template leaves out the last message, which the policy is to continue")
+        return text
+
+    def _text(self, messages: list[dict[str, Any]], tools: Tools | None, *, turn: bool = True) -> str:
+        calls = any("tool_calls" in message for message in messages)
+        form = self._form if self._call_form is None else self._call_form
+        if not self._takes_tools and (tools or (calls and self._call_form is None)):
+            messages, tools, form = without_tools(messages, tools), None, self._form
+        try:
+            return well_formed(self._render([form.of(message) for message in messages], tools, turn=turn))
         # The boundary to a template, which may raise any error.
         except Exception as error:
             raise TemplateRefused(f"the chat template refuses the messages: {one_line(error)}") from error
 
-    def _render(self, messages: list[dict[str, Any]], tools: Tools | None) -> str:
-        settings: dict[str, Any] = {"tools": list(tools) if tools else None, "documents": None, "add_generation_prompt": True}
-        return self._template.render(messages=messages, **settings, **self._arguments)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def _render(self, messages: list[dict[str, Any]], tools: Tools | None, *, turn: bool = True) -> str:
+        settings = {"tools": None, "documents": None, **self._arguments, "add_generation_prompt": turn}
+        return self._template.render({**settings, "messages": messages, **({"tools": list(tools)} if tools else {})})
 
 
 def _stand_ins(answer: dict[str, Any]) -> list[dict[str, Any]]:

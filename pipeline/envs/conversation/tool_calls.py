@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from penstock.topics.wire.well_formed import well_formed
+
 _EXPECTED = '{"name": <function-name>, "arguments": {...}}'
 _MAX_CALLS = 64
 Found = list[tuple[str, dict[str, Any]]]
@@ -36,7 +38,7 @@ def read_calls(text: str, form: str, start: int = 0) -> tuple[str, list[dict[str
             malformed.append(f"Tool call {len(calls) + len(malformed) + 1} cannot be read: {error}")
             return match[0]
         for name, arguments in found[: _MAX_CALLS - len(calls)]:
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            function = {"name": well_formed(name), "arguments": well_formed(json.dumps(arguments, ensure_ascii=False))}
             calls.append({"id": f"call{start + len(calls):05d}", "type": "function", "function": function})
         return ""
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs.datasets.answers import with_facts
+from penstock.pipeline.envs.datasets.messages import messages_of
+from penstock.topics.wire.well_formed import well_formed_json
 
 ANSWER = "answer"
 """The column of reference answers, as reward functions get it and where the configuration names no other."""
@@ -39,6 +41,8 @@ class Row:
     """Source of the row, for error messages: `train.jsonl:17`."""
     without_json: dict[str, str] = field(default_factory=dict)
     """Columns whose value has no JSON form, and what they hold ("bytes"): no reward function gets them."""
+    replaced: int = 0
+    """Lone surrogates in its texts; U+FFFD is in their places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,7 @@ class Dataset:
 
 def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields) -> Row:
     """A checked row from raw columns. Raises `DataError` with the origin."""
+    raw, replaced = _well_formed(raw)
     for name, none in ((fields.prompt, ""), (fields.answer, '; set data.answer_field = "" if the data has no answers')):
         if name not in raw and name not in ("", ANSWER if none else ""):
             raise DataError(f"{origin}: no field {name!r}{nearest(name, map(str, raw))} (the row has: {', '.join(map(str, raw))}){none}")
@@ -129,7 +134,7 @@ def make_row(raw: Mapping[str, Any], *, index: int, origin: str, fields: Fields)
     elif fields.answer and fields.answer in without_json:
         columns.pop(ANSWER, None)
         without_json[ANSWER] = without_json[fields.answer]
-    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin, without_json=without_json)
+    return Row(index=index, prompt=prompt, messages=messages, columns=columns, origin=origin, without_json=without_json, replaced=replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,20 @@ class Unreadable:
     """A value that a source cannot give; `what` names it as a type is named: "a map with a key twice"."""
 
     what: str
+
+
+def _well_formed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """A row without lone surrogates, and how many it had; each value that is nested too deeply is `Unreadable`."""
+    row: dict[str, Any] = {}
+    total = 0
+    for name, value in raw.items():
+        try:
+            made, replaced = well_formed_json({str(name): value})
+        except RecursionError:
+            made, replaced = {str(name): Unreadable("values nested too deeply")}, 0
+        row.update(made)
+        total += replaced
+    return row, total
 
 
 def jsonable(value: Any, *, lenient: bool = False) -> Any:
@@ -204,10 +223,7 @@ def _prompt(value: Any, *, origin: str, name: str) -> tuple[str | None, list[dic
         raise DataError(f"{origin}: field {name!r} is {_shown(value)}; expected text or a list of messages")
     if not value:
         raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(f"{origin}: field {name!r} has a message without text in 'role' and 'content': {str(message)[:80]!r}")
-    if not any(message["content"].strip() for message in value):
-        raise DataError(f"{origin}: the prompt (field {name!r}) is empty")
-    messages = [{key: jsonable(inner, lenient=True) for key, inner in message.items() if inner is not None} for message in value]
-    return None, messages
+    try:
+        return None, messages_of(jsonable(value, lenient=True))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{origin}: field {name!r}: {error}") from error

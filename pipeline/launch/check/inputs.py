@@ -17,9 +17,10 @@ from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.chat_template import chat_template_of
+from penstock.pipeline.envs.conversation.model_files import model_folder
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
 from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
-from penstock.pipeline.envs.tokenization import Decoder, Renderer, model_folder
+from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.launch.check.disk import parameters
 from penstock.pipeline.launch.placement import visible_gpus
 

@@ -13,6 +13,7 @@ from penstock.pipeline.envs.datasets.answers import OWN
 from penstock.pipeline.envs.datasets.configured import Data, pool_of
 from penstock.pipeline.envs.reward_faults import RewardError
 from penstock.pipeline.envs.tokenization import Renderer
+from penstock.pipeline.launch.check.texts import ReplacedText
 
 PER_SOURCE = 2
 """First rows of each source that the reward functions are tried on."""
@@ -25,7 +26,8 @@ class RowReader:
     """Reads the rows of a configuration's data sets; `say` gets what a person should know of them, and the progress."""
 
     def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
-        self._config, self._say, self._renderer = config, say, Renderer.of(config)
+        self._config, self._say, self.renderer = config, say, Renderer.of(config)
+        self.replaced = ReplacedText()
         self.kinds: list[Row] = []
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind."""
         self._seen: set[object] = set()
@@ -52,7 +54,7 @@ class RowReader:
             check(dataset, also=lambda row: self._row(row, scoring))
 
     def _row(self, row: Row, scoring: rewards.Rewards) -> None:
-        self._renderer.render(row)
+        self.renderer.render(self.replaced.seen(row))
         try:
             scoring.check(row.columns, without_json=row.without_json, answer_field=self._config.data.answer_field)
         except RewardError as error:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.log import Log
-from penstock.pipeline.envs.tokenization import digests, model_folder
+from penstock.pipeline.envs.conversation.model_files import model_folder
+from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.observe.run_status import config_of, info_of
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.runtime.run_registry import find

@@ -93,7 +93,7 @@ def test_start_and_limit_choose_a_window_with_its_own_numbers(tmp_path: Path) ->
         ({"prompt": [], "answer": 1}, "is empty"),
         ({"prompt": 7, "answer": 1}, "is 7; expected text or a list of messages"),
         ({"prompt": None, "answer": 1}, "is null; expected text"),
-        ({"prompt": [{"role": "user"}], "answer": 1}, "has a message without text"),
+        ({"prompt": [{"role": "user"}], "answer": 1}, "message 1 has no text in 'content'"),
         (b'{"prompt": "\xff\xfe", "answer": 1}', "not UTF-8 at byte 12 of the line"),
         (b'{"prompt": "x", "answer": "a", "answer": "b"}', "the key 'answer' is there twice"),
         (b'{"prompt": "x", "tests": {"in": 1, "in": 2}}', "the key 'in' is there twice"),

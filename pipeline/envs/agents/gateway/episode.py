@@ -100,6 +100,7 @@ class AgentEpisode:
             environment_s=self._clock.spent_s if self._clock else 0.0,
             started_ns=self._started_ns,
             ended_ns=time.time_ns(),
+            replaced=session.replaced if session else 0,
         )
         segments = session.conversation.segments() if session else ()
         return trajectory_of(segments, self.request, self.sample, course=course, finish=finish, cause=cause, version=self.version)

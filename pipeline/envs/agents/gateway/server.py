@@ -16,6 +16,7 @@ from starlette.routing import Route
 from penstock.infra.sandbox.loopback import Loopback
 from penstock.pipeline.envs.agents.gateway.chat import BadRequest, events
 from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, PolicyGone
+from penstock.topics.wire.well_formed import well_formed_json
 
 MAX_BYTES = 64 << 20
 """Of a request's body."""
@@ -59,7 +60,9 @@ class Gateway:
 
     async def _chat(self, request: Request) -> Response:
         try:
-            session, body = self._session(request), await _body(request)
+            session = self._session(request)
+            body, replaced = await _body(request)
+            session.replaced = max(session.replaced, replaced)
             retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             answered = await _unless_gone(request, session.chat(body, retry=retry))
         except BadRequest as error:
@@ -83,7 +86,7 @@ class Gateway:
 
     async def _reward(self, request: Request) -> Response:
         try:
-            self._session(request).set_reward(await _body(request))
+            self._session(request).set_reward((await _body(request))[0])
         except BadRequest as error:
             return JSONResponse(error.body(), error.status)
         return JSONResponse({"ok": True})
@@ -95,14 +98,15 @@ class Gateway:
         return session
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request) -> tuple[Any, int]:
+    """The request's JSON value, and how many lone surrogates were replaced in it."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BYTES:
             raise BadRequest(f"the body has more than {MAX_BYTES >> 20} MiB", status=413)
     try:
-        return json.loads(data)
+        return well_formed_json(json.loads(data))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {str(error)[:200]}") from error
 

@@ -60,6 +60,8 @@ class AgentSession:
     """True once the policy ended a turn before its end."""
     answered: dict[int, tuple[Sequence[Message], dict[str, Any]]] = field(default_factory=dict)
     """Number of a turn -> the messages of its request that no earlier turn has, and its answer."""
+    replaced: int = 0
+    """Lone surrogates in the request that had the most; U+FFFD is in their places."""
     _questions: dict[bytes, _Question] = field(default_factory=dict)
     waiting: int = 0
     """Requests that wait for an answer."""

@@ -72,7 +72,8 @@ def test_messages_that_cannot_be_rendered_are_refused_with_a_line(messages, reas
 
 
 def test_without_a_chat_template_texts_follow_each_other_and_a_cut_answer_is_closed() -> None:
-    plain, (stop, *_) = PlainTemplate(tokenizer("qwen2_5"), stop_ids("qwen2_5")), stop_ids("qwen2_5")
+    stop, *_ = stop_ids("qwen2_5")
+    plain = PlainTemplate(tokenizer("qwen2_5"), stop_ids("qwen2_5"), lambda text: ids_of("qwen2_5", text))
     said = [{"role": "user", "content": "DR00:"}, {"role": "assistant", "content": "D"}, {"role": "user", "content": "LD10:"}]
     assert plain.render(said, None) == [*ids_of("qwen2_5", "DR00:"), *ids_of("qwen2_5", "D"), stop, *ids_of("qwen2_5", "LD10:")]
     assert plain.bridge(said, 2, None, stop) == ids_of("qwen2_5", "LD10:")

@@ -1,0 +1,176 @@
+"""Control tokens in rendered prompts: those of the template get their ids, text that spells one stays text.
+
+Control tokens are the added tokens of a tokenizer that are flagged special, and the other added tokens that begin with a bracket, such as
+`<think>` or `[TOOL]`. The remaining added tokens are words. In a message of the assistant only the special ones are escaped: the others are
+the policy's notation.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Set
+from functools import cached_property
+from typing import Any
+
+from penstock.pipeline.envs.conversation.messages import TemplateRefused
+
+_MARK = "QZJX"
+"""Begins the stand-in for a literal while a template renders; ASCII letters, which no filter, JSON or repr changes."""
+_MARKS = re.compile(_MARK + r"(\d+)XJZQ")
+_JOINT = ""
+"""Stands for nothing: keeps the ends of two texts from forming a control token together."""
+_BRACKETS = ("<", "[", "{", "|")
+
+
+class ControlTokens:
+    """Escapes texts before a template renders them, and encodes the rendered text; `tokenizer` is one of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._added = tokenizer, tokenizer.get_added_tokens_decoder()
+        self._ids = {token.content: number for number, token in self._added.items()}
+        special = {token.content for token in self._added.values() if token.special}
+        self._control = special | {content for content in self._ids if content.startswith(_BRACKETS)}
+        self._literals = [*sorted(self._control), _MARK, _JOINT]
+        self._numbers = {literal: number for number, literal in enumerate(self._literals)}
+        self._in_answers, self._in_texts, self._anywhere = (
+            _Finder({_MARK, *special}),
+            _Finder({_MARK, *self._control}),
+            _Finder({*self._ids}),
+        )
+        loose = {number for number, token in self._added.items() if token.normalized and token.content in self._control}
+        self._loose = loose if tokenizer.normalizer is not None else set()
+        """Ids of control tokens that the tokenizer finds in texts of other spelling too, such as full-width letters."""
+
+    def escape(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose texts spell no control token."""
+        finder = self._in_answers if message.get("role") == "assistant" else self._in_texts
+        return {key: self._escaped(value, finder) for key, value in message.items()}
+
+    def escape_text(self, value: Any) -> Any:
+        """A text or another JSON value whose texts spell no control token."""
+        return self._escaped(value, self._in_texts)
+
+    def jointed(self, value: Any) -> Any:
+        """A value whose texts form no control token with their neighbours in the rendered text; roles are kept."""
+        if isinstance(value, str):
+            joint = self._mark(_JOINT)
+            prefixes, suffixes = self._edges
+            longest = range(1, min(len(value), self._in_texts.longest) + 1)
+            left = joint if any(value[:size] in suffixes for size in longest) else ""
+            return left + value + (joint if any(value[-size:] in prefixes for size in longest) else "")
+        if isinstance(value, Mapping):
+            return {key: inner if key == "role" else self.jointed(inner) for key, inner in value.items()}
+        return [self.jointed(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def joined(self, text: str, apart: str) -> bool:
+        """True if a rendered text has control tokens that the same text with joints (`apart`) does not have."""
+        return self.restore(text) == self.restore(apart) and self._written(text) != self._written(apart)
+
+    def restore(self, text: str) -> str:
+        """A rendered text with its literals."""
+        return _MARKS.sub(lambda mark: self._literals[int(mark[1])], text) if _MARK in text else text
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendered text, without tokens that the tokenizer puts before and after it."""
+        if _MARK not in text:
+            ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            if not self._loose or sum(token in self._loose for token in ids) <= sum(
+                self._ids[word] in self._loose for word in self._written(text)
+            ):
+                return ids
+        ids, done = [], 0
+        for found in self._anywhere.find(text):
+            content = found[2]
+            start, end = self._with_spaces(text, *found[:2], self._added[self._ids[content]])
+            if start >= done:
+                ids += [*self._as_text(text[done:start], first=done == 0), self._ids[content]]
+            done = max(done, end)
+        return ids + self._as_text(text[done:], first=done == 0)
+
+    def _escaped(self, value: Any, finder: "_Finder") -> Any:
+        if isinstance(value, str):
+            return finder.replace(value, self._mark)
+        if isinstance(value, Mapping):
+            return {self._escaped(key, finder): self._escaped(inner, finder) for key, inner in value.items()}
+        return [self._escaped(inner, finder) for inner in value] if isinstance(value, list | tuple) else value
+
+    def _written(self, text: str) -> list[str]:
+        return [content for _, _, content in self._anywhere.find(text)]
+
+    def _mark(self, literal: str) -> str:
+        return f"{_MARK}{self._numbers[literal]}XJZQ"
+
+    @staticmethod
+    def _with_spaces(text: str, start: int, end: int, token: Any) -> tuple[int, int]:
+        """The stretch of a text that a token takes: some take the white space beside them."""
+        if token.lstrip:
+            start = len(text[:start].rstrip())
+        return start, len(text) - len(text[end:].lstrip()) if token.rstrip else end
+
+    def _as_text(self, text: str, *, first: bool) -> list[int]:
+        """The ids of a stretch without control tokens; `first` if the rendered text begins with it."""
+        text = self.restore(text)
+        plain = self._plain(first)
+        ids, done = [], 0
+        for start, _, content in self._stubborn.find(text):
+            if len(content) == 1:
+                raise TemplateRefused(f"the text {content!r} has no ids but those of a control token; leave it out")
+            ids += plain.encode(text[done : start + 1], add_special_tokens=False).ids
+            done = start + 1
+        return [*ids, *plain.encode(text[done:], add_special_tokens=False).ids] if done < len(text) else ids
+
+    @cached_property
+    def _stubborn(self) -> "_Finder":
+        """Control tokens that the tokenizer's own vocabulary has as words too: they are cut in two."""
+        plain, control = self._plain(False), {self._ids[content] for content in self._control}
+        unknown = self._added.keys() & set(plain.encode("\U0010fffe", add_special_tokens=False).ids)
+        return _Finder(
+            {word for word in self._control if (control - unknown).intersection(plain.encode(word, add_special_tokens=False).ids)}
+        )
+
+    @cached_property
+    def _plains(self) -> tuple[Any, Any]:
+        """The tokenizer without added tokens, for the beginning of a text and for the rest of it."""
+        settings = json.loads(self._tokenizer.to_str())
+        text = json.dumps({**settings, "added_tokens": [], "post_processor": None}, separators=(",", ":"))
+        kind = type(self._tokenizer)
+        return kind.from_str(text), kind.from_str(text.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"'))
+
+    def _plain(self, first: bool) -> Any:
+        return self._plains[not first]
+
+    @cached_property
+    def _edges(self) -> tuple[Set[str], Set[str]]:
+        """Proper prefixes and suffixes of the control tokens."""
+        parts = [(word[:cut], word[cut:]) for word in self._control for cut in range(1, len(word))]
+        return {prefix for prefix, _ in parts}, {suffix for _, suffix in parts}
+
+
+class _Finder:
+    """Finds words in a text: from the left, the longest first."""
+
+    def __init__(self, words: Set[str]) -> None:
+        self._words = words
+        self._lengths = sorted({len(word) for word in words}, reverse=True)
+        starts = "".join(sorted({re.escape(word[0]) for word in words if word}))
+        self._starts = re.compile(f"[{starts}]" if starts else "(?!)")
+        self.longest = max(self._lengths, default=0)
+
+    def find(self, text: str) -> Iterator[tuple[int, int, str]]:
+        """Start, end and word of each."""
+        done = 0
+        for match in self._starts.finditer(text):
+            start = match.start()
+            if start < done:
+                continue
+            word = next((text[start : start + size] for size in self._lengths if text[start : start + size] in self._words), None)
+            if word:
+                done = start + len(word)
+                yield start, done, word
+
+    def replace(self, text: str, made: Any) -> str:
+        """The text with `made(word)` for each word."""
+        pieces, done = [], 0
+        for start, end, word in self.find(text):
+            pieces += [text[done:start], made(word)]
+            done = end
+        return "".join([*pieces, text[done:]]) if pieces else text
