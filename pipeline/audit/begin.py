@@ -46,6 +46,7 @@ def begin(source: Source) -> Facts:
         run=source.run,
         terms=terms,
         samples=Samples(terms.samples_per_prompt + terms.oversample),
+        changes=info.get("changes", ()),
         schedule=config.get("schedule"),
         status=status,
         begins=begins,

@@ -3,9 +3,9 @@
 The rule: facts, never payloads, and those of each group in packed rows: a million groups of eight samples are judged in under a gigabyte.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.pipeline.audit.anchors import Anchor
 from penstock.pipeline.audit.kept.groups import OutcomeFact, PlannedFact, PromptFact, outcomes_table, planned_table, prompts_table
@@ -138,6 +138,8 @@ class Facts:
     status: str | None
     """The run's status in the register of runs; None when it is not registered."""
     samples: Samples
+    changes: Sequence[Mapping[str, Any]] = ()
+    """What the run is made of that was changed while it was stopped: name, digests and time."""
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
     begins: dict[tuple[str, int], int] = field(default_factory=dict)

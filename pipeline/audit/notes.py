@@ -135,6 +135,13 @@ def _rebased(facts: Facts) -> Iterator[str]:
             yield f"rebased after {fact.entry.step} steps ({fact.where}): {what}; the run went on from what the repetition gave"
 
 
+def _changed(facts: Facts) -> Iterator[str]:
+    for change in facts.changes:
+        done = sum(fact.entry.kind == "step" and fact.entry.time_ns <= change["time_ns"] for fact in facts.entries)
+        digests = f"{change['before'][:12]} -> {change['after'][:12]}"
+        yield f"{change['what']} was changed while the run was stopped, after {done} steps: {digests}"
+
+
 _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _under_way,
     _deleted,
@@ -146,6 +153,7 @@ _NOTES: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _unusable_letters,
     _unread,
     _digests,
+    _changed,
     _rebased,
     _redrawn,
 )

@@ -4,20 +4,18 @@ The rule: decided where a configuration is read, as the defaults of a GPU are, s
 schedule nor the number of other workers decides: last bits depend on the threads, and runs of every schedule end in the same weights.
 """
 
-import json
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from penstock.infra.backends.processor import Cpu
+from penstock.infra.errors import PenstockError
+from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.hub import is_hub_name
 
 SMALL = 10_000_000
 """Parameters below which a second thread waits longer than it computes."""
-HEADER_BYTES = 100_000_000
-"""The longest header that the format allows."""
 
 
 def with_cpu_defaults(table: Mapping[str, Any], *, cpu: Cpu | None, on_gpu: bool) -> dict[str, Any]:
@@ -53,18 +51,10 @@ def trainer_threads(*, parameters: int | None, cores: int, processes: int) -> in
 
 
 def _parameters(path: object) -> int | None:
-    """Parameters of a model by the headers of its files; None for a model of the hub, and where no such file can be read."""
+    """Parameters of a model; None for a model of the hub, and where its files cannot be read: whoever opens it says what is wrong."""
     if not isinstance(path, str) or is_hub_name(path):
         return None
     try:
-        headers = [_header(file) for file in Path(path).expanduser().glob("*.safetensors")]
-        shapes = [tensor["shape"] for header in headers for name, tensor in header.items() if name != "__metadata__"]
-        return sum(map(math.prod, shapes)) if headers else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None  # whoever opens the model says what is wrong with it
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The JSON object at the beginning of a safetensors file: tensor name -> type, shape and offsets."""
-    with file.open("rb") as opened:
-        return json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), HEADER_BYTES)))
+        return parameters(Path(path).expanduser())
+    except (PenstockError, OSError):
+        return None

@@ -13,6 +13,7 @@ CHANGEABLE = (
     "run.max_restarts",
     "run.restart",
     "run.stall_s",
+    "data.on_change",
     "reward.on_error",
     "reward.timeout_s",
     "eval.engine",

@@ -78,6 +78,9 @@ class DataSection(Section):
         default_factory=dict, description="what the chat template gets beside the messages: enable_thinking, …"
     )
     max_prompt_tokens: Positive = 1024
+    on_change: Literal["refuse", "accept"] = Field(
+        "refuse", description="whether a resumed run goes on with rows that are not those it was begun with"
+    )
 
 
 class RewardSection(Section):

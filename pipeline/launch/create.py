@@ -9,7 +9,7 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.infra.errors import PenstockError
@@ -18,9 +18,11 @@ from penstock.pipeline.config.hub import pinned
 from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.datasets.recorded import described
 from penstock.pipeline.envs.datasets.rows import Dataset, Row
 from penstock.pipeline.envs.environments.sources import check_source
 from penstock.pipeline.envs.tokenization import digests
+from penstock.pipeline.launch.check.changes import code_digests
 from penstock.pipeline.launch.check.rows import RowReader
 from penstock.pipeline.launch.check.texts import endless_warning
 from penstock.pipeline.learner.try_functions import try_own_functions
@@ -117,10 +119,11 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
         "versions": versions_of(steps, steps_per_version=config.schedule.steps_per_version),
         "digests": model_digests,
         "data": [
-            *_described(config.data_sources, dataset.sources, context="training"),
-            *_described(config.eval_sources, held_out_sets, context="evaluation"),
+            *described(config.data_sources, dataset.sources, context="training"),
+            *described(config.eval_sources, held_out_sets, context="evaluation"),
         ],
         "reward_sources": rewards.digests(config.reward.functions),
+        "code": code_digests(config),
         "git": git_revision(),
     }
     return info, reader.kinds
@@ -135,14 +138,6 @@ def _say_what_is_long(config: Config, say: Callable[[str], None]) -> None:
             f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; one that is longer than a "
             "micro-batch is trained alone, in as much memory as it takes"
         )
-
-
-def _described(sources: Sequence[str], opened: Mapping[str, Dataset], *, context: str) -> list[dict[str, Any]]:
-    """What the run's record says of its data sets: by the digest of their rows they are known again."""
-    return [
-        {"name": name, "source": source, "digest": rows.digest, "rows": len(rows), "context": context}
-        for source, (name, rows) in zip(sources, opened.items(), strict=True)
-    ]
 
 
 def git_revision() -> str | None:

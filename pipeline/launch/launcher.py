@@ -21,6 +21,7 @@ from penstock.pipeline.config.resume import changed
 from penstock.pipeline.launch.attended import ui_address
 from penstock.pipeline.launch.broker_keeper import BrokerKeeper, connect
 from penstock.pipeline.launch.check.arithmetic import threads
+from penstock.pipeline.launch.check.changes import with_changes
 from penstock.pipeline.launch.check.preflight import check
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import place, visible_gpus
@@ -70,7 +71,10 @@ def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, ove
     config = from_json(record.config)
     if overrides:
         config = changed(config, overrides, run=run)
-        record = replace(record, config=to_json(config), updated_ns=time.time_ns())
+        record = replace(record, config=to_json(config))
+    made_of = with_changes(record, config, say=say)
+    if overrides or made_of is not record:
+        record = replace(made_of, updated_ns=time.time_ns())
         write(log, record)
     return attend(log, record, config, say=say, live=live, json_out=json_out)
 

@@ -12,6 +12,7 @@ import time
 from penstock.infra.errors import LogError, Unrecoverable
 from penstock.infra.log import Partition, Start, Tail
 from penstock.pipeline.envs.datasets.configured import Data, open_data, pool_of
+from penstock.pipeline.envs.datasets.recorded import refuse_changed
 from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.tokenization import Renderer
 from penstock.pipeline.runtime.ledger_follower import LedgerState
@@ -37,6 +38,8 @@ def main(session: Session) -> None:
     """Admit prompts until the run is closed."""
     session.check_model()
     data, renderer = open_data(session.config), Renderer.of(session.config)
+    if session.config.data.on_change == "refuse":
+        refuse_changed(session.info, session.config.data_sources, data.sources, context="training", run=session.run)
     # Fence before reading: no write of an earlier feeder can follow the records read now.
     transactions = session.transactions()
     state = _nothing_admitted(session, data)

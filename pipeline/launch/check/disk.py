@@ -4,13 +4,9 @@ The rule: from the configuration and the headers of the model's files; no weight
 """
 
 import bisect
-import json
 import math
-import struct
 from dataclasses import dataclass
-from pathlib import Path
 
-from penstock.infra.errors import PenstockError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import DELETED_SEGMENT_BYTES
@@ -24,28 +20,6 @@ BYTES_A_CHANGE = 3
 """A new element of two bytes and its position's gap in one."""
 SAMPLE_BYTES, TOKEN_BYTES, GROUP_BYTES = 4_500, 20.2, 7_600
 """Of a sample and each of its tokens in `rollouts` and `groups`, and of a group besides; at 4 characters a token."""
-
-
-def parameters(folder: Path) -> int | None:
-    """Parameters in the model's safetensors files, by their headers; None without such a file."""
-    files = sorted(folder.glob("*.safetensors"))
-    return sum(map(_elements, files)) if files else None
-
-
-def _elements(file: Path) -> int:
-    damaged = PenstockError(f"{file} is no safetensors file, or is cut off: copy it again")
-    with file.open("rb") as opened:
-        try:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            count = sum(math.prod(entry["shape"]) for entry in tensors)
-        except (struct.error, ValueError, MemoryError, OverflowError, AttributeError, TypeError, LookupError) as error:
-            raise damaged from error
-    if file.stat().st_size < 8 + length + end:
-        raise damaged
-    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.infra.backends.processor import this_cpu
 from penstock.infra.errors import ConfigError
+from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.fields import absolute_source
 from penstock.pipeline.config.hub import is_hub_name, local_model
 from penstock.pipeline.config.plugins import nearest
@@ -21,7 +22,6 @@ from penstock.pipeline.envs.conversation.model_files import model_folder
 from penstock.pipeline.envs.datasets import Dataset, open_dataset
 from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
-from penstock.pipeline.launch.check.disk import parameters
 from penstock.pipeline.launch.placement import visible_gpus
 
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "text")

@@ -14,11 +14,12 @@ import psutil
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import state_path
+from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline.config.load import Config, ConfigError
 from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
-from penstock.pipeline.launch.check.disk import Growth, delta_share, parameters
+from penstock.pipeline.launch.check.disk import Growth, delta_share
 from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, by_turns, estimates, offloaded, shape_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus

@@ -12,6 +12,7 @@ from penstock.infra.log import Log
 from penstock.pipeline.observe import waste
 from penstock.pipeline.observe.live.saved_view import newest
 from penstock.pipeline.observe.report import staleness, time_spent
+from penstock.pipeline.observe.report.changes import changes
 from penstock.pipeline.observe.report.episodes import episodes
 from penstock.pipeline.observe.report.evaluations import evaluations, examples
 from penstock.pipeline.observe.report.rebases import rebased_fields
@@ -91,6 +92,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "schedule": _schedule(view),
         "steps": len(steps),
         "steps_planned": steps_planned(view),
+        "changed": changes(info_of(view), steps),
         "rebased": [rebased_fields(entry) for entry in view.rebased],
         "empty_steps": sum(step.metrics.get("trained_samples") == 0 for step in steps),
         "versions": view.version or 0,

@@ -16,6 +16,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from penstock.pipeline.observe.report.changes import change_line
 from penstock.pipeline.observe.report.episodes import episodes_line
 from penstock.pipeline.observe.report.evaluations import held_out, one_line
 from penstock.pipeline.observe.report.rebases import rebased_line
@@ -169,6 +170,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if gone := report.get("gone"):
         said = "the figures are of what is kept; groups that seem open or unused may have ended"
         lines.append(("deleted", Text("\n".join([said, *some_of(gone)]), style="yellow")))
+    if changed := report.get("changed"):
+        lines.append(("changed", Text("\n".join(map(change_line, changed)), style="yellow")))
     if rebased := report["rebased"]:
         lines.append(("rebased", Text("\n".join(rebased_line(entry) for entry in rebased), style="yellow")))
     if empty := report["empty_steps"]:

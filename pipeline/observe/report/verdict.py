@@ -21,6 +21,9 @@ ADVICE_WITHOUT = {"advice": "more rollout workers would make it faster"}
 def verdict(report: Mapping[str, Any]) -> list[str]:
     """The sentences, the first about learning."""
     lines = [_learned(report)]
+    if changed := report.get("changed"):
+        what = ", ".join(dict.fromkeys(str(change["what"]) for change in changed))
+        lines.append(f"Changed while the run was stopped: {what}. Rewards before and after may not be comparable.")
     lines += [f"{waste['why']}: {waste['advice']}." for waste in report.get("waste", ())[:2]]
     failed = report["groups"].get("failed", 0)
     if failed and not any(waste["fate"] == "failed" for waste in report.get("waste", ())):

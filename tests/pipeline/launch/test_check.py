@@ -10,6 +10,7 @@ import pytest
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.tensors.parameter_count import parameters
 from penstock.pipeline import cli
 from penstock.pipeline.cli.app import FAILED, OK, USAGE
 from penstock.pipeline.config.load import Config, from_table, load
@@ -135,7 +136,7 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     folder = project(tmp_path)
     with_weights(folder / "model", (1000, 1_000_000))
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
-    assert disk.parameters(folder / "model") == 10**9
+    assert parameters(folder / "model") == 10**9
     told, problem = found(configured(folder, run={"steps": 100_000}))
     assert told["weights"].startswith("4.0 GB whole, every 20 versions; a delta about 4.0 GB")
     assert "about 400.0 TB of weights (at most 400.0 TB)" in told["disk"]

@@ -15,6 +15,7 @@ from penstock.infra.sandbox.pool import ChildPool, Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.envs.datasets.configured import open_eval_data
+from penstock.pipeline.envs.datasets.recorded import refuse_changed
 from penstock.pipeline.envs.reward_child import payload, reward_pool
 from penstock.pipeline.envs.reward_faults import FaultCount
 from penstock.pipeline.envs.rewards import Score, episodes_of
@@ -55,7 +56,10 @@ class Evaluator:
     def open(cls, session: Session, engine: Engine, *, meanwhile: Callable[[], None]) -> "Evaluator":
         """Render the held-out prompts and start the reward functions' processes."""
         config = session.config
-        held = [(name, row) for name, dataset in open_eval_data(config).items() for row in map(dataset.__getitem__, range(len(dataset)))]
+        held_out = open_eval_data(config)
+        if config.data.on_change == "refuse":
+            refuse_changed(session.info, config.eval_sources, held_out, context="evaluation", run=session.run)
+        held = [(name, row) for name, dataset in held_out.items() for row in map(dataset.__getitem__, range(len(dataset)))]
         renderer = Renderer.of(config)
         rows = [(row, renderer.render(row)) for _, row in held]
         reward = config.eval_reward

@@ -1,0 +1,80 @@
+"""Notices at a resumption what a run is made of that is not as it was: its rows, rewards, environment and own functions.
+
+The rule: other rows are refused unless the configuration accepts them, since a prompt's row number would mean two things; other code is
+how a mistake is mended, and allowed. Either is said once and stands in the run's record, from which report and audit repeat it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from penstock.infra.errors import PenstockError
+from penstock.pipeline.config.load import Config
+from penstock.pipeline.config.plugins import source_digest, split_options
+from penstock.pipeline.envs import rewards
+from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
+from penstock.pipeline.envs.datasets.recorded import described, refuse_changed
+from penstock.topics.runs import RunRecord
+
+
+def code_digests(config: Config) -> dict[str, str]:
+    """Key and name of a user's environment, loss and advantage, and of the evaluation's own rewards -> SHA-256 of the source."""
+    algorithm = config.algorithm
+    own = {"environment.source": config.environment.source, "algorithm.loss": algorithm.loss, "algorithm.advantage": algorithm.advantage}
+    plain = {key: split_options(name)[0] for key, name in own.items() if name}
+    found = {f"{key} {name}": source_digest(name) for key, name in plain.items() if name.partition(":")[0].endswith(".py")}
+    return found | {f"eval reward {name}": digest for name, digest in rewards.digests(config.eval.functions or ()).items()}
+
+
+def with_changes(record: RunRecord, config: Config, *, say: Callable[[str], None]) -> RunRecord:
+    """The record of a run that is resumed, with what has changed since it was written; each change is said.
+
+    Raises:
+        ConfigError: other rows, which `data.on_change` does not accept; code that cannot be read.
+        PenstockError: the data cannot be opened.
+    """
+    info = json.loads(record.info)
+    try:
+        data, held_out = open_data(config).sources, open_eval_data(config)
+    except (ValueError, OSError) as error:
+        raise PenstockError(str(error)) from error
+    if config.data.on_change == "refuse":
+        refuse_changed(info, config.data_sources, data, context="training", run=record.run)
+        refuse_changed(info, config.eval_sources, held_out, context="evaluation", run=record.run)
+    now = {
+        "data": [
+            *described(config.data_sources, data, context="training"),
+            *described(config.eval_sources, held_out, context="evaluation"),
+        ],
+        "reward_sources": rewards.digests(config.reward.functions),
+        "code": code_digests(config),
+    }
+    changes = _changes(info, now)
+    if not changes:
+        return record
+    for change in changes:
+        say(f"{change['what']} has changed since the run was begun ({change['before'][:12]} -> {change['after'][:12]}): the report says so")
+    info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
+    return replace(record, info=json.dumps(info))
+
+
+def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    before, after = _named(recorded), _named(now)
+    moment = time.time_ns()
+    return [
+        {"what": what, "before": before[what], "after": digest, "time_ns": moment}
+        for what, digest in after.items()
+        if before.get(what, digest) != digest
+    ]
+
+
+def _named(info: Mapping[str, Any]) -> dict[str, str]:
+    """What a run is made of -> its digest."""
+    rows: Sequence[Mapping[str, Any]] = info.get("data", ())
+    return {
+        **{f"{'data' if row['context'] == 'training' else 'eval'}.source {row['source']}": row["digest"] for row in rows},
+        **{f"reward {name}": digest for name, digest in info.get("reward_sources", {}).items()},
+        **info.get("code", {}),
+    }
