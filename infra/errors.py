@@ -13,7 +13,7 @@
     ├── EngineError          generation
     │   └── EngineRefused    settings or a model that an engine cannot work with
     ├── BackendError         training
-    │   └── Diverged         a gradient that is not finite
+    │   └── Diverged         a gradient or weights that are not finite
     ├── CheckpointError      a checkpoint cannot be written
     ├── Unrecoverable        starting again cannot help
     └── TrackingError        experiment tracking

@@ -225,8 +225,7 @@ def checked_denominator(denominator: float) -> float:
 def checked_norm(norm: float, *, step: int) -> float:
     """The gradient norm; `Diverged` unless it is finite, because applying the gradient would destroy the weights."""
     if not np.isfinite(norm):
-        advice = "look at its samples, or lower trainer.lr in a fork: `penstock fork RUN --from-step S --set trainer.lr=…`"
-        raise Diverged(f"the gradient of optimizer step {step} has the norm {norm}: {advice}")
+        raise Diverged(f"the gradient of optimizer step {step} has the norm {norm}")
     return norm
 
 

@@ -3,6 +3,7 @@
 The rule: a log object is cheap and shared; each tail, member, producer and transactional writer has a client of its own.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -23,6 +24,9 @@ from penstock.infra.kafka.transactions import KafkaTransactions
 from penstock.infra.log import FOLLOWING, GIVE_UP_S, SESSION_S, TRANSACTION_S, Copies, Partition, Pools, Start
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
+
+# It warns whenever a busy machine gives the client's thread no core for a moment.
+logging.getLogger("kafka.net.selector").setLevel(logging.ERROR)
 
 _LONGEST_S = 7 * 86400.0
 """Client settings count milliseconds in 32 bits."""

@@ -37,6 +37,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu:
     """
     file = Path(path)
     try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working directory was deleted: change to one that is there") from error
+    try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror or error}") from error

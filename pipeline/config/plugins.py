@@ -19,8 +19,10 @@ from types import CodeType, ModuleType
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from penstock.infra.errors import ConfigError
 
-class PluginError(ValueError):
+
+class PluginError(ConfigError):
     """A plug-in that cannot be loaded, in one line that names what is missing and the nearest name."""
 
 

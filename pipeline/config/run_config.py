@@ -138,8 +138,8 @@ class Config(Section):
     @property
     def eval_sources(self) -> list[str]:
         """The held-out sources; none without an evaluator."""
-        source = self.eval.source
-        return [source] if isinstance(source, str) else source or []
+        source = self.eval.source or []
+        return [name for name in ([source] if isinstance(source, str) else source) if name]
 
     @property
     def lends_engine(self) -> bool:

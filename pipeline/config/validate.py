@@ -30,6 +30,10 @@ def _length(config: Config) -> str | None:
     return None
 
 
+def _no_source(config: Config) -> str | None:
+    return None if config.data_sources and all(config.data_sources) else "data.source: is empty; name a file, or another source of prompts"
+
+
 def _max_lag(config: Config) -> str | None:
     schedule = config.schedule
     if schedule.max_lag and MODES[schedule.mode].max_lag == 0:
@@ -335,6 +339,7 @@ def _keep_steps(config: Config) -> str | None:
 
 CHECKS: tuple[Check, ...] = (
     _length,
+    _no_source,
     _max_lag,
     _swaps,
     _stale_in_hand,

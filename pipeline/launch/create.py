@@ -19,7 +19,7 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.envs import rewards
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
 from penstock.pipeline.envs.datasets.recorded import described
-from penstock.pipeline.envs.datasets.rows import Dataset, Row
+from penstock.pipeline.envs.datasets.rows import Row
 from penstock.pipeline.envs.environments.sources import check_source
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.launch.check.changes import code_digests
@@ -94,6 +94,8 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
             judges = (config.reward.functions, config.eval_reward.functions, *data.rewards.values())
             check_source(config.environment.source, rewards=judges)
         reader.read_held_out(held_out_sets)
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
     for warning in (reader.replaced.warning(), endless_warning(config, model_digests["stop_ids"], reader.renderer)):
@@ -101,6 +103,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
             say(f"warning: {warning}")
     try_own_functions(config)
     rows, steps = len(dataset), config.steps(len(dataset))
+    _check_length(config, rows=rows, steps=steps, say=say)
     longest = data.max_prompt_tokens + config.sampling.max_new_tokens
     if context is not None and config.sampling.max_new_tokens >= context:
         raise ConfigError(f"sampling.max_new_tokens = {config.sampling.max_new_tokens}: the model's context is {context} tokens")
@@ -127,6 +130,22 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
         "git": git_revision(),
     }
     return info, reader.kinds
+
+
+def _check_length(config: Config, *, rows: int, steps: int, say: Callable[[str], None]) -> None:
+    """Refuse a warm-up or a step that the run is too short for; say so if a step has more prompts than there are rows."""
+    epochs, prompts, warmup = config.run.epochs, config.schedule.prompts_per_step, config.trainer.warmup_steps
+    if warmup > steps:
+        raise ConfigError(
+            f"trainer.warmup_steps = {warmup}: the run has {steps} steps, so that trainer.lr would never be reached; set at most {steps}"
+        )
+    if epochs is not None and int(epochs * rows) < prompts:
+        raise ConfigError(
+            f"run.epochs = {epochs:g}: of {rows} rows it asks for {int(epochs * rows)} prompts, fewer than one step takes; "
+            f"set schedule.prompts_per_step = {prompts} to at most that, or run.steps"
+        )
+    if rows < prompts:
+        say(f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains the same row repeatedly")
 
 
 def _say_what_is_long(config: Config, say: Callable[[str], None]) -> None:

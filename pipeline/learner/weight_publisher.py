@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.infra.errors import LogError, LogUnreachable
+from penstock.infra.errors import Diverged, LogError, LogUnreachable
 from penstock.infra.log import Log, Producer
 from penstock.infra.tensors.adapted import Adapted
+from penstock.infra.tensors.finite import LARGEST, broken_tensor
 from penstock.infra.tensors.machine_memory import is_supported
 from penstock.infra.tensors.stream import TensorBytes, hash_of
 from penstock.infra.tensors.weight_copy import WeightCopy
@@ -179,6 +180,9 @@ class WeightPublisher:
             if self._producer is None:
                 self._producer = self.log.producer(max_in_flight_bytes=IN_FLIGHT_BYTES, linger_ms=0.0)
             content, adapted = publication.content, publication.adapted
+            if (name := broken_tensor(content.tensors)) is not None:
+                broken = f"after optimizer step {publication.step - 1} {name} holds values that are not finite or above {LARGEST:g}"
+                raise Diverged(f"version {publication.version} is not published: {broken}")
             manifest = send_version(
                 self._producer,
                 content.tensors if adapted is None else (),

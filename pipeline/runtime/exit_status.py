@@ -1,14 +1,13 @@
 """Exit statuses of a worker process, as the launcher reads them."""
 
 from penstock.infra.errors import ConfigError, Fenced, Unrecoverable
-from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs.datasets.rows import DataError
 from penstock.pipeline.envs.reward_faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
 ENDED, FAILED, HOPELESS, BROKEN = 0, 1, 2, 3
 """The run is over or a stop was asked for; starting again may help; it cannot help; a reward is broken and the whole run is to stop."""
-MISTAKES = (ConfigError, PluginError, DataError, NewerSchema)
+MISTAKES = (ConfigError, DataError, NewerSchema)
 """A person's mistake. Any other `ValueError` is a fault of this program, whose traceback is wanted."""
 
 

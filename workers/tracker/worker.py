@@ -4,6 +4,7 @@ The rule: a point has its record's time, is written to `metrics.jsonl` first and
 reads ledger and metrics from their beginning and adds missing points, so that both hold the same points, each once.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -279,10 +280,12 @@ class Tracker:
 
     def _patiently(self, check: Callable[[float], bool], *, limit_s: float) -> bool:
         """Wait for MLflow up to `limit_s`, less once this process was asked to stop; goes on reporting meanwhile."""
-        began = time.monotonic()
+        end_s = time.monotonic() + limit_s
         while not check(0.25):
-            if time.monotonic() - began > limit_s or self._out_of_time():
+            left_s = end_s - time.monotonic()
+            if left_s < 0 or self._out_of_time():
                 return False
+            self.session.reporter.doing(f"waiting for MLflow, at most {math.ceil(left_s / 5) * 5} s more")
             self.session.reporter.status()
         return True
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
-from penstock.infra.errors import Unrecoverable
+from penstock.infra.errors import Diverged, Unrecoverable
 from penstock.infra.log import Transactions
 from penstock.infra.tensors.stream import HASH, hash_of
 from penstock.pipeline.learner.ledger_history import read_past
@@ -74,10 +74,13 @@ def main(session: Session) -> None:
         session.reporter.ready()
         mark(session.log, session.record, status="running")
         trainer.begin(resumed)
-        while trainer.policy.steps_done < session.steps and trainer.arrivals.asked_to_end is None and not session.stop.is_set():
-            if not trainer.train_step():
-                break
-        trainer.end()
+        try:
+            while trainer.policy.steps_done < session.steps and trainer.arrivals.asked_to_end is None and not session.stop.is_set():
+                if not trainer.train_step():
+                    break
+            trainer.end()
+        except Diverged as error:
+            raise Diverged(f"{error}: {trainer.way_back()}") from error
         if device is not None and device.held:
             device.give()  # the process may take a while to end, and a rollout worker has evaluations left
 
@@ -226,6 +229,13 @@ class Trainer:
             reason += f"; {unused} scored groups are unused, as a step takes {session.schedule.prompts_per_step}" if unused > 0 else ""
             session.reporter.say(f"the run ends after {done} of {session.steps} steps: {reason}")
         self._close_run(status="finished", reason=reason or ALL_DONE)
+
+    def way_back(self) -> str:
+        """How a run that has diverged is gone on with: in a fork, from the newest version, which is finite as all that are published."""
+        run, lr = self.session.run, self.session.config.trainer.lr
+        good = max(self.writer.state.manifests.values(), key=lambda manifest: manifest.version).step
+        fork = f"penstock fork {run} --from-step {good} --set trainer.lr={lr / 10:g} --start"
+        return f"look at the samples of step {self.policy.steps_done}, or go on from step {good} with a lower learning rate: {fork}"
 
     def finishing(self) -> str:
         """What is still done after a request to stop."""

@@ -14,7 +14,6 @@ from penstock.pipeline.archive.sql import LiveTables, ask
 from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
 from penstock.pipeline.cli.ui.watched import Watching
 from penstock.pipeline.launch.attended import log_files
-from penstock.pipeline.launch.check.preflight import SHOWN
 from penstock.pipeline.observe.explain import as_json
 from penstock.pipeline.observe.explain.text import as_page
 from penstock.pipeline.observe.html.build import build
@@ -22,7 +21,6 @@ from penstock.pipeline.observe.live.frame import doing, ordered
 from penstock.pipeline.observe.records import browse, format
 from penstock.pipeline.observe.records.picked import newest_samples
 from penstock.pipeline.observe.records.runs import list_runs, size
-from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.summary import summarise
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.observe.report.verdict import verdict
@@ -112,8 +110,8 @@ def run(runs: Watching, query: Query) -> bytes:
 
 
 def _workers(view: RunView) -> list[tuple[str, str]]:
-    """What each worker does, in the order of the pipeline; of a run that is over, who was killed."""
-    over = "killed" if status_of(view) in ("stopped", "finished", "failed") else None
+    """What each worker does, in the order of the pipeline; of a run that did not end well, who was killed."""
+    over = {"stopped": "killed", "failed": "killed", "finished": "ended"}.get(status_of(view))
     return [(worker.worker, "ended" if worker.ended else over or doing(worker, now_s=time.time())) for worker in ordered(view)]
 
 
@@ -125,7 +123,7 @@ def _card(picked: Any) -> Html:
     answer = "" if picked.answer is None else f'<p><span class="dim">answer </span>{text(picked.answer)}</p>'
     head = f"{picked.which}: reward {picked.reward:g}, group {picked.group}"
     completion = f'<p><span class="dim">completion </span>{text(picked.completion)}</p>'
-    return Html(f'<div class="card"><p class="dim">{head}</p><p>{text(one_line(picked.prompt, SHOWN))}</p>{answer}{completion}</div>')
+    return Html(f'<div class="card"><p class="dim">{head}</p><p>{text(picked.prompt)}</p>{answer}{completion}</div>')
 
 
 def navigation(name: str) -> Html:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.envs.datasets.rows import DataError, Source, Unreadable
+from penstock.pipeline.envs.datasets.rows import DataError, MissingData, Source, Unreadable
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -193,12 +193,12 @@ def _find(source: str, base_dir: Path) -> list[Path]:
         if not files:
             written = [*path.glob("*.arrow"), *path.glob("dataset_*.json")]
             hint = f"; for a folder that `datasets` has written give hf:{source}" if written else ""
-            raise DataError(f"{path}: a folder without .jsonl or .parquet files{hint}")
+            raise MissingData(f"{path}: a folder without .jsonl or .parquet files{hint}")
         return files
     files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not files:
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise DataError(f"there is no file {path}{nearest(path.name, beside)}")
+        raise MissingData(f"there is no file {path}{nearest(path.name, beside)}")
     for file in files:
         if file.suffix not in SUFFIXES:
             raise DataError(f"{file}: expected .jsonl or .parquet; another kind of file goes through your own function, file.py:function")

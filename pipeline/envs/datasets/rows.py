@@ -11,6 +11,7 @@ from decimal import Decimal
 from math import isnan
 from typing import Any, Protocol
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.messages import messages_of
@@ -26,6 +27,10 @@ SHOWN = 60
 
 class DataError(ValueError):
     """Data that cannot be used; one line that begins with the origin."""
+
+
+class MissingData(DataError, ConfigError):
+    """A source that is not there: the configuration is wrong, not the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.infra.errors import PenstockError
+from penstock.infra.errors import ConfigError, PenstockError
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.plugins import source_digest, split_options
 from penstock.pipeline.envs import rewards
@@ -32,12 +32,14 @@ def with_changes(record: RunRecord, config: Config, *, say: Callable[[str], None
     """The record of a run that is resumed, with what has changed since it was written; each change is said.
 
     Raises:
-        ConfigError: other rows, which `data.on_change` does not accept; code that cannot be read.
+        ConfigError: other rows, which `data.on_change` does not accept, or none.
         PenstockError: the data cannot be opened.
     """
     info = json.loads(record.info)
     try:
         data, held_out = open_data(config).sources, open_eval_data(config)
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         raise PenstockError(str(error)) from error
     if config.data.on_change == "refuse":

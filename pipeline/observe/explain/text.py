@@ -12,7 +12,7 @@ from penstock.pipeline.observe.records.format import first_of
 from penstock.pipeline.observe.report.rebases import rebased_line
 
 SHOWN_TEXT = 100
-SHOWN_COMPLETION, SHOWN_PROMPT = 60, 400
+SHOWN_COMPLETION = 60
 SHOWN_RECORDS, SHOWN_NUMBERS = 40, 16
 
 Plain = Mapping[str, Any]
@@ -49,7 +49,7 @@ def _prompt(prompt: Plain | None, group: int) -> list[str]:
     if prompt is None:
         return [f"prompt    nobody can read the prompt of group {group}"]
     return [
-        f"prompt    {_short(json.dumps(prompt['prompt'], ensure_ascii=False), SHOWN_PROMPT)} ({prompt['tokens']} tokens)",
+        f"prompt    {json.dumps(prompt['prompt'], ensure_ascii=False)} ({prompt['tokens']} tokens)",
         f"          row {prompt['row']} of the data, epoch {prompt['epoch']}; columns {_short(prompt['columns'])}",
         f"admitted  {_clock(prompt['admitted_s'])} at {prompt['place']}, slot {prompt['slot']}, "
         f"{prompt['samples_per_prompt']} samples to be drawn under version {prompt['min_version']} or newer",

@@ -105,17 +105,23 @@ def line(view: RunView, *, now_s: float) -> str:
     if (elapsed := elapsed_s(view, now_s=now_s)) is not None:
         to_go = to_go_s(view)
         parts.append(duration(elapsed) + (f", {duration(to_go)} to go" if to_go is not None else ""))
-    if not view.steps:
-        parts.append(waiting_for(view, now_s=now_s))
-    elif (computing := _computing(view, now_s=now_s)) is not None:
-        parts.append(computing)
-    elif found := wastes(view, last=RECENT_GROUPS):
-        parts.append(", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in found))
-    elif (slowest := bottleneck(view)) is not None:
-        parts.append(_named(slowest))
+    parts += _news(view, now_s=now_s)
     if view.dead_letters:
         parts.append(_letters(view))
     return "  ".join(parts)
+
+
+def _news(view: RunView, *, now_s: float) -> list[str]:
+    """What the run is doing, or what holds it back."""
+    if view.closed is not None:
+        return [f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if not worker.ended]
+    if not view.steps:
+        return [waiting_for(view, now_s=now_s)]
+    if (computing := _computing(view, now_s=now_s)) is not None:
+        return [computing]
+    if found := wastes(view, last=RECENT_GROUPS):
+        return [", ".join(f"{waste.share:.0%} of the groups {waste.fate}" for waste in found)]
+    return [_named(slowest)] if (slowest := bottleneck(view)) is not None else []
 
 
 def waiting_for(view: RunView, *, now_s: float) -> str:

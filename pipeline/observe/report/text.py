@@ -124,7 +124,7 @@ def _examples(examples: Sequence[Mapping[str, Any]]) -> list[tuple[str, Text]]:
             )
             for when in ("before", "after")
         ]
-        lines.append(("examples" if number == 0 else "", Text.assemble(one_line(one["prompt"], EXAMPLE_WIDTH), *answers)))
+        lines.append(("examples" if number == 0 else "", Text.assemble(" ".join(one["prompt"].split()), *answers)))
     return lines
 
 

@@ -135,9 +135,9 @@ def test_a_vllm_engine_that_cannot_be_made_is_refused_before_anything_starts(
     assert said in last_line(capsys)
 
 
-def test_a_missing_model_directory_is_one_line_and_status_1(tmp_path: Path, broker: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_directory_is_a_usage_error_of_one_line(tmp_path: Path, broker: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = config(tmp_path, model=f'path = "{tmp_path}/nowhere"', kafka=f'bootstrap = "{broker}"')
-    assert cli.main(["create", file]) == FAILED
+    assert cli.main(["create", file]) == USAGE
     assert "nowhere" in last_line(capsys)
 
 

@@ -33,7 +33,8 @@ def test_a_small_model_gets_one_thread_and_another_half_of_the_cores(
 def model_of(directory: Path, **shapes: list[int]) -> str:
     """A model of two files whose tensors have these shapes."""
     for number, part in enumerate((list(shapes)[::2], list(shapes)[1::2])):
-        header = json.dumps({"__metadata__": {"format": "pt"}, **{name: {"dtype": "F32", "shape": shapes[name]} for name in part}}).encode()
+        tensors = {name: {"dtype": "F32", "shape": shapes[name], "data_offsets": [0, 0]} for name in part}
+        header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
         (directory / f"model-{number}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return str(directory)
 
