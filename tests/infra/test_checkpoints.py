@@ -282,7 +282,14 @@ def test_on_a_full_disk_the_checkpoint_before_stays_and_the_next_one_that_fits_i
     assert lines[6:] == ["written", "[40, 10] 2"]
 
 
-@pytest.mark.parametrize(("name", "own"), [("torch", {}), *(("deepspeed", {"zero_stage": stage}) for stage in (0, 1, 2, 3))])
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("torch", {}),
+        ("deepspeed", {"zero_stage": 2}),
+        *(pytest.param("deepspeed", {"zero_stage": stage}, marks=pytest.mark.slow) for stage in (0, 1, 3)),
+    ],
+)
 def test_a_backend_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, tiny_backend: Callable[..., object], name: str, own: dict) -> None:
     from penstock.infra.tensors.stream import digest
 

@@ -110,6 +110,7 @@ def test_stop_leaves_no_process_and_a_warm_start_finds_the_data(home: Path) -> N
     assert read(again.bootstrap, "kept") == value
 
 
+@pytest.mark.slow
 def test_a_broker_killed_without_warning_starts_again_with_its_data(home: Path) -> None:
     before = embedded.status(home)
     assert before.pid is not None

@@ -215,6 +215,7 @@ MlflowRun(Target(run="r", uri=sys.argv[1], experiment="e"))
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_a_process_killed_while_it_makes_the_database_leaves_none_that_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     command = [sys.executable, "-c", MAKE, f"sqlite:///{path}"]

@@ -52,6 +52,7 @@ def test_every_reading_command_takes_its_folder(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_its_steps_are_trained_again_bit_for_bit_where_the_processor_multiplies_as_the_recording_one_did() -> None:
     command = [sys.executable, "-m", "penstock", "replay", "train", str(DIR), "--model", str(DIR / "model")]
     # Recorded on a CPU without AVX512: torch computes the same bits on a wider one when it is told to. The library that multiplies

@@ -12,6 +12,7 @@ def misses(figures: tuple[Figure, ...]) -> list[str]:
 
 
 @pytest.mark.costly
+@pytest.mark.slow
 def test_rolloutpipe_calibrated_on_its_largest_round_predicts_the_smaller_ones() -> None:
     found = rolloutpipe.reproduce(["LSAT-AR"])
     assert misses(found.figures) == []
