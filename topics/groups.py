@@ -29,10 +29,13 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 _SCORED = (
     *SAMPLE_FIELDS,
     column("completion", pa.string()),
-    column("reward", pa.float64()),
+    column("reward", pa.float64(), nullable=True),
     column("components", list_of(pa.float64(), nullable=True)),
+    column("reward_error", pa.string(), nullable=True),
+    column("logged", pa.string(), nullable=True),
 )
-_SAMPLE, _UNLIMITED_SAMPLE = pa.struct(_SCORED), pa.struct([field for field in _SCORED if field.name != "support"])
+_NOTED = ("reward_error", "logged", "metrics")
+_SAMPLE = pa.struct(_SCORED)
 CODEC = Codec(
     SCHEMA,
     fields=(
@@ -55,22 +58,31 @@ CODEC = Codec(
         column("reward_names", list_of(pa.string())),
         column("reward_weights", list_of(pa.float64())),
         column("samples", list_of(_SAMPLE)),
+        column("metrics", pa.string(), nullable=True),
     ),
 )
+
+
+def _codec(*, timed: bool, limited: bool, noted: bool) -> Codec:
+    left_out = {"reward_ns": not timed, "support": not limited, **dict.fromkeys(_NOTED, not noted)}
+    sample = pa.struct([
+        column("reward", pa.float64()) if field.name == "reward" and not noted else field
+        for field in _SCORED
+        if not left_out.get(field.name)
+    ])  # fmt: skip
+    fields = [field for field in CODEC.schema if not left_out.get(field.name)]
+    return Codec(SCHEMA, fields=[column("samples", list_of(sample)) if field.name == "samples" else field for field in fields])
+
+
 _CODECS = {
-    (timed, limited): Codec(
-        SCHEMA,
-        fields=[
-            column("samples", list_of(_UNLIMITED_SAMPLE)) if field.name == "samples" and not limited else field
-            for field in CODEC.schema
-            if timed or field.name != "reward_ns"
-        ],
-    )
+    (timed, limited, noted): _codec(timed=timed, limited=limited, noted=noted)
     for timed in (False, True)
     for limited in (False, True)
+    for noted in (False, True)
 }
-"""By whether a group has the time of its rewards and a support: a record of an earlier release is encoded to the same bytes."""
-_FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "tokens", "reward_mean", "sha256")
+"""By whether a group has the time of its rewards, a support, and samples without rewards or logged values: a record of an earlier release
+is encoded to the same bytes."""
+_FACTS = ("group", "outcome", "policy_version_min", "policy_version_max", "samples", "no_reward", "tokens", "reward_mean", "sha256")
 _REQUIRED = ("group", "outcome", "part", "parts", "sha256")
 _FIXED_BYTES = len(CODEC.schema.serialize()) + 8192
 
@@ -82,10 +94,14 @@ class ScoredSample:
     rollout: Rollout
     completion: str
     """The text that the reward functions judged."""
-    reward: float
-    """Weighted sum of the components."""
+    reward: float | None
+    """Weighted sum of the components; `None` if no function applies or one broke: the sample is in no mean and is not trained."""
     components: tuple[float | None, ...]
     """One number per reward function; `None` where the function does not apply."""
+    reward_error: str | None = None
+    """Why a reward function broke on this sample; `None` if none did."""
+    logged: str | None = None
+    """JSON object: the values that reward functions logged for the sample; `None` without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,11 +130,13 @@ class Group(ByValue):
     scored_ns: int
     reward_ns: int | None = None
     """How long its reward functions took; `None` where none was called, or in records of an earlier release."""
+    metrics: str | None = None
+    """JSON object: the metrics that reward functions logged for the group; `None` without any."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The reward of each sample."""
-        return tuple(sample.reward for sample in self.samples)
+        """The rewards of the samples that have one."""
+        return tuple(sample.reward for sample in self.samples if sample.reward is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +223,10 @@ def mean(rewards: Sequence[float]) -> float:
 
 
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
-    """The headers of a group in one part; versions, tokens and mean reward are over its samples, absent if it has none."""
+    """The headers of a group in one part; versions and tokens are over its samples, the mean reward over those that have a reward.
+
+    `no_reward` counts the samples without a reward; it is absent if there are none.
+    """
     rollouts = [sample.rollout for sample in group.samples]
     rewards = group.rewards
     return Headers(
@@ -219,6 +240,7 @@ def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | 
         part=0,
         parts=1,
         samples=len(group.samples),
+        no_reward=len(group.samples) - len(rewards) or None,
         tokens=sum(len(generated(rollout)) for rollout in rollouts),
         reward_mean=mean(rewards) if rewards else None,
         sha256=sha256,
@@ -268,11 +290,14 @@ class GroupAssembler:
 
 def _ranges(group: Group, *, max_bytes: int) -> Iterator[tuple[int, int]]:
     """Where each part begins and ends in the samples; sizes are upper bounds, as texts may take four bytes a character."""
-    fixed = _FIXED_BYTES + 4 * (len(group.prompt) + len(group.columns) + len(group.reason or "") + sum(map(len, group.reward_names)))
+    fixed = _FIXED_BYTES + 4 * (
+        len(group.prompt) + len(group.columns) + len(group.reason or "") + len(group.metrics or "") + sum(map(len, group.reward_names))
+    )
     fixed += 4 * len(group.prompt_ids) + 12 * len(group.reward_names)
     low, size = 0, fixed
     for high, sample in enumerate(group.samples):
-        more = max_bytes_of(sample.rollout) + 4 * len(sample.completion) + 9 * len(sample.components)
+        texts = len(sample.completion) + len(sample.reward_error or "") + len(sample.logged or "")
+        more = max_bytes_of(sample.rollout) + 4 * texts + 9 * len(sample.components)
         if high > low and size + more > max_bytes:
             yield low, high
             low, size = high, fixed
@@ -286,10 +311,13 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
             raise ValueError(f"group {group.group}: sample {sample.rollout.sample} belongs to group {sample.rollout.group}")
     samples = [{**sample_row(sample.rollout), **as_row(sample)} for sample in group.samples]
     limited = any(sample.rollout.support is not None for sample in group.samples)
-    return _CODECS[group.reward_ns is not None, limited].encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
+    noted = group.metrics is not None or any(
+        sample.reward is None or sample.reward_error is not None or sample.logged is not None for sample in group.samples
+    )
+    return _CODECS[group.reward_ns is not None, limited, noted].encode({**as_row(group), "samples": samples, "part": part, "parts": parts})
 
 
 def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:
-    require(math.isfinite(row["reward"]), f"the reward of a sample is {row['reward']}, which is not finite")
-    rollout = sample_of(row, group=group)
-    return ScoredSample(rollout=rollout, completion=row["completion"], reward=row["reward"], components=row["components"])
+    require(row["reward"] is None or math.isfinite(row["reward"]), f"the reward of a sample is {row['reward']}, which is not finite")
+    names = ("completion", "reward", "components", "reward_error", "logged")
+    return ScoredSample(rollout=sample_of(row, group=group), **{name: row[name] for name in names})

@@ -1,6 +1,7 @@
 """The child's side of `pool` and `sessions`: answers each JSON line `[number, payload]` with one of that number until the parent ends.
 
-The rule: nothing that the code prints reaches the two pipes, and nothing it starts outlives the parent.
+Handlers are called in the main thread where no event loop runs, so that they may use signals and `asyncio.run`. Nothing that the code
+prints reaches the two pipes, and nothing it starts outlives the parent.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from penstock.topics.wire.well_formed import well_formed_json
 F_SETSIG = 10
 """Linux: the signal that O_ASYNC sends. Not in Python 3.11's fcntl."""
 LINE_BYTES = 64 << 20
-"""Of the longest request to a handler that serves several at once."""
+"""Of the longest request to a handler that serves several at once, and of the longest result."""
+
+_notes: list[Callable[[str], None]] = []
+
+
+def doing(what: str) -> None:
+    """Tell the parent what this child works on, for the reason of its end if it hangs or crashes; outside a child it does nothing."""
+    for note in _notes:
+        note(what)
 
 
 def main() -> None:
@@ -40,58 +49,86 @@ def main() -> None:
         module, _, name = sys.argv[1].partition(":")
         handler = getattr(importlib.import_module(module), name)(json.loads(requests.readline()))
     # The edge of this process: the reason goes to the parent.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         _reply(replies, {"broken": reason(error)})
         return
-    gives_up = inspect.iscoroutinefunction(handler)
+    gives_up = hasattr(handler, "at_once")
     _reply(replies, {"ready": True, "at_once": getattr(handler, "at_once", 1), "gives_up": gives_up})
+    _notes.append(lambda what: _reply(replies, {"doing": what}))
     if gives_up:
-        import asyncio  # which most children have no use for
-
-        asyncio.run(_serve_at_once(handler, requests, replies))
+        _serve_at_once(handler, requests, replies)
         return
     for line in requests:
         number, payload = json.loads(line)
-        answer: dict[str, Any] = {"call": number}
-        try:
-            answer["result"] = handler(payload)
-        # The edge of this process: a user's function may raise anything, and exit().
-        except (Exception, SystemExit) as error:
-            answer["error"] = reason(error)
-        _reply(replies, answer)
+        _reply(replies, {"call": number, **_outcome(handler, payload)})
 
 
-async def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
-    """Answer lines `[number, payload]` by that number, as the handler gets done with them; a line `[number]` gives that call up."""
-    import asyncio
+def _outcome(handler: Callable[[Any], Any], payload: Any) -> dict[str, Any]:
+    """What the handler returned or raised; an alarm that it has set ends with it."""
+    try:
+        return {"result": handler(payload)}
+    # The edge of this process: a user's function may raise anything, KeyboardInterrupt and exit() included.
+    except BaseException as error:
+        return {"error": reason(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
-    lines = asyncio.StreamReader(limit=LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
+
+def _serve_at_once(handler: Callable[[Any], Any], requests: Any, replies: Any) -> None:
+    """Answer lines `[number, payload]` as the awaitables of the handler end; a line `[number]` gives that call up.
+
+    The loop runs between the calls of the handler, never during one.
+    """
+    import asyncio  # which most children have no use for
+
     calls = dict[int, asyncio.Task[dict[str, Any]]]()
 
-    async def answer(payload: Any) -> dict[str, Any]:
+    async def answer(begun: Awaitable[Any]) -> dict[str, Any]:
         try:
-            return {"result": await handler(payload)}
-        # The edge of this process: a user's function may raise anything, and exit().
-        except (Exception, SystemExit) as error:
+            return {"result": await begun}
+        # The edge of this process, too: only what the parent gives up is cancelled.
+        except BaseException as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
             return {"error": reason(error)}
 
     def ended(call: asyncio.Task[dict[str, Any]], number: int) -> None:
         calls.pop(number, None)
         _reply(replies, {"call": number, **({"error": "was given up"} if call.cancelled() else call.result())})
 
-    while line := await lines.readline():
-        number, *payload = json.loads(line)
-        if payload:
-            calls[number] = asyncio.create_task(answer(payload[0]))
-            calls[number].add_done_callback(partial(ended, number=number))
-        elif number in calls:
-            calls[number].cancel()
+    with asyncio.Runner() as runner:
+        loop, lines = runner.get_loop(), asyncio.StreamReader(limit=LINE_BYTES, loop=runner.get_loop())
+        loop.run_until_complete(loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines, loop=loop), requests))
+        while line := _awaited(loop, loop.create_task(lines.readline())):
+            number, *payload = json.loads(line)
+            if not payload:
+                if number in calls:
+                    calls[number].cancel()
+                continue
+            begun = _outcome(handler, payload[0])
+            if inspect.isawaitable(begun.get("result")):
+                calls[number] = loop.create_task(answer(begun["result"]))
+                calls[number].add_done_callback(partial(ended, number=number))
+            else:
+                _reply(replies, {"call": number, **begun})
+
+
+def _awaited(loop: Any, task: Any) -> Any:
+    """Run the loop until the task is done, however often another task's KeyboardInterrupt or SystemExit stops the loop."""
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except (KeyboardInterrupt, SystemExit):  # who awaits that task gets it, too
+            if task.done():
+                raise
 
 
 def reason(error: BaseException) -> str:
     """An exception in one line, with the place it was raised at; our own errors already are one line."""
-    text = " ".join(str(error).split())[:600]
+    try:
+        text = " ".join(str(error).split())[:600]
+    except Exception:
+        text = "its text cannot be read"
     if type(error).__module__.partition(".")[0] == "penstock":
         return text
     frames = traceback.extract_tb(error.__traceback__)
@@ -106,6 +143,8 @@ def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
             answer, replaced = well_formed_json(answer)
             text = json.dumps({**answer, "replaced": replaced})
         line = text.encode() + b"\n"
+        if len(line) > LINE_BYTES:
+            raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are allowed")
     except (TypeError, ValueError) as error:
         line = json.dumps({"call": answer.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
     sent = 0

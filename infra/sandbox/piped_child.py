@@ -20,6 +20,7 @@ class Call(Generic[Key]):
     key: Key
     payload: str
     attempts_left: int
+    timeout_s: float
     alone: bool = False
     """Whether it gets a child to itself, because a child died while it worked on this call and others, and any of them may be the cause."""
     deadline: float = float("inf")
@@ -43,8 +44,10 @@ class PipedChild(Generic[Key]):
         """Calls it works on side by side."""
         self.gives_up = False
         """Whether it can give up a call and live on."""
+        self.doing = ""
+        """What it last said it works on."""
         self.calls: dict[int, Call[Key]] = {}
-        self._sending: list[tuple[Call[Key], float]] = []
+        self._sending: list[Call[Key]] = []
         self._unsent, self._unread = bytearray(), bytearray()
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
@@ -59,12 +62,13 @@ class PipedChild(Generic[Key]):
         room = 1 if call.alone or any(held.alone for held in self.calls.values()) else self.at_once
         return self.ready and len(self.calls) < room
 
-    def call(self, number: int, call: Call[Key], *, timeout_s: float) -> None:
+    def call(self, number: int, call: Call[Key]) -> None:
         """Send a call; its limit runs from when it is written whole."""
         self.calls[number] = call
+        self.doing = ""
         call.called = time.monotonic()
-        call.deadline = call.called + timeout_s
-        self._sending.append((call, timeout_s))
+        call.deadline = call.called + call.timeout_s
+        self._sending.append(call)
         self.send(f"[{number}, {call.payload}]")
 
     def give_up(self, number: int, reason: str, *, grace_s: float) -> None:
@@ -89,9 +93,9 @@ class PipedChild(Generic[Key]):
             while self._unsent:
                 del self._unsent[: os.write(self.stdin, self._unsent)]
         if not self._unsent:
-            for call, timeout_s in self._sending:
+            for call in self._sending:
                 if call.stopped is None:
-                    call.deadline = time.monotonic() + timeout_s
+                    call.deadline = time.monotonic() + call.timeout_s
             self._sending.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:

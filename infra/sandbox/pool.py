@@ -73,9 +73,10 @@ class ChildPool(Generic[Key]):
         """Number of calls that `poll` has not returned yet."""
         return len(self._waiting) + len(self._ended) + sum(child.wanted for child in self._children)
 
-    def submit(self, key: Key, payload: object) -> None:
-        """Queue a call; it goes to a child at once if one is free."""
-        self._waiting.append(Call(key=key, payload=json.dumps(payload), attempts_left=1 + self._retries))
+    def submit(self, key: Key, payload: object, *, timeout_s: float | None = None) -> None:
+        """Queue a call; it goes to a child at once if one is free. `timeout_s` replaces the pool's limit for this call."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._waiting.append(Call(key=key, payload=json.dumps(payload), attempts_left=1 + self._retries, timeout_s=limit_s))
         self._dispatch()
 
     def cancel(self, keys: Container[Key]) -> None:
@@ -157,7 +158,7 @@ class ChildPool(Generic[Key]):
                 return
             child, call = min(free, key=lambda one: len(one.calls)), self._waiting.popleft()
             call.attempts_left -= 1
-            child.call(next(self._numbers), call, timeout_s=self._timeout_s)
+            child.call(next(self._numbers), call)
             self._watch(child)
 
     def _watch(self, child: PipedChild[Key]) -> None:
@@ -178,6 +179,9 @@ class ChildPool(Generic[Key]):
     def _take(self, child: PipedChild[Key], answer: dict[str, Any]) -> None:
         if "broken" in answer:
             raise ChildError(f"cannot serve {self._target}: {answer['broken']}")
+        if "doing" in answer:
+            child.doing = answer["doing"]
+            return
         self._count_time()
         if "ready" in answer:
             child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
@@ -195,7 +199,8 @@ class ChildPool(Generic[Key]):
         now = time.monotonic()
         for child in list(self._children):
             overdue = [number for number, call in child.calls.items() if call.deadline <= now]
-            reason = f"took longer than {self._timeout_s if child.ready else self._start_timeout_s:g} s"
+            limit_s = min((child.calls[number].timeout_s for number in overdue), default=self._start_timeout_s)
+            reason = f"took longer than {limit_s:g} s"
             if child.deadline <= now or (overdue and not child.gives_up) or any(child.calls[number].stopped for number in overdue):
                 self._replace(child, f"{reason} and was killed")
                 continue
@@ -204,12 +209,12 @@ class ChildPool(Generic[Key]):
 
     def _give_up(self, child: PipedChild[Key], number: int, reason: str) -> None:
         if child.gives_up:
-            child.give_up(number, reason, grace_s=GRACE_S)
+            child.give_up(number, _of(child, reason), grace_s=GRACE_S)
             self._watch(child)
 
     def _replace(self, child: PipedChild[Key], reason: str) -> None:
         self._count_time()
-        calls, ready = [call for call in child.calls.values() if not call.unwanted], child.ready
+        calls, ready, reason = [call for call in child.calls.values() if not call.unwanted], child.ready, _of(child, reason)
         shared = len(child.calls) > 1
         self._end(child)
         if not ready:
@@ -235,3 +240,12 @@ class ChildPool(Generic[Key]):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(descriptor)
         child.close()
+
+
+def _of(child: PipedChild[Any], reason: str) -> str:
+    """The reason with what the child was doing, where that can only be of the one call that it worked on.
+
+    Example:
+        _of(child, "died with signal SIGSEGV")  # -> "reward f died with signal SIGSEGV"
+    """
+    return f"{child.doing} {reason}" if child.doing and len(child.calls) == 1 else reason

@@ -29,8 +29,13 @@ ORIGINAL = (pa.field("headers", pa.list_(HEADER)), pa.field("raw", pa.binary()),
 _TAKEN = frozenset(field.name for field in (*PLACE, *ORIGINAL))
 VERSIONS = (pa.field("policy_version_min", pa.int64()), pa.field("policy_version_max", pa.int64()))
 WORKER = pa.field("worker", pa.string())
-_GROUP_FACTS = ("tokens", "reward_mean", "sha256")
-GROUP_FACTS = (pa.field("tokens", pa.int64()), pa.field("reward_mean", pa.float64()), pa.field("sha256", pa.string()))
+GROUP_FACTS = (
+    pa.field("tokens", pa.int64()),
+    pa.field("reward_mean", pa.float64()),
+    pa.field("sha256", pa.string()),
+    pa.field("no_reward", pa.int64()),
+)
+_GROUP_FACTS = tuple(field.name for field in GROUP_FACTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 The rule: pure functions, shared by the scorer of a live run and by the rescoring of a recorded one.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,31 +20,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The outcome of a group whose completions all have a reward."""
+    """The outcome of a group that the reward functions scored."""
 
     outcome: Outcome
     reason: str | None
     """The reason it was filtered; None if it was scored."""
     samples: tuple[ScoredSample, ...]
+    metrics: str | None
+    """What the reward functions logged for the group, as JSON."""
 
 
 def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Score", *, algorithm: AlgorithmSection) -> Verdict:
     """The outcome of these samples, by number; applies the configured penalty for truncated ones and filters."""
-    rewards: list[float] = list(score.rewards)
-    if algorithm.truncated == "penalise":
-        penalty = algorithm.truncated_penalty
-        rewards = [reward + penalty * (sample.finish == "length") for reward, sample in zip(rewards, samples, strict=True)]
+    penalty = algorithm.truncated_penalty if algorithm.truncated == "penalise" else 0.0
     scored = tuple(
-        ScoredSample(rollout=sample, completion=text, reward=reward, components=components)
-        for sample, text, reward, components in zip(samples, completions, rewards, score.components, strict=True)
-    )
-    if algorithm.filter_zero_variance and zero_variance(rewards) and not (algorithm.combine == "advantages" and _differ(score)):
-        return Verdict(outcome="filtered", reason=f"every sample has the reward {rewards[0]:g}", samples=scored)
-    if not any(is_trained(sample, truncated=algorithm.truncated) for sample in samples):
-        return Verdict(
-            outcome="filtered", reason="no sample has a trained token: each is truncated, aborted, empty or masked", samples=scored
+        ScoredSample(
+            rollout=sample,
+            completion=completions[number],
+            reward=reward if reward is None or sample.finish != "length" else reward + penalty,
+            components=score.components[number],
+            reward_error=score.broken.get(number),
+            logged=json.dumps(score.logged[number]) if score.logged else None,
         )
-    return Verdict(outcome="scored", reason=None, samples=scored)
+        for number, (sample, reward) in enumerate(zip(samples, score.rewards, strict=True))
+    )
+    reason = _filtered(scored, score, algorithm)
+    metrics = json.dumps(dict(score.metrics)) if score.metrics else None
+    return Verdict(outcome="scored" if reason is None else "filtered", reason=reason, samples=scored, metrics=metrics)
+
+
+def _filtered(samples: Sequence[ScoredSample], score: "Score", algorithm: AlgorithmSection) -> str | None:
+    """Why a group is filtered, or None."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) < min(2, len(samples)):
+        causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"
+        return f"{len(rewards)} of {len(samples)} samples have a reward: {causes}"
+    if algorithm.filter_zero_variance and zero_variance(rewards) and not (algorithm.combine == "advantages" and _differ(score)):
+        return f"every sample {'with a reward ' if len(rewards) < len(samples) else ''}has the reward {rewards[0]:g}"
+    if not any(is_trained(sample.rollout, truncated=algorithm.truncated) for sample in samples if sample.reward is not None):
+        return "no sample has a trained token: each is truncated, aborted, empty or masked"
+    return None
 
 
 def is_trained(sample: Rollout, *, truncated: str) -> bool:

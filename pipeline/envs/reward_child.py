@@ -5,13 +5,15 @@ The rule: where a function is async, or a service, one child judges many groups 
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.infra.sandbox.pool import ChildPool
 from penstock.pipeline.envs.builtin_rewards import WARM_UPS
 from penstock.pipeline.envs.rewards import Score, episodes_of, resolve
+from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.topics.groups import Group, version_min
 from penstock.topics.prompts import Prompt
 from penstock.topics.samples import Rollout, generated
@@ -23,10 +25,11 @@ CHILD = "penstock.pipeline.envs.reward_child:child"
 """Target of `ChildPool`; its `init` is `spec(...)`, its payloads are `payload(...)`, its results `Score.of(...)`."""
 
 
-def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> ChildPool[Any]:
-    """Child processes that judge by a run's reward functions; `settings` are those of `spec`. Each call is tried twice."""
+def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> RewardPool[Any]:
+    """Child processes that score by a run's reward functions; `settings` are those of `spec`."""
     init = spec(reward.functions, reward.weights, timeout_s=reward.timeout_s, concurrency=reward.concurrency, **settings)
-    return ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s)
+    children: ChildPool[Any] = ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s, retries=0)
+    return RewardPool(children, timeout_s=reward.timeout_s)
 
 
 def spec(
@@ -93,14 +96,15 @@ def child(init: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
         if name in WARM_UPS:
             WARM_UPS[name]()
     if not any(map(inspect.iscoroutinefunction, rewards.functions)):
-        return lambda group: _plain(rewards.score(**group))
+        return lambda group: asdict(rewards.score(**group))
 
-    async def judge(group: Mapping[str, Any]) -> dict[str, Any]:
-        return _plain(await rewards.judge(**group))
+    def judge(group: Mapping[str, Any]) -> Any:
+        score = rewards.judge(**group)
+        return asdict(score) if isinstance(score, Score) else _plain(score)
 
     judge.at_once = init["concurrency"]  # type: ignore[attr-defined]
     return judge
 
 
-def _plain(score: Score) -> dict[str, Any]:
-    return {"rewards": score.rewards, "components": score.components}
+async def _plain(score: Awaitable[Score]) -> dict[str, Any]:
+    return asdict(await score)

@@ -1,8 +1,9 @@
 """Scores a group by TRL-style functions `f(prompts, completions, **columns) -> list[float | None]`, weighted and added.
 
-Beside columns a function can ask for `completion_ids` and `trainer_state`, as in TRL, and for `completion_lengths` and
-`max_completion_length`; a column with the name of one of these is under `columns`. A broken reward is a failure with its reason, never a
-zero; `None` says that a function does not apply.
+Beside columns a function can ask for `completion_ids`, `trainer_state`, `log_extra` and `log_metric`, as in TRL, and for
+`completion_lengths` and `max_completion_length`; a column with the name of one of these is under `columns`. Functions are called in the
+main thread where no event loop runs; awaitables that they return are awaited together. A broken reward is a failure with its reason, never
+a zero; `None` says that a function does not apply, and a completion to which none applies has no reward.
 Importing this module is cheap: every child process does.
 """
 
@@ -10,37 +11,56 @@ import asyncio
 import hashlib
 import inspect
 import json
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from math import isfinite
-from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from penstock.infra.sandbox.child import doing
 from penstock.pipeline.config.plugins import PluginError, is_address, load, nearest, short_name, source_digest, split_options
 from penstock.pipeline.envs import builtin_rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS, JUDGE_ANSWERS
 from penstock.pipeline.envs.datasets.answers import FORMS, AnswerError, accepted, with_facts
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN
-from penstock.pipeline.envs.reward_faults import RewardError
-from penstock.pipeline.envs.reward_service import RewardService
+from penstock.pipeline.envs.scoring.faults import RewardError, broke
+from penstock.pipeline.envs.scoring.logged import NAMES, Logged
+from penstock.pipeline.envs.scoring.service import RewardService
+from penstock.pipeline.envs.scoring.values import bounded, checked
 from penstock.topics.samples import GENERATED, Turn, reward_of
+
+NOTHING: Final = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """A group's rewards, in the order of its completions."""
 
-    rewards: tuple[float, ...]
+    rewards: tuple[float | None, ...]
+    """None for a completion to which no function applies, or whose reward broke."""
     components: tuple[tuple[float | None, ...], ...]
     """One row per completion, with one value per reward function."""
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """Completion -> why its reward broke, where those of others did not."""
+    logged: tuple[Mapping[str, Any], ...] = ()
+    """What the functions logged for each completion; empty if they logged nothing."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What they logged for the group."""
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
         """Convert a child's answer."""
-        return Score(rewards=tuple(result["rewards"]), components=tuple(tuple(row) for row in result["components"]))
+        broken = {int(number): reason for number, reason in result.get("broken", {}).items()}
+        return Score(
+            rewards=tuple(result["rewards"]), components=tuple(map(tuple, result["components"])), broken=broken,
+            logged=tuple(result.get("logged", ())), metrics=result.get("metrics", {}),
+        )  # fmt: skip
+
+    @property
+    def scored(self) -> tuple[float, ...]:
+        """The rewards of the completions that have one."""
+        return tuple(reward for reward in self.rewards if reward is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +93,11 @@ class Rewards:
     """Of a mixture: source -> the functions that judge its rows, by their names or whole; a source that is missing has all."""
 
     def score(self, completions: Sequence[str], **group: Any) -> Score:
-        """As `judge`, which it runs to its end."""
-        return _loop().run_until_complete(self.judge(completions, **group))
+        """As `judge`; awaits what async functions return."""
+        score = self.judge(completions, **group)
+        return score if isinstance(score, Score) else _loop().run_until_complete(score)
 
-    async def judge(
+    def judge(
         self,
         completions: Sequence[str],
         *,
@@ -86,14 +107,17 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]] = (),
         step: int = 0,
         episodes: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Score:
-        """Score the completions of one prompt; for a conversational one (`messages`), functions get lists of messages, as in TRL.
+    ) -> Score | Coroutine[Any, Any, Score]:
+        """Score the completions of one prompt, to be awaited where a function is async.
+
+        For a conversational one (`messages`), functions get lists of messages, as in TRL. `step` is the number of optimizer steps behind
+        the weights that drew them. `episodes`, of trajectories, has what `episode` returns for each: a function can ask for
+        `environment_reward` and for `conversations`; completions are what the policy said in them.
 
         Every function gets arguments of its own, and every completion values of its own: what one changes in them no other sees.
-        `step` is the number of optimizer steps behind the weights that drew them. `episodes`, of trajectories, has what `episode` returns
-        for each: a function can ask for `environment_reward` and for `conversations`; completions are what the policy said in them.
+
         Raises:
-            RewardError: a function raised, or returned a wrong length, a wrong type or a number that is not finite; or none applies.
+            RewardError: a function raised, or returned a wrong length, a wrong type, or a number that is not finite or too large.
         """
         count = len(completions)
         facts = self._facts(count, completion_ids, step)
@@ -106,9 +130,10 @@ class Rewards:
             facts |= {"prompts": [prompt] * count, "completions": list(completions)}
         else:
             facts |= {"prompts": [messages] * count, "completions": said}
-        by_function = await self._values(columns, facts, last=[answers[-1]["content"] for answers in said])
-        components = tuple(zip(*by_function, strict=True)) if count else ()
-        return Score(rewards=tuple(self._total(row, number) for number, row in enumerate(components)), components=components)
+        logged = Logged(count)
+        returned = self._called(columns, facts, logged, last=[answers[-1]["content"] for answers in said])
+        score = partial(self._score, logged=logged, count=count)
+        return _awaited(self.names, returned, score) if any(map(inspect.isawaitable, returned)) else score(returned)
 
     def check(self, columns: Mapping[str, Any], *, without_json: Mapping[str, str] | None = None, answer_field: str = "answer") -> None:
         """Check that a row has the columns that every function takes, and an answer that the built-in ones can judge.
@@ -150,43 +175,68 @@ class Rewards:
             "max_completion_length": self.max_completion_length,
             "environment_reward": [None] * count,
             "conversations": [None] * count,
+            **dict.fromkeys(NAMES),
             "trainer_state": TrainerState(global_step=step, max_steps=self.max_steps),
         }
 
-    async def _values(self, columns: Mapping[str, Any], facts: Mapping[str, Any], *, last: Sequence[str]) -> list[list[float | None]]:
-        """What each function returns; built-in ones score `last`, the texts that the policy generated last."""
-        count = len(last)
+    def _called(self, columns: Mapping[str, Any], facts: Mapping[str, Any], logged: Logged, *, last: Sequence[str]) -> list[Any]:
+        """What each function returned, `NOTHING` for those that do not apply to the row; built-in ones score `last`, the texts that the
+        policy generated last.
+        """
         returned: list[Any] = []
         judges, offered = dict(self._judges(columns)), with_facts(columns, facts)
         for name in self.names:
-            if (function := judges.get(name)) is None:
-                returned.append([None] * count)
+            function = judges.get(name)
+            if function is None:
+                returned.append(NOTHING)
                 continue
             built_in = split_options(name)[0] in BUILTINS
             taken = _arguments(name, function, {**offered, "completions": last} if built_in else offered)
-            arguments = {key: fresh(value) if key in facts else [fresh(value) for _ in range(count)] for key, value in taken.items()}
+            arguments = {key: fresh(value) if key in facts else [fresh(value) for _ in last] for key, value in taken.items()}
+            arguments |= {key: log for key, log in logged.functions(name).items() if key in arguments}
+            doing(f"reward {name}")
+            asyncio.set_event_loop(_loop())  # for functions that call get_event_loop()
             try:
                 returned.append(function(**arguments))
             # The boundary to a user's function: its failure is the group's.
-            except (Exception, SystemExit) as error:
-                raise _broke(name, error) from error
-        waiting = [number for number, value in enumerate(returned) if inspect.isawaitable(value)]
-        if waiting:
-            values = await asyncio.gather(*(returned[number] for number in waiting), return_exceptions=True)
-            for number, value in zip(waiting, values, strict=True):
-                if isinstance(value, BaseException):
-                    raise _broke(self.names[number], value) from value
-                returned[number] = value
-        return [_checked(name, value, count) for name, value in zip(self.names, returned, strict=True)]
+            except BaseException as error:
+                raise broke(name, error, function) from error
+        return returned
 
-    def _total(self, row: Sequence[float | None], number: int) -> float:
+    def _score(self, returned: Sequence[Any], *, logged: Logged, count: int) -> Score:
+        columns: list[list[float | None]] = []
+        for name, value in zip(self.names, returned, strict=True):
+            numbers, parts = ([None] * count, []) if value is NOTHING else checked(name, value, count)
+            logged.parts(name, parts)
+            columns.append(numbers)
+        components = tuple(zip(*columns, strict=True)) if count else ()
+        rewards = tuple(self._total(row, number) for number, row in enumerate(components))
+        return Score(rewards=rewards, components=components, logged=logged.rows, metrics=logged.metrics)
+
+    def _total(self, row: Sequence[float | None], number: int) -> float | None:
         applying = [weight * value for weight, value in zip(self.weights, row, strict=True) if value is not None]
-        if not applying:
-            raise RewardError(f"no reward function applies to completion {number}: {', '.join(self.names)} returned None")
-        total = sum(applying)
-        if not isfinite(total):
-            raise RewardError(f"the weighted sum of the rewards of completion {number} is {total}")
-        return total
+        return bounded(sum(applying), f"the weighted sum of the rewards of completion {number}") if applying else None
+
+
+async def _awaited(names: Sequence[str], returned: Sequence[Any], score: Callable[[Sequence[Any]], Score]) -> Score:
+    """The score once every awaitable that the functions returned is done."""
+
+    async def value(name: str, awaitable: Any) -> Any:
+        try:
+            return await awaitable
+        # The boundary to a user's function, too: only what the parent gives up is cancelled.
+        except BaseException as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return broke(name, error)
+
+    waiting = [number for number, value in enumerate(returned) if inspect.isawaitable(value)]
+    doing(f"reward {', '.join(names[number] for number in waiting)}")
+    values = await asyncio.gather(*(value(names[number], returned[number]) for number in waiting))
+    for result in values:
+        if isinstance(result, RewardError):
+            raise result
+    return score([dict(zip(waiting, values, strict=True)).get(number, value) for number, value in enumerate(returned)])
 
 
 def resolve(
@@ -329,32 +379,12 @@ def fresh(value: Any) -> Any:
     return value
 
 
-def _broke(name: str, error: BaseException) -> RewardError:
-    if isinstance(error, RewardError):
-        return error
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    return RewardError(f"reward {name} broke: {type(error).__name__}: {' '.join(str(error).split())[:400]}{where}")
-
-
-def _checked(name: str, returned: Any, count: int) -> list[float | None]:
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if not isinstance(values, (list, tuple)):
-        raise RewardError(f"reward {name} returned a {type(returned).__name__}, expected a list of {count} numbers")
-    if len(values) != count:
-        raise RewardError(f"reward {name} returned {len(values)} values for {count} completions")
-    checked: list[float | None] = []
-    for number, value in enumerate(values):
-        reward = value.item() if hasattr(value, "item") else value
-        if reward is not None and not isinstance(reward, Real):
-            raise RewardError(f"reward {name} returned {reward!r} for completion {number}, expected a number or None")
-        if reward is not None and not isfinite(reward):
-            raise RewardError(f"reward {name} returned {reward} for completion {number}, which is not finite")
-        checked.append(None if reward is None else float(reward))
-    return checked
-
-
-@lru_cache(maxsize=1)
 def _loop() -> asyncio.AbstractEventLoop:
-    # One loop for the life of the process, so that an async function can keep its HTTP session between calls.
-    return asyncio.new_event_loop()
+    """One loop for the life of the process, unless a function closes it: an async function can keep its HTTP session between calls."""
+    loop = _loops[-1] if _loops else None
+    if loop is None or loop.is_closed():
+        _loops[:] = [loop := asyncio.new_event_loop()]
+    return loop
+
+
+_loops: list[asyncio.AbstractEventLoop] = []

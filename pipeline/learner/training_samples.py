@@ -78,11 +78,17 @@ def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callab
     """From a group to one advantage a sample: the `function` of its rewards or, under `combine` = "advantages", for several rewards the
     weighted sum of the `function` of each component (GDPO, arXiv 2601.05242, without its last normalisation over the batch).
 
-    A component that does not apply to a sample (None) adds nothing to it, and is not in the mean of the others.
+    A component that does not apply to a sample (None) adds nothing to it, and is not in the mean of the others. A sample without a reward
+    is not passed to the function; its advantage is 0.
     """
 
     def of_rewards(group: Group) -> Any:
-        return function(np.array(group.rewards, np.float64))
+        given = np.asarray(function(np.array(group.rewards, np.float64)))
+        if len(group.rewards) == len(group.samples):
+            return given
+        total = np.zeros(len(group.samples), given.dtype)
+        total[[sample.reward is not None for sample in group.samples]] = given
+        return total
 
     def of_components(group: Group) -> Any:
         total = np.zeros(len(group.samples), np.float64)
@@ -97,7 +103,7 @@ def combined_advantages(function: Callable[..., Any], *, combine: str) -> Callab
 
 
 def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: str) -> list[TokenSequence]:
-    """The samples of a group that are trained, in order of their numbers; aborted, empty and masked ones are not.
+    """The samples of a group that are trained, in order of their numbers; those without a reward, aborted, empty and masked ones are not.
 
     A trajectory is a sequence for each of its segments, all with the trajectory's advantage. `truncated` is `algorithm.truncated`: under
     "mask" a sample that ran out of tokens is left out, its reward stays in the group's mean.
@@ -105,7 +111,7 @@ def sequences(group: Group, *, advantages: Callable[[Group], Any], truncated: st
     return [
         sequence
         for sample, advantage in zip(group.samples, advantages(group), strict=True)
-        if is_trained(sample.rollout, truncated=truncated)
+        if sample.reward is not None and is_trained(sample.rollout, truncated=truncated)
         for sequence in _parts(sample.rollout, group.prompt_ids, float(advantage))
     ]
 
@@ -271,5 +277,7 @@ def lowered_rewards(
         apart = np.where(batch.completion_mask, batch.behaviour_logprobs - reference(batch), 0.0).sum(1, dtype=np.float64)
         for sample, value in zip(batch.samples.tolist(), apart.tolist(), strict=True):
             found[sample] = found.get(sample, 0.0) + value
-    samples = tuple(replace(one, reward=one.reward - coef * found.get(one.rollout.sample, 0.0)) for one in group.samples)
+    samples = tuple(
+        one if one.reward is None else replace(one, reward=one.reward - coef * found.get(one.rollout.sample, 0.0)) for one in group.samples
+    )
     return replace(group, samples=samples), {"kl_reference_k1_sum": sum(found.values())}

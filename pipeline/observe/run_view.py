@@ -26,7 +26,7 @@ from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
 
 SCORED = frozenset({"scored", "filtered"})
-"""Outcomes with a reward for every sample."""
+"""Outcomes of groups that the reward functions scored."""
 DECODED = frozenset({"ledger", "metrics"})
 """Topics whose payloads are looked at here; of the others the headers say enough."""
 TOPICS_READ = ("dead-letters", *(topic for topic in TOPICS if topic not in ("run", "weights", "dead-letters")))
@@ -75,6 +75,8 @@ class RunView:
     """run_id and uri, once the tracker has said them."""
     rewards: dict[int, Tally] = field(default_factory=dict)
     """All scored samples, filtered ones included, by the oldest policy version of their group."""
+    no_reward: int = 0
+    """Samples of scored and filtered groups that have no reward."""
     moved_ms: int = 0
     """When there was progress last: the run was registered or started, a step, a version, a group, a sample, a prompt, an evaluation."""
     worked: WorkingTime = field(default_factory=WorkingTime)
@@ -177,11 +179,20 @@ class RunView:
         assert headers.outcome is not None
         if headers.group in self.groups or headers.group in self.past.groups:
             return None
-        outcome = GroupFacts(headers.outcome, headers.samples or 0, headers.tokens or 0, headers.reward_mean, headers.policy_version_min)
+        outcome = GroupFacts(
+            headers.outcome,
+            headers.samples or 0,
+            headers.tokens or 0,
+            headers.reward_mean,
+            headers.policy_version_min,
+            headers.no_reward or 0,
+        )
         self.groups[headers.group] = outcome
         self.open.pop(headers.group, None)
+        self.no_reward += outcome.no_reward
         if outcome.outcome in SCORED and outcome.reward_mean is not None and outcome.version_min is not None:
-            tally = Tally(outcome.samples, outcome.samples * outcome.reward_mean)
+            scored = outcome.samples - outcome.no_reward
+            tally = Tally(scored, scored * outcome.reward_mean)
             self.rewards[outcome.version_min] = self.rewards.get(outcome.version_min, Tally()).plus(tally)
         return headers
 

@@ -29,6 +29,7 @@ class GroupFacts(NamedTuple):
     tokens: int
     reward_mean: float | None
     version_min: int | None
+    no_reward: int = 0
 
 
 class Opened(NamedTuple):

@@ -2,7 +2,7 @@
 
 from penstock.infra.errors import ConfigError, Fenced, Unrecoverable
 from penstock.pipeline.envs.datasets.rows import DataError
-from penstock.pipeline.envs.reward_faults import BrokenReward
+from penstock.pipeline.envs.scoring.faults import BrokenReward
 from penstock.topics.wire.errors import NewerSchema
 
 ENDED, FAILED, HOPELESS, BROKEN = 0, 1, 2, 3

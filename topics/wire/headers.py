@@ -48,6 +48,8 @@ class Headers:
     sample_tokens: tuple[tuple[int, int], ...] | None = None
     """Number and tokens of each sample of a record of several."""
     turn: int | None = None
+    no_reward: int | None = None
+    """Samples of a group that have no reward."""
 
     def encode(self, value: Payload) -> RawHeaders:
         """Names and ASCII values on the wire, checksum of this payload included; absent headers are left out, `reward-mean` is exact.

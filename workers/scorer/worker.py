@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from penstock.infra.log import Assigned, Member, Records, Revoked, Transactions
-from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.reward_child import payload_of, reward_pool
-from penstock.pipeline.envs.reward_faults import FaultCount
 from penstock.pipeline.envs.rewards import Score
+from penstock.pipeline.envs.scoring.faults import FaultCount
+from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.pipeline.envs.tokenization import Decoder
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 from penstock.pipeline.runtime.session import Session
@@ -44,7 +45,7 @@ def main(session: Session) -> None:
     session.check_model()
     follower = LedgerFollower(session.log, session.run)
     transactions = session.transactions()
-    pool: ChildPool[Job] = reward_pool(
+    pool: RewardPool[Job] = reward_pool(
         config.reward,
         size=config.scorer.processes,
         max_steps=session.info["steps"],
@@ -88,7 +89,7 @@ class Scorer:
     session: Session
     member: Member
     transactions: Transactions
-    pool: ChildPool[Job]
+    pool: RewardPool[Job]
     decoder: Decoder
     owned: dict[int, PartitionGroups] = field(default_factory=dict)
     reports: RolloutReports = field(init=False)
@@ -304,11 +305,17 @@ class Scorer:
             self.session.dead_letters.write(group.prompt_record, error)
             self._faults.failed(result.reason)
             return self._group(group, "failed", result.reason, ())
-        self._faults.passed()
-        self.session.reporter.add("groups")
-        self.session.reporter.add("reward_s", result.seconds)
-        outcome = verdict(group.ordered(), scoring.completions, Score.of(result.result), algorithm=self.session.config.algorithm)
-        return replace(self._group(group, outcome.outcome, outcome.reason, outcome.samples), reward_ns=round(1e9 * result.seconds))
+        score = Score.of(result.result)
+        self._faults.partly(score.broken.values(), len(score.rewards))
+        for number, reason in score.broken.items():
+            self.session.reporter.say(f"sample {number} of group {group.group} has no reward: {reason}")
+        reporter = self.session.reporter
+        reporter.add("groups")
+        reporter.add("reward_s", result.seconds)
+        reporter.add("no_reward", len(score.rewards) - len(score.scored))
+        outcome = verdict(group.ordered(), scoring.completions, score, algorithm=self.session.config.algorithm)
+        record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
+        return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 
     def _overdue(self) -> list[Group]:
         """Outcome "abandoned" for incomplete groups past their deadline, which counts only time in which a rollout worker was there."""

@@ -176,4 +176,4 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[
 
 
 def _score(score: Score) -> str:
-    return f"{score.rewards[0]:g}"
+    return "none" if score.rewards[0] is None else f"{score.rewards[0]:g}"

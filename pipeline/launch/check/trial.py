@@ -52,7 +52,7 @@ def judge(
         reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s, max_steps=1,
         max_completion_length=config.max_drawn_tokens,
     )  # fmt: skip
-    with _children(reward_child.CHILD, init, timeout_s=reward.timeout_s) as pool:
+    with _children(reward_child.CHILD, init, timeout_s=COPIES * reward.timeout_s) as pool:
         return [
             rewards.Score.of(
                 _result(
@@ -76,7 +76,10 @@ def judge_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
     """As `judge`, of the rows' own answers, or of their prompts where there is none: nothing is drawn. Raises `PenstockError`."""
     decoder = Decoder(config.model.path)
     texts = [_own_answer(row) for row in rows]
-    return judge(config, rows, texts, [decoder.encode(text) for text in texts], [None] * len(rows))
+    scores = judge(config, rows, texts, [decoder.encode(text) for text in texts], [None] * len(rows))
+    if rows and not any(score.scored for score in scores):
+        raise PenstockError(f"the reward of {rows[0].origin}: every reward function returned None, as for all rows tried")
+    return scores
 
 
 def _own_answer(row: Row) -> str:

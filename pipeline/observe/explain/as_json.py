@@ -3,6 +3,7 @@
 The rule: every number is one that stands in a record, or follows from records by the run's own functions; an unknown one is None.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from penstock.pipeline.observe.recorded_run import Letter, read_run
 from penstock.pipeline.observe.report.rebases import rebased_fields
 from penstock.pipeline.runtime.topic_reader import Read
 from penstock.pipeline.scheduling import rules
-from penstock.topics.groups import Group
+from penstock.topics.groups import Group, ScoredSample
 from penstock.topics.ledger import Entry
 from penstock.topics.rollouts import Rollout
 from penstock.topics.samples import generated
@@ -103,7 +104,9 @@ def _samples(history: GroupHistory, shares_of: Mapping[int, SampleShare]) -> lis
                 "completion": judged.completion if judged else texts and texts.completion(generated(rollout)),
                 "reward": judged and judged.reward,
                 "components": judged and dict(zip(names, judged.components, strict=False)),
-                "trained": _trained(rollout, share) if trained else None,
+                "reward_error": judged and judged.reward_error,
+                "logged": json.loads(judged.logged) if judged and judged.logged else None,
+                "trained": _trained(rollout, share, judged) if trained else None,
                 "advantage": share and share.advantage,
                 "trained_tokens": share and share.tokens,
                 "micro_batch": share and share.micro_batch,
@@ -129,10 +132,12 @@ def _spans(rollout: Rollout) -> list[dict[str, int]]:
     return [{"version": version, "from": low, "to": high} for version, low, high in spans]
 
 
-def _trained(rollout: Rollout, share: SampleShare | None) -> str:
+def _trained(rollout: Rollout, share: SampleShare | None, scored: ScoredSample | None) -> str:
     """yes, or why a sample of a trained group is not trained."""
     if share is not None:
         return "yes" if share.tokens else "no token of it is in the loss mask"
+    if scored is not None and scored.reward is None:
+        return scored.reward_error or "no reward: every reward function returned None"
     if rollout.finish == "abort":
         return "aborted"
     return "out of tokens, algorithm.truncated = mask" if len(rollout.token_ids) else "empty"
@@ -144,9 +149,10 @@ def _rewards(group: Group | None) -> dict[str, Any] | None:
     return {
         "names": list(group.reward_names),
         "weights": list(group.reward_weights),
-        "mean": sum(group.rewards) / len(group.rewards),
-        "lowest": min(group.rewards),
-        "highest": max(group.rewards),
+        "mean": sum(group.rewards) / len(group.rewards) if group.rewards else None,
+        "lowest": min(group.rewards, default=None),
+        "highest": max(group.rewards, default=None),
+        "metrics": json.loads(group.metrics) if group.metrics else None,
     }
 
 

@@ -76,7 +76,7 @@ def _samples(life: Plain, zero: float | None) -> list[str]:
     ]
     played = [f"{sample['sample']:>6}  {_played(sample)}" for sample in samples if sample.get("turns")]
     texts = [
-        (sample["sample"], sample["completion"]) for sample in samples if sample["reward"] is None and sample["completion"] is not None
+        (sample["sample"], sample["completion"]) for sample in samples if sample["components"] is None and sample["completion"] is not None
     ]
     return [*_table(head, rows), *played, *(f"{number:>6}  {_short(json.dumps(text, ensure_ascii=False))}" for number, text in texts)]
 
@@ -111,7 +111,7 @@ def _rewards(life: Plain) -> list[str]:
     head.append("completion")
     rows = []
     for sample in life["samples"]:
-        if sample["reward"] is None:
+        if sample["components"] is None:
             continue
         row = [str(sample["sample"]), _number(sample["reward"]), *(_number(sample["components"][name]) for name, _ in named)]
         if trained and sample["trained"] == "yes":
@@ -121,7 +121,15 @@ def _rewards(life: Plain) -> list[str]:
             row += ["-", f"0: {sample['trained']}" if life["step"]["denominator"] is not None else "-", "-", "-", "-"]
         rows.append([*row, _short(json.dumps(sample["completion"], ensure_ascii=False), SHOWN_COMPLETION)])
     mean = f"mean {_number(rewards['mean'])}, from {_number(rewards['lowest'])} to {_number(rewards['highest'])}"
-    return [*_table(head, rows), mean]
+    return [*_table(head, rows), mean, *_logged(life)]
+
+
+def _logged(life: Plain) -> list[str]:
+    """Why samples have no reward, and what reward functions logged."""
+    lines = [f"{sample['sample']:>6}  {sample['reward_error']}" for sample in life["samples"] if sample["reward_error"]]
+    lines += [f"{sample['sample']:>6}  logged {_short(json.dumps(sample['logged']))}" for sample in life["samples"] if sample["logged"]]
+    metrics = life["rewards"]["metrics"]
+    return [*lines, f"logged {', '.join(f'{name} {_number(value)}' for name, value in metrics.items())}"] if metrics else lines
 
 
 def _outcome(life: Plain, zero: float | None) -> list[str]:

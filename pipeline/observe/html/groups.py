@@ -130,7 +130,7 @@ class GroupPages:
             created_ns=group.created_ns,
             scored_ns=group.scored_ns,
             reward_ns=group.reward_ns,
-            rewards=np.array(group.rewards),
+            rewards=np.array([sample.reward for sample in group.samples], np.float64),
             components=tuple(sample.components for sample in group.samples),
             advantages=self.advantages.of(group),
             place=place,

@@ -3,12 +3,14 @@
 The rule: a number a page computes with is a column; a text of the run is a JSON string, and never markup.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.pipeline.config.plugins import short_name
 from penstock.pipeline.observe.html.groups import Drawn, GroupPages, Row
@@ -171,13 +173,19 @@ def _group_specs(groups: GroupPages, workers: Mapping[str, int]) -> dict[str, tu
         "g_number": (np.uint32, lambda row: row.group),
         "g_fate": (np.uint8, lambda row: number_of[fate_of[row.group]]),
         "g_step": (np.int32, lambda row: step_of.get(row.group, -1)),
-        "g_reward": (np.float32, lambda row: row.rewards.mean() if len(row.rewards) else np.nan),
+        "g_reward": (np.float32, lambda row: _mean(row.rewards)),
         "g_size": (np.uint16, lambda row: len(row.rollouts)),
         "g_chunk": (np.uint16, lambda row: row.place.chunk if row.place else NONE),
         "g_slot": (np.uint16, lambda row: row.place.slot if row.place else NONE),
         "g_scorer": (np.uint16, lambda row: workers.get(row.scorer, NONE)),
         "g_detail": (np.uint8, lambda row: row.group in groups.wanted.tokens and row.place is not None),
     }
+
+
+def _mean(rewards: npt.NDArray[np.float64]) -> float:
+    """Of the samples that have a reward; NaN if none has."""
+    known = rewards[~np.isnan(rewards)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _step_of(view: RunView) -> dict[int, int]:

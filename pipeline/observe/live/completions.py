@@ -3,6 +3,7 @@
 The rule: a payload is decoded only when its text is shown, however fast groups come.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ class Completion:
 
     which: str
     """best or newest"""
-    reward: float
+    reward: float | None
     prompt: str
     text: str
 
@@ -35,7 +36,7 @@ class Completion:
         Example:
             Completion("best", 1.0, "2+2=", "4").line(60)  # -> "best 1.000  '2+2=' → '4'"
         """
-        head = f"{self.which} {self.reward:.3f}  "
+        head = f"{self.which} {'no reward' if self.reward is None else f'{self.reward:.3f}'}  "
         room = max(8, (width - len(head) - 7) // 2)
         return f"{head}'{_cut(self.prompt, room)}' → '{_cut(self.text, room)}'"
 
@@ -65,7 +66,7 @@ class Completions:
             self._stale = False
             best = self._read(max(self._records, key=lambda kept: kept[0])[1])
             newest = self._read(self._records[-1][1])
-            top = [self._completion("best", best, max(best.samples, key=lambda sample: sample.reward))] if best else []
+            top = [self._completion("best", best, max(best.samples, key=_reward))] if best else []
             self._shown = top + ([self._completion("newest", newest, newest.samples[0])] if newest else [])
         return self._shown
 
@@ -86,6 +87,10 @@ class Completions:
 
     def _completion(self, which: str, group: groups.Group, sample: groups.ScoredSample) -> Completion:
         return Completion(which, sample.reward, without_template(group.prompt, list(self._prompts)), sample.completion)
+
+
+def _reward(sample: groups.ScoredSample) -> float:
+    return -math.inf if sample.reward is None else sample.reward
 
 
 def without_template(prompt: str, prompts: list[str]) -> str:

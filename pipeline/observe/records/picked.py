@@ -37,7 +37,7 @@ def newest_samples(log: Log, run: str) -> list[Picked]:
             group = groups.read(record, run=run)[1]
         except Unusable:
             continue  # the trainer sets it aside
-        scored += [(sample.reward, group, sample.completion) for sample in group.samples]
+        scored += [(sample.reward, group, sample.completion) for sample in group.samples if sample.reward is not None]
     if not scored:
         return []
     ordered = sorted(scored, key=lambda found: -found[0])

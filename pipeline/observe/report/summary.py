@@ -102,6 +102,7 @@ def summarise(view: RunView, *, gone: Sequence[str] = ()) -> dict[str, Any]:
         "repeated": view.repeated,
         "waste": waste.as_json(waste.wastes(view)),
         "samples": sum(map(len, view.samples.values())),
+        "no_reward": view.no_reward,
         "tokens": sum(sum(tokens.values()) for tokens in view.samples.values()),
         "time": {**_time(view, steps, per_version=steps_per_version(view)), **_overhead(view)},
         "trainer_tokens": {name: _sum(steps, f"{name}_tokens") for name in ("real", "padded", "computed")},

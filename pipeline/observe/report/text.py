@@ -150,6 +150,8 @@ def _counts(report: Mapping[str, Any]) -> list[tuple[str, Text]]:
         samples += f", {length['admitted']:.1f} a sample"
     if speed["samples_per_s"]:
         samples += f"; {speed['samples_per_s']:,.1f} samples/s, {speed['tokens_per_s']:,.0f} tokens/s"
+    if without := report.get("no_reward"):
+        samples += f"; {without:,} without a reward"
     causes = {"solved_all": "solved by every sample", "solved_none": "by none", "between": "rewarded alike between"}
     filtered = [f"{report['filtered'][name]:,} {text}" for name, text in causes.items() if report["filtered"][name]]
     ends += [f"of the filtered {', '.join(filtered)}"] if filtered else []

@@ -43,6 +43,8 @@ SAMPLES = pa.schema(
         ("completion", pa.string()),
         ("reward", pa.float64()),
         ("components", pa.list_(pa.float64())),
+        ("reward_error", pa.string()),
+        ("logged", pa.string()),
         ("advantage", pa.float64()),
         ("tokens", pa.int64()),
     ]
@@ -60,6 +62,7 @@ GROUPS = pa.schema(
         ("fate", pa.string()),
         ("reason", pa.string()),
         ("samples", pa.int64()),
+        ("no_reward", pa.int64()),
         ("reward_mean", pa.float64()),
         ("policy_version_min", pa.int64()),
         ("policy_version_max", pa.int64()),
@@ -105,7 +108,7 @@ class RunTables:
                 outcomes[group.group] = _outcome_columns(group, read)
                 taken = [None if value != value else value for value in map(float, advantages.of(group))]  # noqa: PLR0124
                 for sample, advantage in zip(group.samples, taken, strict=True):
-                    given = {name: getattr(sample, name) for name in ("completion", "reward", "components")}
+                    given = {name: getattr(sample, name) for name in ("completion", "reward", "components", "reward_error", "logged")}
                     judged[group.group, sample.rollout.sample] = {**given, "advantage": advantage}
         self._outcomes = outcomes
         drawn = {(read.payload.group, read.payload.sample): read.payload for read in self._reader.samples() if read.payload is not None}
@@ -184,7 +187,8 @@ def _outcome_columns(group: Group, read: Read[Group]) -> dict[str, Any]:
     return {
         "reason": group.reason,
         "samples": len(drawn),
-        "reward_mean": sum(group.rewards) / len(drawn) if drawn else None,
+        "no_reward": len(drawn) - len(group.rewards),
+        "reward_mean": sum(group.rewards) / len(group.rewards) if group.rewards else None,
         "policy_version_min": min((rollout.version_min for rollout in drawn), default=None),
         "policy_version_max": max((rollout.version_max for rollout in drawn), default=None),
         "scored": group.scored_ns,

@@ -66,6 +66,8 @@ class Comparison:
     left: list[dict[str, Any]] = field(default_factory=list)
     newly: list[float] = field(default_factory=list)
     """Rewards of samples that had none."""
+    unscored: int = 0
+    """Samples to which no function applies, or whose reward broke."""
 
     def add(self, found: Rescored | Left) -> None:
         """Add a group."""
@@ -85,28 +87,31 @@ class Comparison:
         recorded = {sample.rollout.sample: sample for sample in found.case.group.samples}
         for sample in found.group.samples:
             old = recorded.get(sample.rollout.sample)
-            if old is None:
+            if sample.reward is None:
+                self.unscored += 1
+            elif old is None or old.reward is None:
                 self.newly.append(sample.reward)
             else:
-                self._compare(found.case.group, found.group, old, sample)
+                self._compare(found.case.group, found.group, old, sample, (old.reward, sample.reward))
 
-    def _compare(self, was: Group, now: Group, old: ScoredSample, new: ScoredSample) -> None:
-        self.rewards.add(old.reward, new.reward)
-        self.prompts[now.row].rewards.add(old.reward, new.reward)
+    def _compare(self, was: Group, now: Group, old: ScoredSample, new: ScoredSample, rewards: tuple[float, float]) -> None:
+        before_sum, after_sum = rewards
+        self.rewards.add(before_sum, after_sum)
+        self.prompts[now.row].rewards.add(before_sum, after_sum)
         earlier = dict(zip(_short(was.reward_names), old.components, strict=False))
         for name, short, value in zip(now.reward_names, _short(now.reward_names), new.components, strict=False):
             before = earlier.get(short)
             if before is not None and value is not None:
                 self.components.setdefault(name, Pair()).add(before, value)
-        if (old.reward >= self.threshold) != (new.reward >= self.threshold):
+        if (before_sum >= self.threshold) != (after_sum >= self.threshold):
             self.flips.append(
                 {
                     "group": now.group,
                     "sample": new.rollout.sample,
                     "prompt": now.prompt,
                     "completion": new.completion,
-                    "before": old.reward,
-                    "after": new.reward,
+                    "before": before_sum,
+                    "after": after_sum,
                 }
             )
 
@@ -122,6 +127,7 @@ class Comparison:
             "judged": sum(self.outcomes.values()),
             **self.rewards.table(),
             "newly_judged": {"samples": len(self.newly), "mean_after": fsum(self.newly) / len(self.newly) if self.newly else None},
+            "no_reward": self.unscored,
             "components": {name: pair.table() for name, pair in self.components.items()},
             "flips": _by_group(self.flips),
             "flips_up": sum(one["after"] >= self.threshold for one in self.flips),

@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.infra.sandbox.pool import ChildPool, Done, Failed
+from penstock.infra.sandbox.pool import Done, Failed
 from penstock.pipeline.config.load import Config, ConfigError, from_table, override, to_json
 from penstock.pipeline.envs.group_outcome import verdict
 from penstock.pipeline.envs.reward_child import payload_of, reward_pool
 from penstock.pipeline.envs.rewards import Score
+from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.pipeline.replay.rescore.cases import Case, Left
 from penstock.topics.groups import Group
 
@@ -77,7 +78,7 @@ def rescore(recorded: Iterable[Case | Left], config: Config, *, steps: int, proc
             given += 1
 
 
-def _take(pool: ChildPool[int], waiting: dict[int, Case | Left], ended: dict[int, Rescored | Left], config: Config) -> None:
+def _take(pool: RewardPool[int], waiting: dict[int, Case | Left], ended: dict[int, Rescored | Left], config: Config) -> None:
     for result in pool.poll(POLL_S):
         case = waiting.pop(result.key)
         assert isinstance(case, Case)
@@ -89,6 +90,6 @@ def judged(case: Case, result: Done[int] | Failed[int], config: Config) -> Group
     names = tuple(config.reward.functions)
     same = replace(case.group, reward_names=names, reward_weights=tuple(config.reward.weights or [1.0] * len(names)))
     if isinstance(result, Failed):
-        return replace(same, outcome="failed", reason=result.reason, samples=())
+        return replace(same, outcome="failed", reason=result.reason, samples=(), metrics=None)
     found = verdict(case.samples, case.completions, Score.of(result.result), algorithm=config.algorithm)
-    return replace(same, outcome=found.outcome, reason=found.reason, samples=found.samples)
+    return replace(same, outcome=found.outcome, reason=found.reason, samples=found.samples, metrics=found.metrics)

@@ -49,6 +49,8 @@ def _summary(report: Plain) -> list[str]:
     new = report["newly_judged"]
     if new["samples"]:
         lines.append(f"          {new['samples']} samples that had no reward: mean {_number(new['mean_after'])}")
+    if report.get("no_reward"):
+        lines.append(f"          {report['no_reward']} samples have no reward: every function returned None, or one broke")
     lines.append("groups    " + (", ".join(f"{count} {change}" for change, count in report["outcomes"].items()) or "none"))
     flips = len(report["flips"])
     lines.append(f"flips     {flips} samples cross {report['threshold']:g}: {report['flips_up']} up, {report['flips_down']} down")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from penstock.pipeline.envs.builtin_rewards import exact_match, math_verify
 from penstock.pipeline.envs.datasets.answers import AnswerError, accepted, is_answer, with_facts
-from penstock.pipeline.envs.reward_faults import RewardError
 from penstock.pipeline.envs.rewards import resolve
+from penstock.pipeline.envs.scoring.faults import RewardError
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from penstock.pipeline.envs import reward_child
 from penstock.pipeline.envs.datasets import open_dataset
 from penstock.pipeline.envs.datasets.rows import Fields, make_row
-from penstock.pipeline.envs.reward_faults import RewardError
 from penstock.pipeline.envs.rewards import resolve
+from penstock.pipeline.envs.scoring.faults import RewardError
 
 SEEN = """
 import json

@@ -10,8 +10,8 @@ from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs import reward_child, rewards
 from penstock.pipeline.envs.builtin_rewards import BUILTINS
-from penstock.pipeline.envs.reward_faults import RewardError
 from penstock.pipeline.envs.rewards import Score, resolve
+from penstock.pipeline.envs.scoring.faults import RewardError
 from tests.support.paths import EXAMPLES, GSM8K
 
 MINE = """
@@ -162,7 +162,6 @@ def test_arrays_and_integers_are_numbers(folder: Path) -> None:
         ("short", "returned 1 values for 2 completions"),
         ("words", "returned '1.0' for completion 0, expected a number or None"),
         ("number", "returned a float, expected a list of 2 numbers"),
-        ("never", "no reward function applies to completion 0"),
     ],
 )
 def test_what_is_no_reward_is_a_failure_with_its_reason(folder: Path, name: str, words: str) -> None:
@@ -257,9 +256,9 @@ def test_children_score_groups_and_outlive_what_hangs_crashes_and_prints(folder:
     assert Score.of(good.result) == Score(rewards=(1.5, 0.5), components=((1.0, 1.0), (0.0, 1.0)))
     assert isinstance(last, Done)
     assert isinstance(hung, Failed)
-    assert hung.reason == "took longer than 1 s and was killed"
+    assert hung.reason == "reward mine.py:hangs took longer than 1 s and was killed"
     assert isinstance(gone, Failed)
-    assert gone.reason == "died with exit status 3"
+    assert gone.reason == "reward mine.py:hangs died with exit status 3"
 
 
 def test_a_childs_failure_names_the_reward_and_the_line(folder: Path) -> None:

@@ -41,10 +41,12 @@ def summary(
 ) -> dict[str, float]:
     """Accuracies with 95 % intervals, pass@k and mean rewards of one version; a prompt whose reward broke is None.
 
-    Such a prompt's completions are counted in `n_failed` and are in nothing else. `greedy` scores one completion a prompt, `sampled`
+    A prompt of which a completion has no reward counts as one whose reward broke. Such a prompt's completions are counted in `n_failed`
+    and are in nothing else. `greedy` scores one completion a prompt, `sampled`
     so many `samples`; `names` are those of the reward functions. A completion whose reward reaches the threshold is solved. avg@k's
     interval is over prompts, whose k samples are not independent.
     """
+    greedy, sampled = ([score if score and None not in score.rewards else None for score in scores] for scores in (greedy, sampled))
     failed = sum(score is None for score in greedy) + samples * sum(score is None for score in sampled)
     values = {"n": float(len(greedy)), "samples": float(samples), "n_failed": float(failed)}
     ones, many = [score for score in greedy if score is not None], [score for score in sampled if score is not None]
@@ -65,12 +67,12 @@ def summary(
 
 
 def _solved(score: Score, threshold: float) -> list[bool]:
-    return [reward >= threshold - 1e-9 for reward in score.rewards]
+    return [reward >= threshold - 1e-9 for reward in score.scored]
 
 
 def _rewards(how: str, scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
     """Mean reward, and the mean of each function over the completions that it applies to."""
-    totals = [reward for score in scores for reward in score.rewards]
+    totals = [reward for score in scores for reward in score.scored]
     means = {f"{how}_reward": sum(totals) / len(totals)}
     for place, name in enumerate(names):
         values = [row[place] for score in scores for row in score.components]

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, Sampling
-from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.infra.sandbox.pool import Failed
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.config.run_config import source_name
 from penstock.pipeline.envs.datasets.configured import open_eval_data
 from penstock.pipeline.envs.datasets.recorded import refuse_changed
 from penstock.pipeline.envs.reward_child import payload, reward_pool
-from penstock.pipeline.envs.reward_faults import FaultCount
 from penstock.pipeline.envs.rewards import Score, episodes_of
+from penstock.pipeline.envs.scoring.faults import FaultCount
+from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
 from penstock.pipeline.runtime.drawing.evaluation.accuracy import summary
 from penstock.pipeline.runtime.drawing.sampling import episode_request
@@ -39,7 +40,7 @@ class Evaluator:
 
     session: Session
     engine: Engine
-    pool: ChildPool[int]
+    pool: RewardPool[int]
     decoder: Decoder
     rows: list[tuple[Any, Any]]
     """(data row, its text and token ids), one per held-out prompt."""
@@ -64,7 +65,7 @@ class Evaluator:
         rows = [(row, renderer.render(row)) for _, row in held]
         reward = config.eval_reward
         longest = config.max_drawn_tokens if config.environment.source else config.eval.max_new_tokens or config.sampling.max_new_tokens
-        pool: ChildPool[int] = reward_pool(reward, max_steps=session.info["steps"], max_completion_length=longest)
+        pool: RewardPool[int] = reward_pool(reward, max_steps=session.info["steps"], max_completion_length=longest)
         names, faults = [name for name, _ in held], FaultCount(config.reward.on_error)
         return cls(session, engine, pool, Decoder(config.model.path), rows, names, renderer, faults, meanwhile)
 

@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.pipeline.config.plugins import PluginError
-from penstock.pipeline.envs.reward_faults import RewardError
+from penstock.pipeline.envs.scoring.faults import RewardError
+from penstock.pipeline.envs.scoring.logged import NAMES
 
 TOKEN = "PENSTOCK_REWARD_TOKEN"
 """Environment variable with what is sent as `Authorization: Bearer …`."""
@@ -53,7 +54,7 @@ class RewardService:
 
     async def judge(self, **given: Any) -> Any:
         """The rewards of one group's completions. Raises `RewardError` with what the service said last."""
-        content = json.dumps({**_without_ids(given), "trainer_state": asdict(given["trainer_state"])})
+        content = json.dumps({**_sent(given), "trainer_state": asdict(given["trainer_state"])})
         end = time.monotonic() + IN_TIME * self._timeout_s
         attempt = 0
         while True:
@@ -90,9 +91,9 @@ class RewardService:
             raise RewardError(f"reward {self.address} answered {_beginning(answer.text)}, expected {expected}") from error
 
 
-def _without_ids(given: dict[str, Any]) -> dict[str, Any]:
-    """Token ids are the longest part by far, and mean nothing to a service without the run's tokenizer."""
-    return {name: value for name, value in given.items() if name != "completion_ids"}
+def _sent(given: dict[str, Any]) -> dict[str, Any]:
+    """Without token ids, the longest part by far, which mean nothing to a service without the run's tokenizer, and without functions."""
+    return {name: value for name, value in given.items() if name not in ("completion_ids", *NAMES)}
 
 
 def _beginning(text: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.pipeline.envs.reward_faults import FEWEST, SHARE, BrokenReward, FaultCount, fault_of
+from penstock.pipeline.envs.scoring.faults import FEWEST, SHARE, BrokenReward, FaultCount, fault_of
 from penstock.pipeline.runtime.exit_status import BROKEN, exit_status
 
 ZERO = "reward f.py:f broke: ZeroDivisionError: division by zero (f.py line 3)"

@@ -15,9 +15,9 @@ from penstock.infra.sandbox.loopback import Loopback
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.envs.reward_child import CHILD, payload, spec
-from penstock.pipeline.envs.reward_faults import RewardError
-from penstock.pipeline.envs.reward_service import TOKEN
 from penstock.pipeline.envs.rewards import digests, resolve
+from penstock.pipeline.envs.scoring.faults import RewardError
+from penstock.pipeline.envs.scoring.service import TOKEN
 
 Answer = Callable[[Request], Coroutine[Any, Any, Response]]
 Serve = Callable[[Answer], str]

@@ -1,0 +1,91 @@
+"""How often a reward has failed in the same way, and when that stops the run.
+
+The rule: the same failure in more than `SHARE` of the groups is a fault of the function, and training on the other groups would be biased.
+"""
+
+import inspect
+import re
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.infra.errors import Unrecoverable
+
+SHARE = 0.05
+FEWEST = 100
+"""Fewer groups count as so many: six equal failures stop a run that has just begun, one does not."""
+
+
+class RewardError(ValueError):
+    """A reward function raised or returned an invalid reward; one line with its name."""
+
+
+def broke(name: str, error: BaseException, function: Callable[..., Any] | None = None) -> RewardError:
+    """What the reward `name` raised, in one line: the exception, the last line of `function`'s own file and where it was raised."""
+    if isinstance(error, RewardError):
+        return error
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None) if function else None
+    own = [frame for frame in frames if code is not None and frame[0] == code.co_filename]
+    lines = dict.fromkeys(f"{Path(file).name} line {line}" for file, line in [*own[-1:], *frames[-1:]])
+    where = f" ({', raised at '.join(lines)})" if lines else ""
+    try:
+        text = " ".join(str(error).split())[:400]
+    except Exception:
+        text = "its text cannot be read"
+    return RewardError(f"reward {name} broke: {type(error).__name__}{f': {text}' if text else ''}{where}")
+
+
+class BrokenReward(Unrecoverable):
+    """A reward fails so often that the run stops; one line with the failure and what to do."""
+
+
+@dataclass(slots=True)
+class FaultCount:
+    """Counts the groups that a worker had scored, and those that failed, by failure; a group of which a part failed counts as that part."""
+
+    on_error: str
+    """`stop` or `drop`."""
+    judged: int = 0
+    faults: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _broken: str | None = None
+
+    def passed(self) -> None:
+        """A group has its rewards."""
+        self.judged += 1
+
+    def failed(self, reason: str) -> None:
+        """A group has none."""
+        self.judged += 1
+        self._count(reason, 1.0)
+
+    def partly(self, reasons: Collection[str], samples: int) -> None:
+        """A group has rewards but for some of its samples, for these reasons."""
+        self.judged += 1
+        for reason in reasons:
+            self._count(reason, 1 / samples)
+
+    def _count(self, reason: str, share: float) -> None:
+        fault = fault_of(reason)
+        self.faults[fault] += share
+        count = round(self.faults[fault], 9)
+        if self.on_error == "stop" and count > SHARE * max(self.judged, FEWEST):
+            self._broken = f"{reason}; it failed so for {count:g} of {self.judged} groups: mend it, or set reward.on_error to 'drop'"
+
+    def check(self) -> None:
+        """Raise `BrokenReward` if a failure was too frequent and `on_error` is `stop`."""
+        if self._broken is not None:
+            raise BrokenReward(self._broken)
+
+
+def fault_of(reason: str) -> str:
+    """What equal failures have in common: function, exception and place, without the exception's own text, which may name the input.
+
+    Example:
+        fault_of("reward f broke: KeyError: 'x7' (f.py line 3)")  # -> "reward f broke: KeyError (f.py line 3)"
+    """
+    match = re.fullmatch(r"(reward .+? broke: \w+)(?:: .*?)?( \([^()]+ line \d+\))?", reason)
+    return f"{match[1]}{match[2] or ''}" if match else re.sub(r"\d+(\.\d+)?", "#", reason)
