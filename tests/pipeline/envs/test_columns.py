@@ -23,7 +23,8 @@ SEEN = """
 import json
 
 def keep(completions, **columns):
-    del columns["trainer_state"]
+    for name in ("trainer_state", "log_extra", "log_metric"):
+        del columns[name]
     with open({path!r}, "w") as file:
         json.dump(columns, file)
     return [1.0] * len(completions)
@@ -37,7 +38,7 @@ def spoil(value):
         while value:
             spoil(value.pop())
 
-def first(prompts, completions, completion_ids, **columns):
+def first(prompts, completions, completion_ids, log_extra, log_metric, **columns):
     count, seen = len(completions), repr([prompts, completions, completion_ids, sorted(columns.items(), key=str)])
     state = columns.pop("trainer_state")
     for argument in (prompts, completions, completion_ids, *columns.values()):

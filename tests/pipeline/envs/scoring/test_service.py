@@ -73,7 +73,8 @@ def test_a_service_gets_what_a_function_would_get_and_its_numbers_are_the_reward
             "Bearer word",
             {
                 "prompts": ["p", "p"], "completions": ["a", "b"], "answer": ["b", "b"], "completion_lengths": [1, 2],
-                "max_completion_length": 0, "environment_reward": [None, None], "trainer_state": {"global_step": 3, "max_steps": 0},
+                "max_completion_length": 0, "environment_reward": [None, None], "conversations": [None, None],
+                "trainer_state": {"global_step": 3, "max_steps": 0},
             },
         )
     ]  # fmt: skip
