@@ -151,8 +151,8 @@ class _Finder:
     def __init__(self, words: Set[str]) -> None:
         self._words = words
         self._lengths = sorted({len(word) for word in words}, reverse=True)
-        starts = "".join(sorted({re.escape(word[0]) for word in words if word}))
-        self._starts = re.compile(f"[{starts}]" if starts else "(?!)")
+        starts = sorted({word[:2] for word in words}, key=len, reverse=True)
+        self._starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
         self.longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int, str]]:

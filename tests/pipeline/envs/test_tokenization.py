@@ -158,6 +158,58 @@ def test_stop_ids_come_from_the_model_its_generation_config_and_its_tokenizer(tm
     assert digests(folder)["stop_ids"] == [3, 5, 9, 257]
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value", "expected"),
+    [
+        ("generation_config.json", "eos_token_id", "2", [2, 257]),
+        ("generation_config.json", "eos_token_id", ["2", 3], [2, 3, 257]),
+        ("generation_config.json", "eos_token_id", "<s>", [256, 257]),
+        ("generation_config.json", "eos_token_id", ["<s>", "</s>"], [256, 257]),
+        ("generation_config.json", "eos_token_id", {"content": "<s>"}, [256, 257]),
+        ("generation_config.json", "eos_token_id", [], [257]),
+        ("config.json", "eos_token_id", None, [257]),
+        ("tokenizer_config.json", "eos_token", ["<s>", "</s>"], [256, 257]),
+        ("tokenizer_config.json", "eos_token", {"content": "<s>", "special": True}, [256, 257]),
+        ("tokenizer_config.json", "eos_token", 256, [256, 257]),
+        ("special_tokens_map.json", "eos_token", "<s>", [257]),
+    ],
+)
+def test_an_end_token_is_a_token_an_id_or_a_list_of_them(tmp_path: Path, file: str, key: str, value: Any, expected: list[int]) -> None:
+    folder = model(tmp_path / "m")
+    settings = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    (folder / file).write_text(json.dumps({**settings, key: value}))
+    assert digests(folder)["stop_ids"] == expected
+
+
+@pytest.mark.parametrize("value", ["<end>", -1, True, 2.5, [7, "<end>"], {"a": 1}, 10**9, ""])
+def test_an_end_token_that_the_model_does_not_have_is_named_with_file_and_key(tmp_path: Path, value: Any) -> None:
+    folder = model(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 258}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(
+        ConfigError, match=r"^model.path: .*/generation_config.json: eos_token_id is .*, which is no token of the model; expec"
+    ):
+        digests(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("special_tokens_map.json", {"additional_special_tokens": ["A"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "A"}}),
+        ("tokenizer_config.json", {"pad_token": {"content": "A"}}),
+        ("special_tokens_map.json", {"sep_token": "A"}),
+    ],
+)
+def test_a_word_that_is_a_special_token_by_name_is_one_for_the_template_alone(tmp_path: Path, file: str, settings: dict[str, Any]) -> None:
+    folder = model(tmp_path / "m", template="{% for m in messages %}A{{ m.content }}{% endfor %}")
+    (folder / file).write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=r"^train.jsonl:3: the text 'A' has no ids but those of a control token; leave it out$"):
+        Renderer(folder).render(row("BAC"))
+    ids = Renderer(folder).render(row("BC"))[1]
+    assert Decoder(folder).decode(ids) == "BC"
+
+
 def test_digests_decoder_and_prompts_in_a_chat_template_do_without_transformers(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")

@@ -1,5 +1,6 @@
 """One trajectory, driven over a real child process: its record, its limits, and what becomes of it when the environment breaks."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +81,22 @@ def test_long_results_are_cut_by_the_setting_alone_with_a_mark_that_the_policy_r
     # What it begins with is the prompt, and is not cut.
     assert texts[0] == f"{'Z' * 30}abc{'Z' * 30}abc"
     assert texts[1] == f"{'Z' * 30}abcZZZZ [cut: the first 4 of 30 tokens]abc"
+
+
+CUT = """
+class Cut:
+    def reset(self, *, seed, **row):
+        return "a \\ud83d"
+
+    def step(self, text):
+        return "\\ud83d\\ude00 <eos>", 1.0, False
+"""
+
+
+def test_half_a_character_of_an_environment_is_replaced_and_counted_and_its_control_tokens_are_text(tmp_path: Path) -> None:
+    (tmp_path / "cut.py").write_text(CUT)
+    (trajectory,), said = play(f"{tmp_path / 'cut.py'}:Cut", [{}], draw=Policy(), max_turns=2)
+    assert trajectory.replaced == 1
+    assert said == []
+    assert json.loads(trajectory.messages)[1]["content"] == "a \ufffd"
+    assert trajectory.token_ids.tolist().count(2) == 2  # the policy's own

@@ -71,6 +71,25 @@ def test_messages_that_cannot_be_rendered_are_refused_with_a_line(messages, reas
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "calls"), [("llama3", 1), ("qwen2_5", 2)])
+def test_a_second_call_in_a_turn_is_refused_as_the_policys_fault_where_the_template_takes_one(name: str, calls: int) -> None:
+    two = '{"name": "add", "parameters": {"a": 1}}; {"name": "sub", "parameters": {}}'
+    if name != "llama3":
+        two = "".join(f"<tool_call>{call}</tool_call>" for call in two.split("; "))
+    said = template(name).parse([*ids_of(name, two), stop_ids(name)[0]], [], ADD, 0)
+    assert [call["function"]["name"] for call in said.message["tool_calls"]] == ["add", "sub"][:calls]
+    refused = ("The call of sub was not run: one turn takes one tool call. Call it in a turn of its own.",)
+    assert said.malformed == (refused if calls == 1 else ())
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in said.message["tool_calls"]]
+    assert template(name).bridge([USER, said.message, *results], 2, ADD, stop_ids(name)[0])
+
+
+def test_the_policys_tool_calls_have_no_surrogates() -> None:
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d"}}\n</tool_call>'
+    (call,) = template("qwen2_5").parse(ids_of("qwen2_5", written), [], ADD, 0).message["tool_calls"]
+    assert call["function"]["arguments"] == '{"a": "\ufffd"}'
+
+
 def test_without_a_chat_template_texts_follow_each_other_and_a_cut_answer_is_closed() -> None:
     stop, *_ = stop_ids("qwen2_5")
     plain = PlainTemplate(tokenizer("qwen2_5"), stop_ids("qwen2_5"), lambda text: ids_of("qwen2_5", text))
