@@ -13,7 +13,7 @@ _RELATION = re.compile(r"(\\(?:le|ge|ne|in|approx)\b|<=|>=|!=|=|<|>)")
 _OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\in": "="}
 _SEPARATOR = re.compile(r",|;|\\cup\b|\band\b|\bor\b")
 _MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\w+\}", re.DOTALL)
-_LETTER = r"(?:\\[a-zA-Z]+|[A-Za-z]+)'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\([\w, ]+\))?"
+_LETTER = r"(?:\\[a-zA-Z]+|[A-Za-z]+)'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
 _NAME = re.compile(rf"{_LETTER}(?: ?[-+] ?{_LETTER})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
 _UNIT = re.compile(
     r"(.*[\d)}])\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+)(\.?(?:\s+[a-zA-Z]+\.?|/ ?[a-zA-Z]+)*)(?: ?\^ ?\{?([23])\}?)?", re.DOTALL

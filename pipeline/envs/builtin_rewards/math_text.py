@@ -8,7 +8,7 @@ _CHARACTERS = {
     **dict.fromkeys("−–—‑", "-"),
     **dict.fromkeys("·⋅∙×✕", r" \times "),
     **dict.fromkeys("£€¥₹", ""),
-    **dict.fromkeys('“”„"', ""),
+    **dict.fromkeys('“”„"`', ""),
     **{"½": r" \frac{1}{2}", "⅓": r" \frac{1}{3}", "⅔": r" \frac{2}{3}", "¼": r" \frac{1}{4}", "¾": r" \frac{3}{4}"},
     **{"÷": "/", "√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne "},
     **{"∪": r"\cup ", "∈": r"\in ", "≈": r"\approx ", "∅": r"\emptyset ", "º": "°", "’": "'"},
@@ -49,7 +49,7 @@ def normalised(text: str, *, thousands: bool = True) -> str:
     text = re.sub(r"(?<![\d.}^_)a-zA-Z])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{?(\d+)\}?", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<![\d.}^_)/])(\d+)\s+(?:and\s+)?(\d+)/(\d+)(?!\d)", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times ", text).replace("**", "^")
-    return re.sub(r"\s+", " ", text).rstrip(" .,;:").lstrip(" ,;:")
+    return re.sub(r"\s+", " ", text).rstrip(" .,;:").lstrip(" ,;:=")
 
 
 def compact(text: str) -> str:

@@ -38,9 +38,9 @@ def same_value(first: Tree, second: Tree) -> bool:
 
 def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
     """True if the quotient of two expressions is constant and not zero (`positive`: above zero)."""
-    pairs = list(_pairs(first, second))
-    if not pairs or not all(a and b for a, b in pairs):
-        return bool(pairs) and not any(a or b for a, b in pairs)
+    pairs = [pair for pair in _pairs(first, second) if any(pair)]
+    if not pairs or not all(map(all, pairs)):
+        return False
     quotients = [_operate("mul", a, _operate("inverse", b)) for a, b in pairs]
     return all(_close(quotients[0], quotient) for quotient in quotients) and (not positive or _MP.re(_mp(quotients[0])) > 0)
 
@@ -76,7 +76,7 @@ def _pairs(first: Tree, second: Tree) -> Iterator[tuple[Value, Value]]:
 
 def _coordinate(name: str, number: int) -> Fraction:
     dice = random.Random(f"{name} {number}")
-    return Fraction(dice.randint(2, 30)) if name in _WHOLE_NUMBERS else Fraction(dice.randint(3, 70) * _SIGNS[number], 13)
+    return Fraction(dice.randint(2, 30)) if name in _WHOLE_NUMBERS else Fraction(dice.randint(20, 480) * _SIGNS[number], 89)
 
 
 def _mp(number: Value) -> Any:

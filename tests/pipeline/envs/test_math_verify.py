@@ -99,6 +99,36 @@ def test_math_verify_is_right_on(completion: str, answer: Any, value: float | No
     assert verdict(completion, answer) == value
 
 
+@pytest.mark.parametrize(
+    ("report", "completion", "answer", "value"),
+    [
+        ("Math-Verify 14", "$12:00$", "$1:00$", 0.0),
+        ("Math-Verify 14", r"$1:4:9:\ldots$", r"$1:2:3:\ldots$", 0.0),
+        ("Math-Verify 14", "$F_n = F_{n-2}$", "$F_n = F_{n-1}$", 0.0),
+        ("Math-Verify 25", r"the solution is $m \in [\sqrt{2}, +\infty)$", r"\[\boxed{m \geq \sqrt{2}}\]", 1.0),
+        ("Math-Verify 25", r"\[\boxed{m \geq \sqrt{2}}\]", r"$m \in [\sqrt{2}, +\infty)$", 1.0),
+        ("Math-Verify 26", "$y = -1/2*x + 3/4$", "$2x+4y-3=0$", 1.0),
+        ("Math-Verify 35", r"$\frac12$", r"$\frac{1}{2}$", 1.0),
+        ("Math-Verify 37", r"$\text{13}$", "$13$", 1.0),
+        ("Math-Verify 40", r"\boxed{\frac{x^2}{16}+\frac{y^2}{12}=1}", r"\frac{x^2}{4}+\frac{y^2}{3}=1", 0.0),
+        ("Math-Verify 41", r"$4\sqrt(2)$", "$4$", 0.0),
+        ("Math-Verify 56", r"(3, \frac{2\pi}{3})", r"\left( 3, \frac{\pi}{2} \right)", 0.0),
+        ("Math-Verify 60", "3x + 4y + 14=0", "3*x-1*y+13=0", 0.0),
+        ("Math-Verify 64", r"$\frac{1}{\sqrt{n}}$", r"$\sqrt{1/n}$", 1.0),
+        ("Math-Verify 64", r"\boxed{\forall x>0, f(x) = 0}", "f(x) = 0", 0.0),
+        ("Math-Verify 69", "-1 + exp(16)", "e^{16} - 1", 1.0),
+        ("Math-Verify 69", "14.0 + -1.0i", "14 - i", 1.0),
+        ("Math-Verify 69", "-2*pi", r"-2\pi", 1.0),
+        ("Math-Verify 76", "Right: 122 + 294 + 489 = 905\n\n✅ Final Answer: **73**", "73", 1.0),
+        ("open-r1 628", "Therefore, the answer is: 180.", "180", 1.0),
+        ("open-r1 503", r"**Answer:** \( \boxed{10 - 2\sqrt{5}} \)", "10 - 2√5", 1.0),
+        ("open-r1 293", r"\boxed{\foo}", r"\frac{63}{400}", 0.0),
+    ],
+)
+def test_public_reports_of_wrong_verdicts(report: str, completion: str, answer: str, value: float) -> None:
+    assert verdict(completion, answer) == value, report
+
+
 LARGE = [
     r"(3+4i)^{9999}",
     r"(2+i)^{5000}",
