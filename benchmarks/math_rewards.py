@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--list", metavar="REWARD", help="print the wrong verdicts of this reward")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     pairs = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]
     judges: list[tuple[str, Judge]] = [("Penstock math_verify", penstock), ("math-verify", bare)]
     judges += list(trl(options.trl)) if options.trl else []

@@ -116,7 +116,7 @@ def _same_without_sign(first: Quantity, second: Quantity) -> bool:
     bare = first.tree[1]
     try:
         large = sign == "°" or abs(value(bare)) >= 1
-    except (ArithmeticError, ValueError, KeyError, TypeError):
+    except (ArithmeticError, ValueError, LookupError, TypeError, RecursionError):
         return False
     return large and _holds(same_value, bare, second.tree)
 
@@ -125,5 +125,5 @@ def _holds(relation: Any, first: Tree, second: Tree, **options: bool) -> bool:
     """The relation of two trees, or their being written alike if their values cannot be computed."""
     try:
         return bool(relation(first, second, **options))
-    except (ArithmeticError, ValueError, TypeError):
+    except (ArithmeticError, ValueError, TypeError, RecursionError):
         return first == second

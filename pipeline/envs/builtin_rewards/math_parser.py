@@ -10,7 +10,6 @@ from typing import Any
 
 Tree = Any
 MAX_CHARACTERS = 1_000
-_MAX_DEPTH = 60
 MINUS_ONE = Fraction(-1)
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|exp|log|ln|lg"
 GREEK = (
@@ -29,31 +28,20 @@ class Unreadable(ValueError):
 
 def parse(text: str) -> Tree:
     """Return the tree of a normalised text. Raises `Unreadable`."""
-    parser = _Parser(text)
-    tree = parser.sum()
+    parser = _Parser(text[:MAX_CHARACTERS])
+    try:
+        tree = parser.sum()
+    except RecursionError as error:
+        raise Unreadable("too deep") from error
     if parser.peek() or len(text) > MAX_CHARACTERS:
         raise Unreadable(text[parser.at :])
     return tree
 
 
-def _nested(method: "Callable[[_Parser], Tree]") -> "Callable[[_Parser], Tree]":
-    """The method with a limit on how deep calls of it are nested."""
-
-    def limited(self: "_Parser") -> Tree:
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise Unreadable("too deep")
-        tree = method(self)
-        self.depth -= 1
-        return tree
-
-    return limited
-
-
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = self.depth = self.bars = 0
+        self.at = self.bars = 0
 
     def peek(self) -> str:
         """The next character that is not a space, or an empty text."""
@@ -92,7 +80,6 @@ class _Parser:
                 break
         return factors[0] if len(factors) == 1 else ("mul", *factors)
 
-    @_nested
     def signed(self) -> Tree:
         negative = False
         while sign := self.take("-", "+"):
@@ -112,7 +99,6 @@ class _Parser:
             tree = {"!": ("factorial", tree), "°": ("mul", tree, ("pi",), Fraction(1, 180)), "%": ("mul", tree, Fraction(1, 100))}[operator]
         return tree
 
-    @_nested
     def atom(self) -> Tree:
         char = self.peek()
         if char and char in _CLOSING:
