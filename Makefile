@@ -28,7 +28,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos newest check format lock clean help
+.PHONY: demo real install model unit test test-all coverage chaos mutated newest check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -38,6 +38,7 @@ help:
 	@echo "make unit      the tests that need no broker and train no model; a minute"
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
+	@echo "make mutated   10,000 mutated configurations and data files through penstock run --dry-run; 15 minutes on two quiet cores"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
 	@echo "make check     ruff, vulture, mypy --strict, layers and folders;  make format rewrites the files"
@@ -80,6 +81,9 @@ coverage: install
 
 chaos: install model
 	$(BIN)/python benchmarks/chaos.py examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
+
+mutated: install
+	$(BIN)/python benchmarks/mutated_inputs.py --count 10000 $(ARGS)
 
 newest: install
 	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python

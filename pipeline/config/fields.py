@@ -1,6 +1,7 @@
 """What the keys of a configuration are made of: bounded numbers, names with a hint, paths relative to the file that names them."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 FinitePositive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """JSON has no infinity: the log would hold `null`, which means absent."""
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
 
 
 def one_of(names: Collection[str], *, or_none: bool = False, or_function: bool = False, options: bool = False) -> AfterValidator:
@@ -47,8 +50,11 @@ class Resolve:
 
 
 def absolute(text: str, base: Path) -> str:
-    """A path."""
-    return str((base / Path(text).expanduser()).resolve())
+    """A path. Raises `ValueError` for one that no file system has."""
+    path = (base / Path(text).expanduser()).resolve()
+    if long := next((part for part in path.parts if len(os.fsencode(part)) > LONGEST_NAME), None):
+        raise ValueError(f"{long[:40]}… has {len(os.fsencode(long))} bytes, a file's name at most {LONGEST_NAME}")
+    return str(path)
 
 
 def absolute_source(text: str, base: Path) -> str:

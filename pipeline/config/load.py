@@ -108,11 +108,19 @@ def to_json(config: Config) -> str:
 
 def _refuse_passwords(table: Mapping[str, Any]) -> None:
     kafka, mlflow = table.get("kafka"), table.get("mlflow")
-    for key in kafka.get("security") or () if isinstance(kafka, dict) else ():
+    security = kafka.get("security") if isinstance(kafka, dict) else None
+    for key in security if isinstance(security, dict) else ():
         refuse_password(key, where=f"kafka.security.{key}")
     uri = mlflow.get("tracking_uri") if isinstance(mlflow, dict) else None
-    if isinstance(uri, str) and urlsplit(uri).password is not None:
+    if isinstance(uri, str) and _has_password(uri):
         raise ConfigError("mlflow.tracking_uri: holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
+
+
+def _has_password(uri: str) -> bool:
+    try:
+        return urlsplit(uri).password is not None
+    except ValueError as error:
+        raise ConfigError(f"mlflow.tracking_uri = {uri!r}: {error}") from error
 
 
 def _one_line(error: ValidationError) -> str:
@@ -174,7 +182,14 @@ def _make_absolute(table: dict[str, Any], base: Path) -> None:
             for key, field in cast(type[Section], section.annotation).model_fields.items():
                 for mark in field.metadata if key in values else ():
                     if isinstance(mark, Resolve):
-                        values[key] = _resolved(values[key], mark, base)
+                        values[key] = _made_absolute(values[key], mark, base, where=f"{name}.{key}")
+
+
+def _made_absolute(value: Any, resolve: Resolve, base: Path, *, where: str) -> Any:
+    try:
+        return _resolved(value, resolve, base)
+    except (ValueError, RuntimeError) as error:  # a null byte, a user without a home
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _resolved(value: Any, resolve: Resolve, base: Path) -> Any:

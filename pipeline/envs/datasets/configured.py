@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.pipeline.config.load import Config
 from penstock.pipeline.config.run_config import source_name
+from penstock.pipeline.config.schema import DataSection, EvalSection
 from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.open import check, open_dataset
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, rising
@@ -53,41 +54,31 @@ class Data:
 
 
 def open_data(config: Config) -> Data:
-    """Open the training prompts that the configuration names."""
-    return Data({source_name(source): _opened(config, source) for source in config.data_sources})
-
-
-def _opened(config: Config, source: str) -> Dataset:
-    data = config.data
-    return open_dataset(
-        source,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        split=data.split,
-        start=data.start,
-        limit=data.limit,
-        size=data.size,
-        seed=config.run.seed,
-    )
+    """Open the training prompts that the configuration names. Raises `DataError` that names the key."""
+    return Data({source_name(source): _opened(config, source, config.data, key="data.source") for source in config.data_sources})
 
 
 def open_eval_data(config: Config) -> dict[str, Dataset]:
-    """Open the held-out prompts, by the name of their source; one that generates them gets another seed."""
-    held = config.eval
+    """Open the held-out prompts, by the name of their source; one that generates them gets another seed. Raises as `open_data` does."""
+    return {source_name(source): _opened(config, source, config.eval, key="eval.source") for source in config.eval_sources}
 
-    def opened(source: str) -> Dataset:
+
+def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key: str) -> Dataset:
+    try:
         return open_dataset(
             source,
             prompt_field=config.data.prompt_field,
             answer_field=config.data.answer_field,
-            split=held.split,
-            start=held.start,
-            limit=held.limit,
-            size=held.size,
+            split=rows.split,
+            start=rows.start,
+            limit=rows.limit,
+            size=rows.size,
             seed=config.run.seed,
         )
-
-    return {source_name(source): opened(source) for source in config.eval_sources}
+    except ValueError as error:
+        raise DataError(f"{key}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{key}: cannot read {source[:200]!r}: {error.strerror}") from error
 
 
 def pool_of(row: Row, config: Config) -> str | None:
