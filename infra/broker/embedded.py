@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.broker import fencing, jars, ports, probe, process, settings
-from penstock.infra.broker.java import find_java
+from penstock.infra.broker.java import environment, find_java
 from penstock.infra.errors import BrokerError
 from penstock.infra.paths import state_directory, state_path, writable
 
@@ -230,6 +230,7 @@ def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
     done = subprocess.run(
         [*java, *tool],
         cwd=files.directory, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, check=False, umask=0o077,
+        env=environment(),
     )  # fmt: skip
     if done.returncode:
         raise BrokerError(f"cannot prepare the broker's storage in {data}: {_last_lines(done.stdout + done.stderr)}")

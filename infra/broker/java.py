@@ -50,13 +50,18 @@ def _first(candidates: list[Path]) -> Java:
     )
 
 
+def environment() -> dict[str, str]:
+    """The environment of a Java process: in the C locale, as of cron and containers, it can read no path beyond ASCII."""
+    return {**os.environ, "LC_ALL": "C.UTF-8"}
+
+
 def inspect(program: Path) -> Java | None:
     """Run `java -version`; None when it does not run or prints no version."""
     try:
         done = subprocess.run(
             [str(program), "-version"],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", timeout=VERSION_TIMEOUT_S, check=False,
+            text=True, errors="replace", timeout=VERSION_TIMEOUT_S, check=False, env=environment(),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from penstock.infra.broker.java import environment
+
 PATIENCE_S, LOOK_EVERY_S = 2.0, 0.05
 """A lock is waited for in silence at first: whoever looks whether the broker runs holds it for an instant."""
 
@@ -38,14 +40,15 @@ def start_mark(pid: int) -> str | None:
 
 
 def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, log_bytes: int = 0) -> int:
-    """Start a program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`.
+    """Start a Java program in a session of its own, so that Ctrl-C in this terminal does not reach it; note it in `pid_file`.
 
     `log_bytes` is the size of its log before the start: its own output follows from there.
     """
     with output.open("wb") as console:
         child = subprocess.Popen(
-            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True, umask=0o077
-        )
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True, umask=0o077,
+            env=environment(),
+        )  # fmt: skip
     _children[child.pid] = child
     note = pid_file.with_suffix(".new")
     note.write_text(json.dumps({"pid": child.pid, "started": start_mark(child.pid), "log_bytes": log_bytes}))

@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -275,3 +276,19 @@ def test_the_controller_has_written_only_where_its_newest_segment_grew_or_anothe
     assert fencing._newest(tmp_path) > before
     (directory / "00000000000000000200.log").touch()
     assert fencing._newest(tmp_path) > before
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX"}, {"LANG": "C"}, {"LC_ALL": "de_DE.ISO-8859-1"}, {}])
+def test_the_broker_reads_paths_beyond_ascii_under_any_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locale: dict[str, str]
+) -> None:
+    for name in ("LC_ALL", "LANG", "LC_CTYPE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in locale.items():
+        monkeypatch.setenv(name, value)
+    pid_file, output = tmp_path / "pid.json", tmp_path / "out"
+    process.spawn(["sh", "-c", "echo $LC_ALL"], directory=tmp_path, output=output, pid_file=pid_file)
+    deadline = time.monotonic() + 60
+    while not output.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert output.read_text() == "C.UTF-8\n"
