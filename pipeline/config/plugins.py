@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from penstock.infra.errors import ConfigError
+from penstock.infra.sandbox.own_sources import digest_of
 
 
 class PluginError(ConfigError):
@@ -71,14 +72,15 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
-    """SHA-256 (hex) of the source that holds the function: of the file's bytes, before any of it runs.
+    """SHA-256 (hex) of the source that holds the function, and of the modules beside the file that it imports, before any of it runs.
 
     Raises:
         PluginError: no such file or module. A module without a source file has the digest of its name.
     """
     where, _ = split(spec)
     if where.endswith(".py"):
-        return hashlib.sha256(_read(spec, _file(where, base_dir))).hexdigest()
+        file = _file(where, base_dir)
+        return digest_of(file, _read(spec, file))
     _append_to_path(base_dir)
     try:
         module = importlib.util.find_spec(where)

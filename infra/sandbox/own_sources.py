@@ -1,0 +1,36 @@
+"""The files that a user's file is made of: itself, and the modules beside it that it imports. None of them is run."""
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def digest_of(file: Path, text: bytes) -> str:
+    """SHA-256 (hex) of a file's bytes, or, if it imports modules of its own folder, of all of theirs too."""
+    files = {file: text}
+    waiting = [file]
+    while waiting:
+        for beside in _imported(files[waiting.pop()], file.parent):
+            if beside not in files:
+                files[beside] = beside.read_bytes()
+                waiting.append(beside)
+    if len(files) == 1:
+        return hashlib.sha256(text).hexdigest()
+    lines = sorted(f"{found.relative_to(file.parent)} {hashlib.sha256(content).hexdigest()}" for found, content in files.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _imported(text: bytes, folder: Path) -> Iterator[Path]:
+    """The files in a folder that a source may import: a module, or all of a package."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return  # whoever loads it says so
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for top in {name.partition(".")[0] for name in names}:
+            module, package = folder / f"{top}.py", folder / top
+            yield from [module] if module.is_file() else []
+            yield from package.rglob("*.py") if (package / "__init__.py").is_file() else ()
