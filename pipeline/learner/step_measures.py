@@ -4,6 +4,7 @@ The rule: pure functions of recorded groups, the same for a live step and its re
 """
 
 import json
+import re
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -40,9 +41,10 @@ def group_measures(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _logged(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean of each metric over the groups that logged it."""
+    """The mean of each metric over the groups that logged it, by a name that MLflow accepts."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for name, value in json.loads(group.metrics or "{}").items():
-            values.setdefault(f"reward/{name}", []).append(value)
+            parts = [re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/") if part not in ("", ".", "..")]
+            values.setdefault("/".join(["reward", *parts]), []).append(value)
     return {name: fmean(numbers) for name, numbers in values.items()}

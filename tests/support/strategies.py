@@ -70,8 +70,10 @@ def group_records(draw, *, max_samples=4):
         groups.ScoredSample,
         rollout=rollout_records(group=st.just(group)),
         completion=TEXT,
-        reward=st.floats(-1e308, 1e308),
+        reward=st.none() | st.floats(-1e308, 1e308),
         components=st.lists(st.none() | DOUBLE, max_size=3).map(tuple),
+        reward_error=st.none() | TEXT,
+        logged=st.none() | TEXT,
     )
     return groups.Group(
         group=group,
@@ -88,6 +90,7 @@ def group_records(draw, *, max_samples=4):
         reward_names=tuple(names),
         reward_weights=tuple(draw(st.lists(DOUBLE, min_size=len(names), max_size=len(names)))),
         samples=tuple(draw(st.lists(samples, max_size=max_samples))),
+        metrics=draw(st.none() | TEXT),
         created_ns=draw(INT64),
         scored_ns=draw(INT64),
         reward_ns=draw(INT64),

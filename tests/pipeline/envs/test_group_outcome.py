@@ -1,14 +1,18 @@
 """From rewards to the outcome of a group: penalties for truncated samples, and the zero-variance filter."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.pipeline.algorithms.advantages import ADVANTAGES
 from penstock.pipeline.config.schema import AlgorithmSection, RewardSection
 from penstock.pipeline.envs.group_outcome import group_of, verdict
 from penstock.pipeline.envs.rewards import Score
-from penstock.topics import prompts, rollouts
+from penstock.pipeline.learner.step_measures import group_measures
+from penstock.pipeline.learner.training_samples import combined_advantages, sequences
+from penstock.topics import groups, prompts, rollouts
 from tests.support.a_run import Teller
 
 REWARDS = (1.0, 0.0, 1.0, 0.0)
@@ -16,8 +20,6 @@ REWARDS = (1.0, 0.0, 1.0, 0.0)
 
 def drawn(finishes: tuple[str, ...] = ("stop",) * 4) -> list[rollouts.Rollout]:
     """The samples of one group, with these finish reasons."""
-    from dataclasses import replace
-
     records = [record for record in Teller().group(list(REWARDS), version=3) if record.topic.endswith(".rollouts")]
     return [replace(rollouts.decode(record.value), finish=finish) for record, finish in zip(records, finishes, strict=True)]
 
@@ -104,3 +106,56 @@ def test_an_outcome_holds_all_that_a_later_reader_needs_of_its_prompt() -> None:
     assert (group.group, group.min_version, group.prompt, group.columns) == (prompt.group, 3, prompt.prompt, prompt.columns)
     assert (group.outcome, group.reason, group.samples, group.scored_ns) == ("failed", "it broke", (), 9)
     assert (group.reward_names, group.reward_weights) == (("exact_match", "length"), (1.0, 1.0))
+
+
+def test_samples_without_a_reward_stay_in_the_record_and_out_of_the_filter() -> None:
+    score = Score(
+        rewards=(1.0, None, 0.0, None), components=((1.0,), (None,), (0.0,), (None,)), broken={3: "reward f hangs"},
+        logged=({"n": 1}, {}, {}, {}), metrics={"m": 2.0},
+    )  # fmt: skip
+    found = verdict(drawn(), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection())
+    assert (found.outcome, found.reason, found.metrics) == ("scored", None, '{"m": 2.0}')
+    assert [sample.reward for sample in found.samples] == [1.0, None, 0.0, None]
+    assert [sample.reward_error for sample in found.samples] == [None, None, None, "reward f hangs"]
+    assert found.samples[0].logged == '{"n": 1}'
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ((None,) * 4, "0 of 4 samples have a reward: every reward function returned None for the others"),
+        ((1.0, None, None, None), "1 of 4 samples have a reward: every reward function returned None for the others"),
+        ((0.5, None, 0.5, 0.5), "every sample with a reward has the reward 0.5"),
+    ],
+)
+def test_a_group_with_too_few_or_equal_rewards_is_filtered_with_the_reason(rewards: tuple[float | None, ...], reason: str) -> None:
+    score = Score(rewards=rewards, components=tuple((reward,) for reward in rewards))
+    found = verdict(
+        drawn(("length",) * 4), ["a", "b", "c", "d"], score, algorithm=AlgorithmSection(truncated="penalise", truncated_penalty=0.0)
+    )
+    assert (found.outcome, found.reason) == ("filtered", reason)
+
+
+@pytest.mark.parametrize("combine", ["rewards", "advantages"])
+@pytest.mark.parametrize("missing", [(), (1,), (0, 3)])
+def test_samples_without_a_reward_change_no_advantage_and_are_not_trained(combine: str, missing: tuple[int, ...]) -> None:
+    rewards = [None if number in missing else reward for number, reward in enumerate((1.0, 0.25, 0.0, 0.5))]
+    kept = [number for number in range(4) if number not in missing]
+
+    (recorded,) = [groups.decode(out.value) for out in Teller().group(list(REWARDS), version=3) if out.topic.endswith(".groups")]
+
+    def trained(numbers: list[int]) -> dict[int, float]:
+        score = Score(
+            rewards=tuple(rewards[one] for one in numbers), components=tuple((rewards[one],) for one in numbers), metrics={"a//b%": 3.0}
+        )
+        found = verdict([drawn()[one] for one in numbers], ["x"] * len(numbers), score, algorithm=AlgorithmSection())
+        group = replace(recorded, samples=found.samples, metrics=found.metrics)
+        groups.decode(groups.encode(group))
+        assert groups.headers(group, run="r").no_reward == (len([one for one in numbers if one in missing]) or None)
+        assert group_measures([group])["reward/a/b_"] == 3.0
+        assert group_measures([group])["reward_trained"] == pytest.approx(sum(group.rewards) / len(group.rewards))
+        advantages = combined_advantages(ADVANTAGES["grpo"], combine=combine)
+        return {one.sample: one.advantage for one in sequences(group, advantages=advantages, truncated="train")}
+
+    assert trained([0, 1, 2, 3]) == trained(kept)
+    assert list(trained(kept)) == kept

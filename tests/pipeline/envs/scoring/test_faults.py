@@ -53,3 +53,13 @@ def test_the_line_names_the_failure_and_the_way_on_and_the_status_is_its_own() -
     with pytest.raises(BrokenReward, match=r"division by zero .*for 6 of 6 groups: mend it, or set reward.on_error") as caught:
         count.check()
     assert exit_status(caught.value) == BROKEN
+
+
+def test_a_group_of_which_a_part_failed_counts_as_that_part() -> None:
+    count = FaultCount("stop")
+    for _ in range(10):
+        count.partly([ZERO, ZERO], 4)  # half of a group
+    count.check()
+    count.partly([ZERO], 4)
+    with pytest.raises(BrokenReward, match=r"for 5\.25 of 11 groups"):
+        count.check()
