@@ -67,7 +67,11 @@ def sound(log: MemoryLog, run: str, report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [{"mode": "synchronous"}, {"mode": "pipelined", "steps_per_version": 2}], ids=["synchronous", "pipelined"]
+    "schedule",
+    [
+        pytest.param({"mode": "synchronous"}, id="synchronous"),
+        pytest.param({"mode": "pipelined", "steps_per_version": 2}, id="pipelined", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_on_a_shared_device_ends_in_the_weights_of_one_where_each_has_its_own(
     tiny_model: Path, tmp_path: Path, awake: Intervals, schedule: dict[str, Any]

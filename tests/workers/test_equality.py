@@ -11,7 +11,7 @@ from penstock.topics import rollouts
 from tests.support.crew import audited, complete, config_of, records_of
 
 
-@pytest.mark.parametrize("steps_per_version", [1, 2])
+@pytest.mark.parametrize("steps_per_version", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_synchronous_pipelined_and_pipelined_again_end_in_the_same_weights(run_id, tiny_model, tmp_path: Path, steps_per_version: int):
     def outcome(name: str, mode: str, workers: int) -> dict[str, object]:
         config = config_of(

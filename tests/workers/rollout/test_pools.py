@@ -63,7 +63,7 @@ def hard_groups(log: Log, run: str = RUN) -> set[int]:
     return {prompt.group for prompt in asked if json.loads(prompt.columns)["level"] == "hard"}
 
 
-@pytest.mark.parametrize("carrier", ["", "log"], ids=["groups", "calls"])
+@pytest.mark.parametrize("carrier", [pytest.param("", id="groups"), pytest.param("log", id="calls", marks=pytest.mark.slow)])
 def test_each_pool_draws_the_prompts_of_its_tags_and_the_weights_are_those_of_a_run_without_pools(
     carrier: str, tiny_model: Path, tmp_path: Path
 ) -> None:

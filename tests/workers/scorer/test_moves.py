@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.infra.kafka.log import KafkaLog
@@ -24,6 +24,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["join", "leave", "evict", "turn", "t
 
 
 @pytest.mark.costly  # a run of several workers in each example
+@settings(max_examples=30)
 @given(MOVES)
 def test_wherever_scorers_move_while_rewards_run_every_group_ends_once(moves: list[tuple[str, int]]) -> None:
     log, run, at_work = MemoryLog(), "moves", list[tuple[Scorer, HeldPool]]()

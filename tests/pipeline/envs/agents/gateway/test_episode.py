@@ -80,7 +80,7 @@ def test_a_program_becomes_a_trajectory_with_its_turns_messages_and_reward(tmp_p
     assert made.token_ids[made.loss_mask].tolist() == [i for _, ids, _ in policy.asked.values() for i in ids]
     assert [message["role"] for message in json.loads(made.messages)] == ["user", "assistant", "user", "assistant"]
     assert (made.environment_seed, made.segments) == (5, ((0, len(made.token_ids), made.turns[0].end),))
-    assert 0 < made.environment_s < 20
+    assert 0 < made.environment_s < 200
 
 
 @pytest.mark.parametrize(
