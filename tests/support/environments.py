@@ -54,7 +54,7 @@ class Counting:
 '''
 
 LIMITS = Limits(
-    max_turns=6, turn_tokens=8, trajectory_tokens=200, reset_timeout_s=10.0, step_timeout_s=1.0, trajectory_timeout_s=60.0, retries=1,
+    max_turns=6, turn_tokens=8, trajectory_tokens=200, reset_timeout_s=60.0, step_timeout_s=1.0, trajectory_timeout_s=180.0, retries=1,
     replay=True,
 )  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(address: st
     async def story(episode: Callable[[], Episode]) -> Observation:
         game = episode()
         await game.reset(seed=7, row={})
-        with pytest.raises(RuntimeError, match=r"step had no answer within 0\.5 s"):
+        with pytest.raises(RuntimeError, match=r"step had no answer within 2 s"):
             await game.step(said(SLOW))
         with pytest.raises(RuntimeError, match="the session is closed"):
             await game.step(said(0))
@@ -91,7 +91,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(address: st
         await game.close()
         return seen
 
-    assert text(run(address, story, options="timeout_s=0.5")) == "higher"
+    assert text(run(address, story, options="timeout_s=2")) == "higher"
 
 
 def test_a_reset_waits_for_a_free_session_and_says_so_when_none_comes(address: str) -> None:

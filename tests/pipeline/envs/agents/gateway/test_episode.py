@@ -39,7 +39,7 @@ for _ in range(2):
 post("/reward", {"reward": float(row["answer"] in messages[-2]["content"])})
 """
 LIMITS = Limits(
-    max_turns=5, turn_tokens=100, trajectory_tokens=1000, reset_timeout_s=20, step_timeout_s=20, trajectory_timeout_s=20,
+    max_turns=5, turn_tokens=100, trajectory_tokens=1000, reset_timeout_s=120, step_timeout_s=120, trajectory_timeout_s=120,
     retries=0, replay=False,
 )  # fmt: skip
 SAMPLING = Sampling(max_new_tokens=100, stop_ids=tuple(stop_ids(FAMILY)))
@@ -112,7 +112,7 @@ def test_a_program_that_is_silent_is_killed_with_all_that_it_started(tmp_path: P
     file = tmp_path / "child"
     code += "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     code += f"open({str(file)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
-    made = play(tmp_path, code, limits=replace(LIMITS, reset_timeout_s=1.5, step_timeout_s=1.5))
+    made = play(tmp_path, code, limits=replace(LIMITS, reset_timeout_s=6, step_timeout_s=6))
     assert made.finish == "abort" and "environment-timeout: " in made.turns[-1].finish and limit in made.turns[-1].finish
     deadline = time.monotonic() + 60
     while _runs(int(file.read_text())) and time.monotonic() < deadline:
