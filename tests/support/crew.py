@@ -25,7 +25,7 @@ from penstock.pipeline.runtime.session import join
 from penstock.topics.wire.record import Record
 from tests.support.listed_records import Listed
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 PIPELINE = ("trainer", "rollout", "scorer", "feeder")
 """The roles without which no run goes on."""
 
@@ -58,7 +58,7 @@ class Crew:
     def stop(self, name: str) -> None:
         """Ask one worker to hand back and end."""
         self.stops[name].set()
-        self.threads[name].join(60.0)
+        self.threads[name].join(200.0)
         assert not self.threads[name].is_alive(), f"{name} did not stop"
 
     def start_all(self, config: Config, roles: Sequence[str] = PIPELINE) -> None:

@@ -72,7 +72,7 @@ class Processes:
         self.signal(name, signal.SIGKILL)
         self.ended(name)
 
-    def ended(self, name: str, *, limit_s: float = 150.0) -> int:
+    def ended(self, name: str, *, limit_s: float = 400.0) -> int:
         """Wait for the end of a worker and return its exit status, negative for a signal."""
         self.running[name].join(limit_s)
         status = self.running[name].exitcode

@@ -19,9 +19,9 @@ def together(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     ranks = [context.Process(target=_run, args=(rank, size, store.port, results, work, arguments)) for rank in range(size)]
     for process in ranks:
         process.start()
-    found = [results.get(timeout=200.0) for _ in ranks]
+    found = [results.get(timeout=400.0) for _ in ranks]
     for process in ranks:
-        process.join(20.0)
+        process.join(100.0)
         process.kill()
     assert not (failed := [text for _, _, text in found if text]), "\n".join(failed)
     return [value for _, value, _ in sorted(found, key=lambda one: one[0])]

@@ -52,10 +52,10 @@ def test_a_trainer_that_is_killed_again_and_again_is_followed_by_one_whose_memor
             workers.start(role)
         for fault in ("ledger.version.before:2", "chunk.sent:2", "ledger.version.after:2"):
             workers.start("trainer", environment={VARIABLE: fault})
-            assert workers.ended("trainer", limit_s=120.0) == -9, workers.text("trainer")
+            assert workers.ended("trainer", limit_s=400.0) == -9, workers.text("trainer")
         workers.start("trainer")
         for name in workers.running:
-            assert workers.ended(name, limit_s=120.0) == 0, workers.text(name)
+            assert workers.ended(name, limit_s=400.0) == 0, workers.text(name)
         report = watching.report()
         said = workers.text("rollout")
     assert audited(broker, run).clean

@@ -28,7 +28,7 @@ from tests.support.children import child
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 
 
 def toml_of(config: Config, directory: Path) -> Path:

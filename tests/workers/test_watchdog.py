@@ -27,7 +27,7 @@ class Listener:
         self.view = LiveView(crew.log, crew.run, console=Console(file=io.StringIO()), plain=True)
         self._dog = Watchdog(crew.log, stall_s, self.said.append)
 
-    def hears(self, *words: str, limit_s: float = 60.0) -> None:
+    def hears(self, *words: str, limit_s: float = 300.0) -> None:
         """Listen until all of these are said in one message that comes from now on."""
         self.said.clear()
         deadline = time.monotonic() + limit_s

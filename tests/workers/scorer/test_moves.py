@@ -150,7 +150,7 @@ def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:
         threads[-1].start()
 
     def wait_for(count: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while len(outcomes(log, run)) < count and not failures:
             assert time.monotonic() < deadline, outcomes(log, run)
             time.sleep(0.05)
@@ -165,7 +165,7 @@ def scaled(log: Log, connect: Callable[[], Log], run: str, reward: str) -> None:
     wait_for(GROUPS)
     for stop, thread in zip(stops, threads, strict=True):
         stop.set()
-        thread.join(30.0)
+        thread.join(200.0)
     assert failures == []
     assert outcomes(log, run) == Counter(range(GROUPS))
 

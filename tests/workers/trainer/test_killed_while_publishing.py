@@ -90,13 +90,13 @@ def test_a_trainer_process_killed_after_every_chunk_of_three_versions_one_after_
         for _ in range(VERSIONS):
             for chunk in range(1, CHUNKS + 1):  # of the same version: what the dead one has sent belongs to none
                 trainer.start("trainer", environment={VARIABLE: f"chunk.sent:{chunk}"}, before=small_chunks.cut_small)
-                assert trainer.ended("trainer", limit_s=120.0) == -9, trainer.text("trainer")
+                assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
             published = len(chunk_counts(crew.log, run_id))
             trainer.start("trainer", environment={VARIABLE: "ledger.version.after"}, before=small_chunks.cut_small)
-            assert trainer.ended("trainer", limit_s=120.0) == -9, trainer.text("trainer")
+            assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
             assert len(chunk_counts(crew.log, run_id)) == published + 1
         trainer.start("trainer", before=small_chunks.cut_small)
-        assert trainer.ended("trainer", limit_s=120.0) == 0, trainer.text("trainer")
+        assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
         crew.wait()
         report = crew.report()
     assert audited(broker, run_id).clean

@@ -87,10 +87,10 @@ def test_a_rank_killed_in_a_step_ends_the_set_and_the_next_set_ends_in_the_same_
         with Processes(broker, run, tmp_path) as trainer:
             if fault:
                 trainer.start("trainer", environment={VARIABLE: fault})
-                assert trainer.ended("trainer", limit_s=150.0) == 1
+                assert trainer.ended("trainer", limit_s=400.0) == 1
                 assert "rank 1 was killed by SIGKILL" in trainer.text("trainer")
             trainer.start("trainer")
-            assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+            assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
         results.append(outcome_of(log, run))
     log.close()
     assert results[0]["status"] == "finished"
@@ -109,13 +109,13 @@ def test_a_run_goes_on_with_fewer_processes_from_the_checkpoint_and_says_so(
     written(log, run_id, config_for(tiny_model, tmp_path, trainer={"processes": 2, **own}), groups)
     with Processes(broker, run_id, tmp_path) as trainer:
         trainer.start("trainer", environment={VARIABLE: "rank.trained:4"})
-        assert trainer.ended("trainer", limit_s=150.0) == 1
+        assert trainer.ended("trainer", limit_s=400.0) == 1
         record = find(log, run_id)
         assert record is not None
         config = changed(from_json(record.config), ["trainer.processes=1"])
         write(log, replace(record, config=to_json(config), updated_ns=time.time_ns()))
         trainer.start("trainer")
-        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+        assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
         said = trainer.text("trainer")
     assert "the arithmetic is not the one the run was computed with: processes 2 -> 1" in said
     assert "checkpoint of step 2 loaded" in said

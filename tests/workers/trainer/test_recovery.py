@@ -264,7 +264,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_and_the_run_goes_o
         write_groups(crew.log, run_id, found[6:], partitions=config.partitions)
         with Processes(broker, run_id, tmp_path) as trainer:
             trainer.start("trainer", before=no_large_files)
-            assert trainer.ended("trainer", limit_s=150.0) == 1
+            assert trainer.ended("trainer", limit_s=400.0) == 1
             (line,) = [
                 line for line in trainer.text("trainer").splitlines() if line.startswith("penstock: trainer: cannot write the checkpoint")
             ]

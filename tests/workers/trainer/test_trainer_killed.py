@@ -77,10 +77,10 @@ def test_a_trainer_process_killed_there_is_followed_by_one_that_ends_in_the_same
     with Processes(broker, run_id, tmp_path) as trainer:
         for fault in deaths_at(point, passing):
             trainer.start("trainer", environment={VARIABLE: fault})
-            assert trainer.ended("trainer", limit_s=150.0) == -9, trainer.text("trainer")
+            assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
             assert f"fault point {fault.split(':')[0]}: killing" in trainer.text("trainer")
         trainer.start("trainer")
-        assert trainer.ended("trainer", limit_s=150.0) == 0, trainer.text("trainer")
+        assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
     assert outcome_of(log, run_id) == undisturbed
     log.close()
 
@@ -97,9 +97,9 @@ def test_a_whole_crew_whose_trainer_dies_there_ends_in_the_same_weights(
             crew.start(role)
         for fault in deaths_at(point, LATER.get(point, 1)):
             trainer.start("trainer", environment={VARIABLE: fault})
-            assert trainer.ended("trainer", limit_s=120.0) == -9, trainer.text("trainer")
+            assert trainer.ended("trainer", limit_s=400.0) == -9, trainer.text("trainer")
         trainer.start("trainer")
-        assert trainer.ended("trainer", limit_s=120.0) == 0, trainer.text("trainer")
+        assert trainer.ended("trainer", limit_s=400.0) == 0, trainer.text("trainer")
         crew.wait()
         report = crew.report()
     assert report["weights"]["digest"] == plain["weights"]["digest"]
