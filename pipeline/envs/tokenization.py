@@ -108,6 +108,8 @@ class Renderer:
                 why = "data.chat_template is off" if self._mode == "off" else "the model has no chat template; name a Jinja file"
                 raise DataError(f"{row.origin}: the prompt is a list of messages, but {why}")
             return row.prompt, self._encode(row.prompt)
+        if TOOLS in row.without_json:
+            raise DataError(f"{row.origin}: field {TOOLS!r} holds {row.without_json[TOOLS]}; give a list of tools, or rename the column")
         try:
             tools = tools_of(row.columns.get(TOOLS))
         except ValueError as error:

@@ -83,7 +83,7 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template cannot render the messages.
         """
-        made, tools = self._escaped(messages), self._control.escape_text(tools)
+        made, tools = self._escaped(messages), self._escaped_tools(tools)
         text = self._apart(lambda apart: self._prompt(apart, tools), made) or ""
         if ids := self._control.encode(text):
             return self._control.restore(text), ids
@@ -105,7 +105,7 @@ class ChatTemplate:
             message.pop("reasoning_content", None)
         while held and held[-1]["role"] == "assistant":  # the answer continued it
             held.pop()
-        tools = self._control.escape_text(tools)
+        tools = self._escaped_tools(tools)
         text = self._apart(lambda new: self._after_answer(held, answer, new, tools), self._escaped(messages[known:]))
         if text is None:
             return None
@@ -173,6 +173,12 @@ class ChatTemplate:
             return [self._control.escape(plain(message, developer=self._developer)) for message in messages]
         except RecursionError:
             raise TemplateRefused("a message is nested too deeply") from None
+
+    def _escaped_tools(self, tools: Tools | None) -> Tools | None:
+        try:
+            return None if tools is None else list(self._control.escape_text(tools))
+        except RecursionError:
+            raise TemplateRefused("a tool is nested too deeply") from None
 
     def _apart(self, render: Callable[[list[dict[str, Any]]], str | None], messages: list[dict[str, Any]]) -> str | None:
         """What `render` makes of the messages, in which no two texts form a control token together."""

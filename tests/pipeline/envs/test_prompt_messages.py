@@ -113,6 +113,17 @@ def test_a_column_of_other_tools_is_refused_with_row_and_field(folders: Mapping[
         rendered(folders["calls"], [USER], tools=tools)
 
 
+def test_what_is_nested_too_deeply_is_refused_with_row_and_field(folders: Mapping[str, Path]) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(3000):
+        deep = {"a": deep}
+    with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'prompt' holds values nested too deeply"):
+        rendered(folders["calls"], [{**USER, "extra": deep}])
+    for tools in ([{**WEATHER, "parameters": deep}], "[" * 100_000):
+        with pytest.raises(DataError, match=r"^rows.jsonl:3: field 'tools'"):
+            rendered(folders["calls"], [USER], tools=tools)
+
+
 def test_tools_are_described_to_a_model_whose_template_has_none(folders: Mapping[str, Path]) -> None:
     assert '"name": "weather"' in rendered(folders["strict"], [USER], tools=[WEATHER])
 
