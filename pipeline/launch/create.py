@@ -113,6 +113,7 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
             f"together above the model's context of {context} tokens"
         )
     _say_what_is_long(config, say)
+    _say_where_the_rate_ends(config, steps, say)
     install = {"install_s": float(os.environ["PENSTOCK_INSTALL_S"])} if os.environ.get("PENSTOCK_INSTALL_S") else {}
     info = {
         **install,
@@ -156,6 +157,15 @@ def _say_what_is_long(config: Config, say: Callable[[str], None]) -> None:
         say(
             f"trainer.micro_batch_tokens = {budget}: a sample may have {longest} tokens with its prompt; one that is longer than a "
             "micro-batch is trained alone, in as much memory as it takes"
+        )
+
+
+def _say_where_the_rate_ends(config: Config, steps: int, say: Callable[[str], None]) -> None:
+    """Say so if the run may end before its learning rate does: under `run.epochs` a dropped group takes its prompt with it."""
+    if config.run.epochs is not None and config.trainer.lr_schedule != "constant" and config.algorithm.filter_zero_variance:
+        say(
+            f"trainer.lr_schedule = {config.trainer.lr_schedule!r} spans {steps} steps, but under run.epochs filtered groups are not "
+            "replaced: the run may end earlier, at a higher learning rate; run.steps fixes the number of steps"
         )
 
 

@@ -50,6 +50,9 @@ def test_a_run_of_epochs_ends_when_every_prompt_was_asked_though_half_are_filter
     assert found["filtered"] >= 20 and found["trained"] == 4 * report["steps"] <= 20 and found["unused"] < 4
     closed = read_past(log, run_id).story.closed
     assert closed is not None and "every prompt of the run's epochs was asked" in (closed.details or "")
+    left = found["unused"]
+    assert ("scored groups are unused, as a step takes 4" in report["reason"]) == (left > 0)
+    assert not left or f"; {left} scored groups are unused" in report["reason"]
     assert audited(log, run_id).clean
 
 

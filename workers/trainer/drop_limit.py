@@ -66,11 +66,23 @@ class DropLimit:
             counted = f"{len(equal)} of {dropped} groups dropped {when} have equal rewards, {fmean(equal):.3g} on average"
             text = f"solved: {counted}; the full reward is {scale.high:.3g}, so nothing is left to learn from these prompts"
             return Passed(text, solved=True)
+        text = f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit})"
+        return Passed(text + self._causes(dropped, steps_done=steps_done), solved=False)
+
+    def without_a_step(self, *, asked: int) -> str:
+        """Why a run that has asked all its prompts could not make a step."""
+        dropped = self.inbox.selector.drops
+        text = (
+            f"all {asked} prompts of the run's epochs were asked before the first step, which takes {self.inbox.schedule.prompts_per_step}"
+        )
+        return f"{text} groups with different rewards; {dropped} groups were dropped" + self._causes(dropped, steps_done=0)
+
+    def _causes(self, dropped: int, *, steps_done: int) -> str:
+        """What the groups were dropped for, and what to change if most of them had equal rewards."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
-        reason = self.inbox.last_reason()
-        last = f"; the last one: {reason}" if reason else ""
-        text = f"{dropped} groups were dropped {when} (schedule.max_drops_per_step = {limit}): {causes}{last}"
-        return Passed(text + (self._advice(equal, steps_done=steps_done) if mostly_equal else ""), solved=False)
+        reason, equal = self.inbox.last_reason(), self.inbox.filtered_rewards
+        text = f": {causes}" + (f"; the last one: {reason}" if reason else "")
+        return text + (self._advice(equal, steps_done=steps_done) if 2 * len(equal) > dropped else "")
 
     def _advice(self, equal: list[float], *, steps_done: int) -> str:
         scale, mean, selector = self.inbox.scale, fmean(equal), self.inbox.selector

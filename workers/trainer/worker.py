@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.infra.engines.shared_device import POLL_S as DEVICE_POLL_S
 from penstock.infra.engines.shared_device import SharedDevice
@@ -163,6 +163,8 @@ class Trainer:
             self._record_stale()
             if selected is None:
                 if self.arrivals.no_more:
+                    if not number:
+                        self._give_up(self.drops.without_a_step(asked=self.arrivals.inbox.selector.known))
                     self.arrivals.asked_to_end = "every prompt of the run's epochs was asked"
                     return False
                 if not self._wait(f"step {number}: {len(plan)} of {schedule.prompts_per_step} groups are here"):
@@ -296,9 +298,12 @@ class Trainer:
         if passed is None:
             return
         if not passed.solved:
-            mark(self.session.log, self.session.record, status="stopped")
-            raise Unrecoverable(passed.reason)
+            self._give_up(passed.reason)
         self.arrivals.asked_to_end = passed.reason
+
+    def _give_up(self, reason: str) -> NoReturn:
+        mark(self.session.log, self.session.record, status="stopped")
+        raise Unrecoverable(reason)
 
     def _commit(self, outcome: StepOutcome, plan: Sequence[Planned], *, version: int, started: float) -> None:
         lags = [version - oldest for oldest in self.arrivals.inbox.selector.queued()]

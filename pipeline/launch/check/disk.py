@@ -82,10 +82,15 @@ class Growth:
         kept = newest + (steps // trainer.checkpoint_keep_every if trainer.checkpoint_keep_every else 0)
         return kept * self.count * (OPTIMIZER_BYTES + (BYTES_OF[trainer.dtype] if trainer.export else 0))
 
+    @property
+    def exported(self) -> int:
+        """The model that the run writes at its end."""
+        return self.whole if self.config.trainer.export else 0
+
     def here(self, steps: int) -> int:
-        """All of it that lies on this machine after so many steps: of a broker elsewhere only the checkpoints do."""
+        """All of it on this machine after so many steps, with room for the model at the end; the log only if its broker is here."""
         log = self.weights(steps) + self.kept_samples(steps) if self.config.kafka.bootstrap == "embedded" else 0
-        return log + self.checkpoints(steps)
+        return log + self.checkpoints(steps) + self.exported
 
     def full_at(self, free: int, *, steps: int) -> int | None:
         """The first of `steps` steps after which more than `free` bytes are taken; None if all of them fit."""

@@ -112,7 +112,8 @@ def check_disk(config: Config, info: Mapping[str, Any], note: Tell) -> None:
     note(
         "disk",
         f"about {size(likely.weights(steps))} of weights (at most {size(most.weights(steps))}), {size(likely.samples)} of samples a step"
-        f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints; {size(free)} are free{soon}",
+        f"{keeps}, {size(likely.checkpoints(steps))} of checkpoints, {size(likely.exported)} of the exported model; {size(free)} are free"
+        f"{soon}",
     )
     if full is not None:
         chain = of_model(config=config.model_copy(update={"weights": chosen.model_copy(update={"keep": "chain"})}), share=share)

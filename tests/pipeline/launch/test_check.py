@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,25 @@ def test_a_created_run_has_as_many_partitions_for_chunks_of_weights_as_it_asks_f
     create(configured(tmp_path), log=log, run_id="eight", say=lambda _: None)
     create(configured(tmp_path, weights={"partitions": 3}), log=log, run_id="three", say=lambda _: None)
     assert (log.partitions("eight.weights"), log.partitions("three.weights")) == (FIRST + 8, FIRST + 3)
+
+
+@pytest.mark.parametrize(
+    ("run", "trainer", "algorithm", "told"),
+    [
+        ({"epochs": 1}, {"lr_schedule": "linear"}, {}, True),
+        ({"epochs": 2}, {"lr_schedule": "cosine"}, {}, True),
+        ({"epochs": 1}, {"lr_schedule": "constant"}, {}, False),
+        ({"epochs": 1}, {"lr_schedule": "linear"}, {"filter_zero_variance": False}, False),
+        ({"steps": 6}, {"lr_schedule": "linear"}, {}, False),
+    ],
+)
+def test_a_learning_rate_that_may_not_reach_its_end_is_told_of(
+    tmp_path: Path, run: dict[str, object], trainer: dict[str, object], algorithm: dict[str, object], *, told: bool
+) -> None:
+    said: list[str] = []
+    config = configured(project(tmp_path), run={"steps": None, **run}, trainer=trainer, algorithm=algorithm)
+    check_inputs(config, say=said.append)
+    assert any("trainer.lr_schedule" in line and "run.steps fixes the number of steps" in line for line in said) == told
 
 
 def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Path) -> None:
@@ -145,6 +165,19 @@ def test_a_run_that_cannot_fit_on_the_disk_is_refused_before_it_starts(tmp_path:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize(("export", "fits"), [(True, False), (False, True)])
+def test_the_exported_model_has_to_fit_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, export: bool, fits: bool
+) -> None:
+    folder = project(tmp_path)
+    with_weights(folder / "model", (1000, 1_000))
+    config = configured(folder, trainer={"export": export, "checkpoint_every": 0})
+    growth = disk.Growth(config=config, count=10**6, share=1.0)
+    assert growth.exported == (growth.whole if export else 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=growth.weights(4) + growth.kept_samples(4)))
+    assert (found(config)[1] is None) == fits
+
+
 @pytest.mark.parametrize(
     ("free", "keep", "said"),
     [
@@ -178,7 +211,8 @@ def test_the_bytes_of_the_weights_are_those_that_the_publisher_makes_and_retenti
         publisher.base = Base(version=version - 1, tensors=())
         delta = bool(manifests) and publisher._may_be_delta(manifests)
         manifests[version] = manifest(version, nbytes=int(share * whole) if delta else whole, base=version - 1 if delta else None)
-        assert kept.weights(version) == sum(one.nbytes for one in manifests.values()) == kept.here(version) - version * kept.samples
+        log = kept.here(version) - version * kept.samples - kept.exported
+        assert kept.weights(version) == sum(one.nbytes for one in manifests.values()) == log
         before = deletable(manifests, ends={2: version}, every=every).get(2, 0)
         lying = sum(one.nbytes for number, one in manifests.items() if not number or number > before)
         assert short.weights(version) >= lying

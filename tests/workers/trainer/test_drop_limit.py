@@ -117,3 +117,14 @@ def test_a_task_that_is_solved_before_the_first_step_calls_for_harder_prompts() 
     drops = limit_of(8, scale=RewardScale(0.0, 1.0))
     drop(drops, *[1.0] * 19, 0.0)
     assert str(reason(drops, steps_done=0)).endswith("take harder prompts")
+
+
+def test_epochs_that_are_over_before_the_first_step_say_why() -> None:
+    drops = limit_of(64)
+    drop(drops, *[0.3] * 24)
+    assert drops.passed(steps_done=0) is None
+    text = drops.without_a_step(asked=24)
+    assert text.startswith(
+        "all 24 prompts of the run's epochs were asked before the first step, which takes 2 groups with different rewards; "
+    )
+    assert "24 groups were dropped: 24 filtered at reward 0.3; every reward is 0.3 before the first step" in text
