@@ -75,7 +75,7 @@ app = typer.Typer(
 )
 TRAIN, LOOK, REPLAY, MACHINE = "Train", "Look at a run", "Replay", "This machine"
 app.command(rich_help_panel=TRAIN, short_help="Write a configuration for a model, data and reward.")(init)
-app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw two samples.")(check)
+app.command(rich_help_panel=TRAIN, short_help="Try all that can fail later; draw the samples of a step.")(check)
 app.command(rich_help_panel=TRAIN, short_help="Run everything here: broker, workers, live view, report.")(run)
 app.command(rich_help_panel=TRAIN, short_help="Register a run and make its topics; start nothing.")(create)
 app.command(rich_help_panel=TRAIN, short_help="Run one worker of a run, on any machine.")(worker)

@@ -1,4 +1,4 @@
-"""`penstock init` and `check`: from a model, data and a reward to a configuration, and from that to two samples.
+"""`penstock init` and `check`: from a model, data and a reward to a configuration, and from that to the samples of a step.
 
 The rule: neither needs a broker nor leaves anything running.
 """
@@ -46,7 +46,7 @@ def init(
 
 
 def check(config: ConfigFile, *, overrides: Overrides = None, json: Json = False) -> None:
-    """Try all that can fail later: data, model, reward, disk, GPUs; draw two samples and judge them."""
+    """Try all that can fail later: data, model, reward, disk, GPUs; draw the samples of a step and judge them."""
     from penstock.infra.backends.processor import this_cpu
     from penstock.pipeline.config.load import load
     from penstock.pipeline.launch.placement import visible_gpus

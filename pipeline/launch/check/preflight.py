@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import Growth, delta_share
 from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, by_turns, estimates, offloaded, shape_of
+from penstock.pipeline.launch.check.reward_signal import refuse_equal_and_low, scale_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.records.runs import size
@@ -28,6 +30,8 @@ from penstock.pipeline.observe.report.evaluations import one_line
 from penstock.pipeline.observe.report.text import duration
 from penstock.pipeline.runtime.factories import check_engine
 
+SHOWN_GROUPS = 2
+"""Groups of which a sample is shown."""
 SHOWN = 400
 """Characters of a prompt or a completion."""
 
@@ -44,7 +48,7 @@ class Checked:
 
 
 def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], None] = lambda _: None) -> Checked:
-    """Try everything; `tell` gets each finding as (name, text) when it is there; with `samples` the engine draws two.
+    """Try everything; `tell` gets each finding as (name, text) when it is there; with `samples` the engine draws those of a step.
 
     Raises:
         ConfigError: a setting that this machine, the model or the data cannot do.
@@ -73,10 +77,13 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
     note("model", config.model.path + (f", {count / 1e6:,.1f} million parameters" if count else ""))
     check_disk(config, info, note)
     note("memory", memory_line(config))
+    scores = list[Score]()
     if config.environment.source is None:  # which alone knows what an episode is worth
         scores = trial.judge_answers(config, kinds)
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
     drawn = _samples(config, info, note, say) if samples else []
+    sampled = [sample["reward"] for sample in drawn if sample["reward"] is not None]
+    refuse_equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
     return Checked(lines, info, drawn)
 
 
@@ -150,30 +157,39 @@ def _shape(config: Config) -> Shape | None:
 
 
 def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    say(f"loading the model into the {config.rollout.engine} engine, to draw two samples")
+    say(f"loading the model into the {config.rollout.engine} engine, to draw as many samples as a step has, at most 64")
     environment = place(config, visible_gpus()).environment("rollout-0")
     drawn = trial.draw(config, {"OMP_NUM_THREADS": str(config.rollout.threads), **environment})
     samples: list[dict[str, Any]] = drawn["samples"]
     if cause := next((sample["cause"] for sample in samples if sample["cause"]), None):
         raise PenstockError(f"{config.environment.source}: {cause}")
-    rows, columns = trial.rows_of(config), ([sample[name] for sample in samples] for name in ("completion", "token_ids", "episode"))
-    scores = trial.judge(config, rows, *columns)
-    for number, (sample, score, row) in enumerate(zip(samples, scores, rows, strict=True), 1):
-        sample["reward"], sample["answer"] = score.rewards[0], row.columns.get("answer")
-        prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
-        answer = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
-        cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
-        note(
-            f"sample {number}",
-            f"reward {_score(score)}, {len(sample['token_ids'])} tokens{cut_off}\n"
-            f"  prompt      {prompt}{answer}\n  completion  {completion}",
-        )
+    rows = trial.rows_of(config)
+    groups = [[sample for sample in samples if sample["row"] == number] for number in range(len(rows))]
+    texts, ids, played = ([[sample[name] for sample in group] for group in groups] for name in ("completion", "token_ids", "episode"))
+    scores = trial.judge(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
+    for group, row, score in zip(groups, rows, scores, strict=True):
+        for sample, reward in zip(group, score.rewards, strict=False):  # a sample that is alone was judged twice
+            sample["reward"], sample["answer"] = reward, row.columns.get("answer")
+    for number, group in enumerate(groups[:SHOWN_GROUPS], 1):
+        note(f"sample {number}", _shown(group[0]))
+    scored = [sample["reward"] for sample in samples if sample["reward"] is not None]
+    span = f"{min(scored):g} to {max(scored):g}, mean {fmean(scored):.3g}" if scored else "none"
+    note("rewards", f"of {len(samples)} samples of {len(rows)} prompts: {span}")
     tokens = sum(len(sample["token_ids"]) for sample in samples)
     trained = info["steps"] * config.schedule.prompts_per_step * config.schedule.samples_per_prompt
     drawing_s = trained * drawn["draw_s"] / len(samples) / config.rollout.workers
-    note("drawing", f"the model loaded in {drawn['load_s']:.1f} s; {tokens} tokens in {drawn['draw_s']:.1f} s, two samples side by side")
+    took = f"{tokens} tokens in {drawn['draw_s']:.1f} s, {len(samples)} samples side by side"
+    note("drawing", f"the model loaded in {drawn['load_s']:.1f} s; {took}")
     note("time", f"at most {duration(drawing_s)} of drawing for {trained:,} samples at that rate; training comes on top or runs beside it")
     return samples
+
+
+def _shown(sample: Mapping[str, Any]) -> str:
+    prompt, completion = (one_line(sample[name], SHOWN) for name in ("prompt", "completion"))
+    answer = "" if sample["answer"] is None else f"\n  answer      {one_line(str(sample['answer']), SHOWN)}"
+    cut_off = ", cut off at sampling.max_new_tokens" if sample["finish"] == "length" else ""
+    reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
+    return f"reward {reward}, {len(sample['token_ids'])} tokens{cut_off}\n  prompt      {prompt}{answer}\n  completion  {completion}"
 
 
 def _score(score: Score) -> str:

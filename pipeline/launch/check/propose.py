@@ -78,7 +78,7 @@ def _beginning(model: str, inputs: Inputs, *, steps: int) -> list[str]:
     size = f"{inputs.count / 1e6:,.1f} million parameters" if inputs.count else "size unknown"
     return [
         "# Written by `penstock init`. Every key: docs/configuration.md. Paths are relative to this file.",
-        "# `penstock check` tries all of it and draws two samples; `penstock run` starts it.",
+        "# `penstock check` tries all of it and draws the samples of a step; `penstock run` starts it.",
         "[run]",
         _line("name", _name(model), "first part of the run's id"),
         _line("steps", steps, "optimizer steps; or epochs = passes over the data"),

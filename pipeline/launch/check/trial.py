@@ -19,34 +19,42 @@ from penstock.pipeline.envs.datasets import Row
 from penstock.pipeline.envs.datasets.answers import AnswerError, accepted
 from penstock.pipeline.envs.datasets.configured import open_data
 from penstock.pipeline.envs.tokenization import Decoder, Renderer
+from penstock.pipeline.launch.check.reward_signal import refuse_reversed, swapped
 from penstock.pipeline.launch.check.rows import PER_SOURCE
 from penstock.topics.samples import cause_of, generated
 
 CHILD = "penstock.pipeline.launch.check.trial:child"
 COPIES = 2
 """Completions of a call: a reward that gives one number whatever it gets would pass with one."""
-DRAW_LIMIT_S = 600.0
+PROMPTS, SAMPLES = 8, 8
+"""Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
+DRAW_LIMIT_S = 1_800.0
 
 
 def rows_of(config: Config) -> list[Row]:
-    """The first rows of each source of the data."""
-    data = open_data(config)
-    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(PER_SOURCE, len(source)))]
+    """The first rows of each source: together as many as a step has prompts; two of each with an environment, whose episodes are dear."""
+    data, wanted = open_data(config), min(PROMPTS, config.schedule.prompts_per_step)
+    each = PER_SOURCE if config.environment.source is not None else max(PER_SOURCE, wanted // len(data.sources))
+    return [data.row(number, index) for number, source in enumerate(data.sources.values()) for index in range(min(each, len(source)))]
+
+
+def _samples_of(config: Config) -> int:
+    return min(SAMPLES, config.schedule.samples_per_prompt) if config.environment.source is None else 1
 
 
 def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
-    """One sample of each of the first rows by the run's engine, drawn side by side in a process with these variables.
+    """Up to `SAMPLES` samples of each of the first rows by the run's engine, drawn side by side in a process with these variables.
 
-    Returns `samples`: prompt, completion, token_ids and finish of each; `load_s` and `draw_s`. Raises `PenstockError`.
+    Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `draw_s`. Raises `PenstockError`.
     """
     with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S) as pool:
         return dict(_result(pool, {}, what="drawing"))
 
 
 def judge(
-    config: Config, rows: Sequence[Row], completions: Sequence[str], token_ids: Sequence[Sequence[int]], episodes: Sequence[Any]
+    config: Config, rows: Sequence[Row], completions: Sequence[Sequence[str]], token_ids: Sequence[Sequence[Any]], episodes: Sequence[Any]
 ) -> list[rewards.Score]:
-    """The score of one completion for each of the rows, by the run's reward functions. Raises `PenstockError`."""
+    """The score of some completions of each of the rows, by the run's reward functions. Raises `PenstockError`."""
     reward, renderer = config.reward, Renderer.of(config)
     init = reward_child.spec(
         reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s, max_steps=1,
@@ -58,28 +66,35 @@ def judge(
                 _result(
                     pool,
                     reward_child.payload(
-                        [text] * COPIES,
+                        _copied(texts),
                         prompt=renderer.render(row)[0],
-                        messages=row.messages if episode is None else renderer.messages(row),
+                        messages=row.messages if played is None else renderer.messages(row),
                         columns=row.columns,
-                        completion_ids=[ids] * COPIES,
-                        episodes=episode and [episode] * COPIES,
+                        completion_ids=_copied(ids),
+                        episodes=played and _copied(played),
                     ),
                     what=f"the reward of {row.origin}",
                 )
             )
-            for row, text, ids, episode in zip(rows, completions, token_ids, episodes, strict=True)
+            for row, texts, ids, played in zip(rows, completions, token_ids, episodes, strict=True)
         ]
 
 
+def _copied(values: Sequence[Any]) -> list[Any]:
+    return list(values) * (COPIES if len(values) == 1 else 1)
+
+
 def judge_answers(config: Config, rows: Sequence[Row]) -> list[rewards.Score]:
-    """As `judge`, of the rows' own answers, or of their prompts where there is none: nothing is drawn. Raises `PenstockError`."""
-    decoder = Decoder(config.model.path)
-    texts = [_own_answer(row) for row in rows]
-    scores = judge(config, rows, texts, [decoder.encode(text) for text in texts], [None] * len(rows))
-    if rows and not any(score.scored for score in scores):
+    """As `judge`, of the rows' own answers, or of their prompts if they have none. Raises `PenstockError`, also for a reversed reward."""
+    decoder, texts = Decoder(config.model.path), [_own_answer(row) for row in rows]
+    pairs = swapped(rows, texts)
+    tried, said = [*rows, *(rows[own] for own, _ in pairs)], [*texts, *(texts[other] for _, other in pairs)]
+    scores = judge(config, tried, [[text] for text in said], [[decoder.encode(text)] for text in said], [None] * len(tried))
+    if rows and not any(score.scored for score in scores[: len(rows)]):
         raise PenstockError(f"the reward of {rows[0].origin}: every reward function returned None, as for all rows tried")
-    return scores
+    right, wrong = [scores[own].rewards[0] for own, _ in pairs], [score.rewards[0] for score in scores[len(rows) :]]
+    refuse_reversed(tried[len(rows) :], right, wrong)
+    return scores[: len(rows)]
 
 
 def _own_answer(row: Row) -> str:
@@ -117,17 +132,19 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
         temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, max_new_tokens=chosen.max_new_tokens, stop_ids=stop_ids,
         stop=tuple(chosen.stop),
     )  # fmt: skip
+    numbers = tuple(range(_samples_of(config)))
     prompts, began = [renderer.render(row) for row in rows_of(config)], time.monotonic()
     for group, ((text, ids), row) in enumerate(zip(prompts, rows_of(config), strict=True)):
-        request = GroupRequest(group=group, prompt_ids=ids, samples=(0,), rows=1, seed=config.run.seed, sampling=how)
+        request = GroupRequest(group=group, prompt_ids=ids, samples=numbers, rows=len(numbers), seed=config.run.seed, sampling=how)
         messages = json.dumps(renderer.messages(row)) if renderer.messages(row) else None
         played = config.environment.source is not None
         engine.submit(episode_request(request, text=text, messages=messages, columns=row.columns) if played else request)
     ended = {}
     while not engine.idle:
-        ended.update({completion.group: completion for completion in engine.step()})
+        ended.update({(completion.group, completion.sample): completion for completion in engine.step()})
     samples = [
         {
+            "row": group,
             "prompt": prompts[group][0],
             "completion": decoder.decode(generated(completion)),
             "token_ids": generated(completion).tolist(),
@@ -135,7 +152,7 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
             "episode": next(iter(rewards.episodes_of([completion]) or ()), None),
             "cause": cause_of(getattr(completion, "turns", None)),
         }
-        for group, completion in sorted(ended.items())
+        for (group, _), completion in sorted(ended.items())
     ]
     engine.close()
     return {"samples": samples, "draw_s": time.monotonic() - began}

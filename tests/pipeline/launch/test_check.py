@@ -310,7 +310,7 @@ def test_init_prints_a_configuration_and_nothing_else_on_stdout(
 
 @pytest.mark.costly
 @pytest.mark.parametrize("engine", ["toy", pytest.param("transformers", marks=pytest.mark.slow)])
-def test_check_draws_two_samples_by_the_engine_and_judges_them(tmp_path: Path, engine: str) -> None:
+def test_check_draws_the_samples_of_a_step_by_the_engine_and_judges_them(tmp_path: Path, engine: str) -> None:
     project(tmp_path, reward="return [float(len(text)) for text in completions]")
     model = tmp_path / "model"
     if engine == "transformers":
@@ -320,10 +320,10 @@ def test_check_draws_two_samples_by_the_engine_and_judges_them(tmp_path: Path, e
     config = configured(tmp_path, model={"path": str(model)}, sampling={"max_new_tokens": 5}, rollout={"engine": engine})
     told, said = dict[str, str](), list[str]()
     checked = preflight.check(config, tell=told.__setitem__, samples=True, say=said.append)
-    assert said[-1] == f"loading the model into the {engine} engine, to draw two samples"
-    assert [sample["answer"] for sample in checked.samples] == ["0", "2"]
+    assert said[-1] == f"loading the model into the {engine} engine, to draw as many samples as a step has, at most 64"
+    assert [sample["answer"] for sample in checked.samples] == [str(2 * number) for number in range(8) for _ in range(8)]
     assert all(sample["reward"] == len(sample["completion"]) for sample in checked.samples)
-    assert "What is 1 plus 1?" in told["sample 2"]
+    assert "What is 1 plus 1?" in told["sample 2"] and told["rewards"].startswith("of 64 samples of 8 prompts: ")
     assert {"drawing", "time"} <= told.keys()
 
 
