@@ -60,7 +60,7 @@ def judge(
         reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s, max_steps=1,
         max_completion_length=config.max_drawn_tokens,
     )  # fmt: skip
-    with _children(reward_child.CHILD, init, timeout_s=COPIES * reward.timeout_s) as pool:
+    with _children(reward_child.CHILD, init, timeout_s=max(map(len, [*completions, range(COPIES)])) * reward.timeout_s) as pool:
         return [
             rewards.Score.of(
                 _result(
