@@ -13,7 +13,7 @@ from penstock.pipeline.config.schema import DataSection, EvalSection
 from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.datasets.open import check, open_dataset
 from penstock.pipeline.envs.datasets.prompt_order import SOURCE_COLUMN, PromptOrder, rising
-from penstock.pipeline.envs.datasets.rows import DataError, Dataset, Row
+from penstock.pipeline.envs.datasets.rows import DataError, Dataset, MissingData, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,8 @@ def _opened(config: Config, source: str, rows: DataSection | EvalSection, *, key
             size=rows.size,
             seed=config.run.seed,
         )
+    except MissingData as error:
+        raise MissingData(f"{key}: {error}") from error
     except ValueError as error:
         raise DataError(f"{key}: {error}") from error
     except OSError as error:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.infra.errors import ConfigError
 from penstock.pipeline.config.load import from_table
 from penstock.pipeline.envs.datasets import DataError
 from penstock.pipeline.envs.datasets.configured import open_data, open_eval_data
@@ -85,6 +86,13 @@ def test_held_out_rows_are_read_by_the_same_rules(read: Read, tmp_path: Path) ->
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (GOOD, {"prompt": "p", "answer": None})))
     with pytest.raises(DataError, match=r"test.jsonl:2: the answer .* is null"):
         read([GOOD], eval={"source": str(tmp_path / "test.jsonl")})
+
+
+def test_a_source_that_cannot_be_opened_is_named_with_its_key_and_one_that_is_missing_is_a_mistake_in_the_configuration(read: Read) -> None:
+    with pytest.raises(ConfigError, match=r"^eval.source: there is no file"):
+        read([GOOD], eval={"source": "absent.jsonl"})
+    with pytest.raises(DataError, match=r"^data.source: .*: no rows from 3 on"):
+        read([GOOD], data={"start": 3})
 
 
 def test_data_without_answers_are_right_for_rewards_that_need_none(read: Read) -> None:
