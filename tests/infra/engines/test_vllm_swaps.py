@@ -12,6 +12,7 @@ from tests.support.vllm_helpers import LIMIT, draw_with_swaps, largest_error, op
 pytestmark = [pytest.mark.costly, pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")]
 
 
+@pytest.mark.slow
 def test_an_untied_output_layer_is_swapped_too(tmp_path: Path) -> None:
     directory = save_model(tmp_path / "model", tied=False)
     values, engine = version_values(directory), open_engine(directory)
