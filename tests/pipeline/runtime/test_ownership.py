@@ -36,7 +36,7 @@ def test_a_place_whose_owner_is_alive_is_not_taken(log: MemoryLog) -> None:
     owner = place(log)
     writer = owner.take()
     with pytest.raises(Fenced, match="trainer of run places is at work already"):
-        place(log).take()
+        place(log, watch_s=60.0).take()
     writer.commit(entry(b"1"))
     place(log, writer="feeder").take()
     owner.leave()
@@ -58,7 +58,7 @@ def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_i
     successor.require_held()
     for number in range(3):
         with pytest.raises(Fenced):
-            place(log).take()
+            place(log, watch_s=60.0).take()
         writer.commit(entry(str(number).encode()))
     successor.leave()
 
@@ -82,7 +82,7 @@ def test_a_note_that_a_fenced_process_has_ended_does_not_free_its_successors_pla
     owner.take()
     fenced.leave()
     with pytest.raises(Fenced):
-        place(log).take()
+        place(log, watch_s=60.0).take()
     owner.leave()
 
 
