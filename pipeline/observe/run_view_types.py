@@ -31,6 +31,11 @@ class GroupFacts(NamedTuple):
     version_min: int | None
     no_reward: int = 0
 
+    @property
+    def lacks_rewards(self) -> bool:
+        """True if samples without a reward leave fewer than two that have one."""
+        return self.no_reward > 0 and self.samples - self.no_reward < 2
+
 
 class Opened(NamedTuple):
     """A group whose prompt is out and whose outcome is not known yet."""

@@ -71,7 +71,10 @@ def _truncated(share: float, _: list[GroupFacts], __: RewardScale) -> tuple[str,
 
 
 def _filtered(share: float, groups: list[GroupFacts], scale: RewardScale) -> tuple[str, str]:
-    rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None]
+    if 2 * sum(facts.lacks_rewards for facts in groups) > len(groups):
+        why = "as fewer than two of their samples have a reward"
+        return f"{share:.0%} of the groups are filtered, {why}", "the reward functions return None or fail: see `penstock explain`"
+    rewards = [facts.reward_mean for facts in groups if facts.reward_mean is not None and not facts.lacks_rewards]
     means = Counter(round(reward, 6) for reward in rewards)
     start = f"{share:.0%} of the groups are filtered, as nothing is learnt from equal rewards"
     if not means:

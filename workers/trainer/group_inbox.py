@@ -67,8 +67,10 @@ class GroupInbox:
         mean = headers.reward_mean
         self.scale.see(() if mean is None else (mean,))
         if headers.outcome != "scored":
-            self.drop_causes[headers.outcome + ("" if mean is None else f" at reward {mean:.3g}")] += 1
-            self.filtered_rewards += [mean] if headers.outcome == "filtered" and mean is not None else []
+            lacking = bool(headers.no_reward) and (headers.samples or 0) - (headers.no_reward or 0) < 2
+            cause = " for lack of rewards" if lacking else "" if mean is None else f" at reward {mean:.3g}"
+            self.drop_causes[headers.outcome + cause] += 1
+            self.filtered_rewards += [mean] if headers.outcome == "filtered" and mean is not None and not lacking else []
             self._dropped = records
         elif group is not None and not self.selector.is_settled(group.group):
             self.scale.see(group.rewards)

@@ -203,7 +203,8 @@ def _lengths(view: RunView) -> dict[str, dict[str, float | None]]:
 def _filtered(view: RunView) -> dict[str, int]:
     """Filtered groups whose samples all have the full reward, the lowest, or one between."""
     scale = reward_scale(view)
-    means = [group.reward_mean for group in view.groups.values() if group.outcome == "filtered" and group.reward_mean is not None]
+    filtered = [group for group in view.groups.values() if group.outcome == "filtered"]
+    means = [group.reward_mean for group in filtered if group.reward_mean is not None and not group.lacks_rewards]
     positions = [0.5 if (position := scale.position(mean)) is None else position for mean in means]
     full, lowest = sum(position >= 1 - 1e-9 for position in positions), sum(position <= 1e-9 for position in positions)
     return {"solved_all": full, "solved_none": lowest, "between": len(means) - full - lowest}

@@ -1,13 +1,17 @@
 """When a run that drops too many groups ends, and what it says."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.pipeline.scheduling.schedule import preset
+from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.drop_limit import DropLimit
 from penstock.workers.trainer.group_inbox import GroupInbox
+from tests.support.a_run import Teller, as_records
 
 
 def refused(record: Record, error: Unusable) -> None:
@@ -128,3 +132,17 @@ def test_epochs_that_are_over_before_the_first_step_say_why() -> None:
         "all 24 prompts of the run's epochs were asked before the first step, which takes 2 groups with different rewards; "
     )
     assert "24 groups were dropped: 24 filtered at reward 0.3; every reward is 0.3 before the first step" in text
+
+
+def test_groups_that_lack_rewards_do_not_end_the_run_as_solved() -> None:
+    drops, teller = limit_of(1, scale=RewardScale(0.0, 1.0)), Teller("demo")
+    for record in as_records([out for _ in range(2) for out in teller.group([1.0] * 4, version=0, outcome="filtered")]):
+        if record.topic.endswith(".groups"):
+            group = groups.decode(record.value)
+            samples = (group.samples[0], *(replace(sample, reward=None, components=(None,)) for sample in group.samples[1:]))
+            ((headers, value),) = groups.encode_parts(replace(group, samples=samples), run="demo", worker="scorer-0")
+            drops.inbox.receive(replace(record, headers=headers.encode(value), value=value))
+    passed = drops.passed(steps_done=3)
+    assert passed is not None
+    assert not passed.solved
+    assert "2 filtered for lack of rewards" in passed.reason
