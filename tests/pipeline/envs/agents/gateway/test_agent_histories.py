@@ -118,7 +118,7 @@ def rollout(session: AgentSession, prompt_ids: list[int]) -> Rollout:
 
 def check_trained(sample: Rollout, prompt_ids: list[int], engine: Engine) -> None:
     """Every token that the engine generated is trained once, after exactly what the engine was given; nothing else is."""
-    group: Any = SimpleNamespace(samples=[SimpleNamespace(rollout=sample)], prompt_ids=np.array(prompt_ids, np.int32))
+    group: Any = SimpleNamespace(samples=[SimpleNamespace(rollout=sample, reward=1.0)], prompt_ids=np.array(prompt_ids, np.int32))
     trained: list[tuple[float, int]] = []
     for sequence in sequences(group, advantages=lambda _: [1.0], truncated="train"):
         whole = [*sequence.prompt_ids.tolist(), *sequence.completion_ids.tolist()]
