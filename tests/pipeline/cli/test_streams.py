@@ -1,6 +1,8 @@
 """Standard streams that are closed or full: what does something is silent, what only prints says so in one line."""
 
+import importlib
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -78,3 +80,9 @@ def test_looking_makes_no_folder(words: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     cli.main(words.split())
     assert not (tmp_path / "home").exists()
+
+
+def test_a_busy_machine_does_not_make_the_client_warn() -> None:
+    importlib.import_module("penstock.infra.kafka.log")
+    assert not logging.getLogger("kafka.net.selector").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("kafka.client").isEnabledFor(logging.WARNING)

@@ -5,14 +5,17 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
 
+from penstock.pipeline.cli.ui import pages
 from penstock.pipeline.cli.ui.markup import Curve, chart
 from penstock.pipeline.cli.ui.server import Server
-from tests.support.a_run import RUN, Teller
+from penstock.pipeline.observe.run_view import RunView
+from tests.support.a_run import RUN, Teller, as_records
 from tests.support.page_records import EVIL, log_with
 
 CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
@@ -131,3 +134,13 @@ def test_in_a_browser_the_list_leads_to_a_run_without_complaint_or_sideways_scro
         page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
         browser.close()
     assert [said for said in complaints if "favicon" not in said] == []
+
+
+@pytest.mark.parametrize(("status", "said"), [("finished", "ended"), ("stopped", "killed"), ("failed", "killed")])
+def test_a_run_that_ended_well_shows_no_killed_worker(status: str, said: str) -> None:
+    teller, view = Teller(steps=1), RunView(run=RUN)
+    told = [teller.record(status), teller.measured_by("scorer-0"), teller.measured_by("feeder", "final")]
+    for record in as_records(told):
+        view.fold(record)
+    view.record = replace(view.record, updated_ns=2**62)  # type: ignore[type-var]
+    assert dict(pages._workers(view)) == {"feeder": "ended", "scorer-0": said}

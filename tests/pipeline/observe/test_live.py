@@ -404,3 +404,11 @@ def test_on_a_terminal_the_last_picture_stays_on_the_screen() -> None:
     live.close()
     assert "step " in out.getvalue()
     assert out.getvalue().rstrip().endswith("╯\x1b[0m")
+
+
+def test_one_line_tells_who_still_works_once_the_last_step_is_done() -> None:
+    teller, told = begun(steps=2, planned=2)
+    told.append(teller.measured_by("trainer", "final"))
+    told.append(teller.closed())
+    told.append(teller.measured_by("tracker", labels={"doing": "waiting for MLflow, at most 55 s more"}))
+    assert "tracker: waiting for MLflow, at most 55 s more" in line(view_of(told), now_s=teller.now_s)
