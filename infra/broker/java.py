@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.errors import BrokerError
+from penstock.infra.sandbox.rules import child_environment
 
 # Kafka 4.3 brokers need 17; 25 is the newest release they are tested with.
 OLDEST, NEWEST = 17, 25
@@ -52,7 +53,7 @@ def _first(candidates: list[Path]) -> Java:
 
 def environment() -> dict[str, str]:
     """The environment of a Java process: in the C locale, as of cron and containers, it can read no path beyond ASCII."""
-    return {**os.environ, "LC_ALL": "C.UTF-8"}
+    return {**child_environment(os.environ), "LC_ALL": "C.UTF-8"}
 
 
 def inspect(program: Path) -> Java | None:

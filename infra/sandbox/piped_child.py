@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.spawn import kill_group, spawn
 
 Key = TypeVar("Key")
@@ -33,8 +34,8 @@ class Call(Generic[Key]):
 class PipedChild(Generic[Key]):
     """A child process, the requests still to be written to it, and the answers read so far."""
 
-    def __init__(self, target: str, *, deadline: float) -> None:
-        self.process, self._lifeline = spawn(target)
+    def __init__(self, target: str, *, rules: ChildRules, deadline: float) -> None:
+        self.process, self._lifeline = spawn(target, rules)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         self.deadline = deadline

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, Self
 
 from penstock.infra.sandbox.piped_child import Call, Key, PipedChild
+from penstock.infra.sandbox.rules import REWARD, ChildRules
 from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, last_words
 
 GRACE_S = 2.0
@@ -50,12 +51,20 @@ class ChildPool(Generic[Key]):
     """
 
     def __init__(
-        self, target: str, *, size: int, timeout_s: float, retries: int = 1, init: object = None, start_timeout_s: float = 180.0
+        self,
+        target: str,
+        *,
+        size: int,
+        timeout_s: float,
+        retries: int = 1,
+        init: object = None,
+        start_timeout_s: float = 180.0,
+        rules: ChildRules = REWARD,
     ) -> None:
         if size < 1 or timeout_s <= 0 or retries < 0:
             raise ValueError(f"size {size}, timeout_s {timeout_s}, retries {retries}: expected at least 1, more than 0, at least 0")
         self._target, self._timeout_s, self._retries, self._start_timeout_s = target, timeout_s, retries, start_timeout_s
-        self._init = json.dumps(init)
+        self._init, self._rules = json.dumps(init), rules
         self._numbers = itertools.count()
         self._waiting: deque[Call[Key]] = deque()
         self._ended: list[Done[Key] | Failed[Key]] = []
@@ -137,7 +146,7 @@ class ChildPool(Generic[Key]):
         return [call for child in self._children for call in child.calls.values()]
 
     def _start(self) -> None:
-        child: PipedChild[Key] = PipedChild(self._target, deadline=time.monotonic() + self._start_timeout_s)
+        child: PipedChild[Key] = PipedChild(self._target, rules=self._rules, deadline=time.monotonic() + self._start_timeout_s)
         self._children.append(child)
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
         child.send(self._init)

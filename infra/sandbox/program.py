@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.infra.sandbox.rules import ChildRules, child_environment
 from penstock.infra.sandbox.spawn import kill_group
 
 KEPT_BYTES = 4096
@@ -39,8 +40,10 @@ class Program:
         self._talking = asyncio.create_task(self._talk(given))
 
     @classmethod
-    async def start(cls, argv: Sequence[str], *, given: bytes, environment: Mapping[str, str], folder: Path | None = None) -> "Program":
-        """Start a program with `given` on its standard input and `environment` beside this process's own."""
+    async def start(
+        cls, argv: Sequence[str], *, given: bytes, environment: Mapping[str, str], rules: ChildRules, folder: Path | None = None
+    ) -> "Program":
+        """Start a program with `given` on its standard input and `environment` in addition to what children get."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *argv),
             stdin=subprocess.PIPE,
@@ -48,7 +51,7 @@ class Program:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd=folder,
-            env={**os.environ, **environment},
+            env={**child_environment(os.environ, rules.pass_env), **environment},
         )
         return cls(process, given)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.child import LINE_BYTES
+from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, last_words, spawn
 
 
@@ -37,10 +38,19 @@ class Sessions:
     The handler's attribute `at_once` says how many calls one child works on side by side, 1 if absent. Children start when they are needed.
     """
 
-    def __init__(self, target: str, *, size: int, init: object = None, start_timeout_s: float = 180.0) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        size: int,
+        init: object = None,
+        start_timeout_s: float = 180.0,
+        rules: ChildRules = ENVIRONMENT,
+    ) -> None:
         if size < 1:
             raise ValueError(f"size {size}: expected at least 1")
         self._target, self._size, self._init, self._start_timeout_s = target, size, init, start_timeout_s
+        self._rules = rules
         self._children: list[_Child] = []
         self._failed_starts = 0
         self._numbers = itertools.count()
@@ -66,7 +76,7 @@ class Sessions:
     async def _start(self) -> "_Child":
         reason = ""
         while self._failed_starts < START_ATTEMPTS:
-            child = _Child(*spawn(self._target))
+            child = _Child(*spawn(self._target, self._rules))
             try:
                 ready = await asyncio.wait_for(child.begin(self._init), self._start_timeout_s)
             except TimeoutError:

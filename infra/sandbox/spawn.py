@@ -8,6 +8,7 @@ import sys
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.rules import ChildRules, child_environment
 
 # -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
 BOOTSTRAP = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.child import main; main()"
@@ -20,7 +21,7 @@ class ChildError(PenstockError):
     """No child can be started: its target does not load."""
 
 
-def spawn(target: str) -> "tuple[subprocess.Popen[bytes], int]":
+def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], int]":
     """A child that serves `target`, a `module:function`, and the descriptor that has to stay open for as long as it may live."""
     lifeline, ours = os.pipe()
     try:
@@ -31,7 +32,7 @@ def spawn(target: str) -> "tuple[subprocess.Popen[bytes], int]":
             pass_fds=(lifeline,),
             # Its own session: Ctrl-C goes to the parent only, and a kill reaches everything the child has started.
             start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **child_environment(os.environ, rules.pass_env)},
             bufsize=0,
         )
     finally:

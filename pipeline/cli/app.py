@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.cli.audit import audit
 from penstock.pipeline.cli.fork import fork
@@ -117,6 +118,7 @@ def _root(
 def console() -> int:
     """The console script: run the command of this process's arguments and return the exit status."""
     keep_ignored_here()
+    hide_secrets()
     gc.set_threshold(GC_OBJECTS)
     status = main()
     if "duckdb" not in sys.modules:  # which lists on stderr whatever of its own is not collected at the end

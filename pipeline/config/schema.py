@@ -9,6 +9,7 @@ from pydantic import Field
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
+from penstock.infra.sandbox.rules import REWARD_TOKEN, ChildRules
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config.fields import (
     ENVIRONMENT,
@@ -83,7 +84,15 @@ class DataSection(Section):
     )
 
 
-class RewardSection(Section):
+class ChildSection(Section):
+    """Keys of a section whose code runs in child processes."""
+
+    pass_env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(
+        default_factory=list, description="names of environment variables that its processes get in addition to the list"
+    )
+
+
+class RewardSection(ChildSection):
     functions: Annotated[list[str], SOURCE] = Field(["exact_match"], min_length=1)
     weights: list[float] | None = None
     timeout_s: PositiveFloat = 30.0
@@ -92,8 +101,13 @@ class RewardSection(Section):
         "stop", description="whether a reward that fails in the same way for more than 5 % of the groups stops the run"
     )
 
+    def rules(self) -> ChildRules:
+        """Rules for the processes of its functions; only those of services get the token."""
+        service = [REWARD_TOKEN] if any(name.startswith(("http://", "https://")) for name in self.functions) else []
+        return ChildRules(section="reward", pass_env=(*self.pass_env, *service))
 
-class EnvironmentSection(Section):
+
+class EnvironmentSection(ChildSection):
     source: Annotated[str | None, ENVIRONMENT] = Field(
         None,
         description="file.py:Class, gymnasium:ID, textarena:ID, openenv:ADDRESS, tiny:lake or agent:COMMAND: samples have several turns",
@@ -116,6 +130,10 @@ class EnvironmentSection(Section):
     step_timeout_s: PositiveFloat = 30.0
     trajectory_timeout_s: PositiveFloat = Field(3600.0, description="of an environment's time in one trajectory")
     retries: NonNegative = Field(2, description="attempts after the first, of an environment that fails, before its sample is aborted")
+
+    def rules(self) -> ChildRules:
+        """Rules for the processes of environments and agents."""
+        return ChildRules(section="environment", pass_env=tuple(self.pass_env))
 
 
 class ScheduleSection(Section):

@@ -28,7 +28,7 @@ CHILD = "penstock.pipeline.envs.reward_child:child"
 def reward_pool(reward: "RewardSection", *, size: int = 1, **settings: Any) -> RewardPool[Any]:
     """Child processes that score by a run's reward functions; `settings` are those of `spec`."""
     init = spec(reward.functions, reward.weights, timeout_s=reward.timeout_s, concurrency=reward.concurrency, **settings)
-    children: ChildPool[Any] = ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s, retries=0)
+    children: ChildPool[Any] = ChildPool(CHILD, init=init, size=size, timeout_s=reward.timeout_s, retries=0, rules=reward.rules())
     return RewardPool(children, timeout_s=reward.timeout_s)
 
 

@@ -57,7 +57,7 @@ def play_on(engine: Engine, config: Config, *, say: Callable[[str], None] = lamb
     assert chosen.source is not None
     return TrajectoryEngine(
         engine, source=chosen.source, template=template_for(config), limits=limits_of(config), processes=chosen.processes,
-        in_flight=chosen.in_flight, say=say,
+        in_flight=chosen.in_flight, rules=chosen.rules(), say=say,
     )  # fmt: skip
 
 

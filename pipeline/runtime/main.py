@@ -17,6 +17,7 @@ from typing import Any
 from penstock.infra.errors import ConfigError, Fenced, PenstockError, Unrecoverable
 from penstock.infra.log import Log
 from penstock.infra.paths import make_files_private
+from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.ownership import SILENT_S
@@ -25,6 +26,9 @@ from penstock.pipeline.runtime.reporting.health import Health, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, say
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
+
+_SHARE_MEMORY = ("trainer", "rollout", "evaluator")
+"""Roles whose other processes open this one's memory under /proc."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,8 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--log-json", action="store_true", help="print each line of the log as a JSON object")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     chosen = parser.parse_args(arguments)
+    hide_secrets(memory=chosen.role not in _SHARE_MEMORY)
     security = credentials({})
-    os.environ.pop(VARIABLE, None)  # users' functions run in child processes
+    os.environ.pop(VARIABLE, None)
     return work(
         chosen.role,
         run=chosen.run,

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.infra.engines.base import Completion, Engine, GroupRequest, InHand
+from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.tensors.stream import TensorBytes
 from penstock.pipeline.envs.agents.draw import Draw
 from penstock.pipeline.envs.agents.driver import Limits
@@ -84,6 +85,7 @@ class TrajectoryEngine:
         limits: Limits,
         processes: int,
         in_flight: int,
+        rules: ChildRules = ENVIRONMENT,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._inner, self._in_flight = inner, in_flight
@@ -95,7 +97,9 @@ class TrajectoryEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="environments")
         self._thread.start()
-        self._episodes = self._in_loop(open_episodes(source, template=template, limits=limits, processes=processes, on_loss=self._lost))
+        self._episodes = self._in_loop(
+            open_episodes(source, template=template, limits=limits, processes=processes, rules=rules, on_loss=self._lost)
+        )
 
     @property
     def version(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.infra.errors import PenstockError
+from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.infra.sandbox.sessions import Sessions
 from penstock.pipeline.envs.agents.draw import Drawing
 from penstock.pipeline.envs.agents.driver import Episode, Limits, seed_of
@@ -59,7 +60,13 @@ class EnvironmentEpisodes:
 
 
 async def open_episodes(
-    source: str, *, template: Template, limits: Limits, processes: int, on_loss: Callable[[str], None] = lambda _: None
+    source: str,
+    *,
+    template: Template,
+    limits: Limits,
+    processes: int,
+    rules: ChildRules = ENVIRONMENT,
+    on_loss: Callable[[str], None] = lambda _: None,
 ) -> Episodes:
     """What plays `source` with at most `processes` child processes, in the running loop; `on_loss` gets a line for each loss made good."""
     if source.startswith(AGENT):
@@ -67,6 +74,6 @@ async def open_episodes(
             from penstock.pipeline.envs.agents.gateway.episode import AgentEpisodes
         except ImportError as error:
             raise PenstockError(f"{source!r} needs the endpoint for agents: pip install 'penstock[agents]' ({error})") from error
-        return AgentEpisodes.open(source, template=template, limits=limits, processes=processes, on_loss=on_loss)
-    sessions = Sessions(CHILD, size=processes, init={"source": source})
+        return AgentEpisodes.open(source, template=template, limits=limits, processes=processes, rules=rules, on_loss=on_loss)
+    sessions = Sessions(CHILD, size=processes, init={"source": source}, rules=rules)
     return EnvironmentEpisodes(sessions=sessions, template=template, limits=limits, on_loss=on_loss)

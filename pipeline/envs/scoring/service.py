@@ -12,12 +12,11 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.infra.sandbox.rules import REWARD_TOKEN
 from penstock.pipeline.config.plugins import PluginError
 from penstock.pipeline.envs.scoring.faults import RewardError
 from penstock.pipeline.envs.scoring.logged import NAMES
 
-TOKEN = "PENSTOCK_REWARD_TOKEN"
-"""Environment variable with what is sent as `Authorization: Bearer …`."""
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before it is asked a second time; doubles with each."""
 CONNECT_S = 5.0
@@ -46,7 +45,7 @@ class RewardService:
         except ImportError as error:
             raise PluginError(f"a reward service needs the package httpx: pip install 'penstock[rewards]' ({error})") from error
         self.address, self._timeout_s = address, timeout_s
-        token = os.environ.get(TOKEN)
+        token = os.environ.get(REWARD_TOKEN)
         self._client = httpx.AsyncClient(
             headers={"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {}),
             limits=httpx.Limits(max_connections=connections),

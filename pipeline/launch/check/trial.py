@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.pool import ChildPool, Failed
+from penstock.infra.sandbox.rules import ChildRules
 from penstock.infra.sandbox.spawn import ChildError
 from penstock.pipeline.config.load import Config, from_json, to_json
 from penstock.pipeline.envs import reward_child, rewards
@@ -47,7 +48,9 @@ def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
 
     Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `draw_s`. Raises `PenstockError`.
     """
-    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S) as pool:
+    with _children(
+        CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S, rules=config.environment.rules()
+    ) as pool:
         return dict(_result(pool, {}, what="drawing"))
 
 
@@ -60,7 +63,8 @@ def judge(
         reward.functions, reward.weights, by_source=config.data.rewards, timeout_s=reward.timeout_s, max_steps=1,
         max_completion_length=config.max_drawn_tokens,
     )  # fmt: skip
-    with _children(reward_child.CHILD, init, timeout_s=max(map(len, [*completions, range(COPIES)])) * reward.timeout_s) as pool:
+    limit_s = max(map(len, [*completions, range(COPIES)])) * reward.timeout_s
+    with _children(reward_child.CHILD, init, timeout_s=limit_s, rules=reward.rules()) as pool:
         return [
             rewards.Score.of(
                 _result(
@@ -159,8 +163,8 @@ def _draw(config: Config, engine: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _children(target: str, init: Mapping[str, Any], *, timeout_s: float) -> Iterator[ChildPool[int]]:
-    with ChildPool[int](target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=DRAW_LIMIT_S) as pool:
+def _children(target: str, init: Mapping[str, Any], *, timeout_s: float, rules: ChildRules) -> Iterator[ChildPool[int]]:
+    with ChildPool[int](target, size=1, init=dict(init), timeout_s=timeout_s, retries=0, start_timeout_s=DRAW_LIMIT_S, rules=rules) as pool:
         yield pool
 
 

@@ -32,8 +32,9 @@ def test_a_program_started_by_a_process_that_ignores_signals_gets_their_defaults
 
 HANDLED_IN_CHILD = """
 import json, os
+from penstock.infra.sandbox.rules import REWARD
 from penstock.infra.sandbox.spawn import spawn, kill_group
-process, ours = spawn("tests.infra.sandbox.test_signals:handled")
+process, ours = spawn("tests.infra.sandbox.test_signals:handled", REWARD)
 process.stdin.write(b'{}\\n[0, {}]\\n')
 print([json.loads(process.stdout.readline()) for _ in range(2)][1]["result"])
 kill_group(process.pid)
@@ -47,9 +48,9 @@ def handled(_init: object) -> Callable[[object], list[bool]]:
 
 def test_reward_children_and_programs_handle_signals_whoever_starts_them():
     in_program = (
-        "import asyncio\nfrom penstock.infra.sandbox.program import Program\n"
+        "import asyncio\nfrom penstock.infra.sandbox.program import Program\nfrom penstock.infra.sandbox.rules import REWARD\n"
         "async def run():\n"
-        f"    program = await Program.start([sys.executable, '-c', {HANDLERS!r}], given=b'', environment={{}})\n"
+        f"    program = await Program.start([sys.executable, '-c', {HANDLERS!r}], given=b'', environment={{}}, rules=REWARD)\n"
         "    await program.wait()\n    print(program.output, end='')\n"
         "asyncio.run(run())\n"
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.infra.sandbox.program import Program, how_it_ended
+from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
 from penstock.pipeline.envs.agents.draw import Drawing
 from penstock.pipeline.envs.agents.driver import BACKOFF_S, EnvironmentBroken, Limits, seed_of
 from penstock.pipeline.envs.agents.gateway.clock import AgentClock
@@ -64,6 +65,7 @@ class AgentEpisode:
     """As many programs run at a time as it lets through."""
     limits: Limits
     draw: Drawing
+    rules: ChildRules = ENVIRONMENT
     on_loss: Callable[[str], None] = lambda _: None
     """Gets a line for every loss that is made good."""
     version: int = 0
@@ -114,7 +116,7 @@ class AgentEpisode:
         key = self.gateway.open(session)
         row = self._row()
         program = await Program.start(
-            command_of(self.source, row), given=json.dumps(row).encode() + b"\n", environment=self._environment(key)
+            command_of(self.source, row), given=json.dumps(row).encode() + b"\n", environment=self._environment(key), rules=self.rules
         )
         try:
             status = await self._watched(program, clock, session)
@@ -180,20 +182,23 @@ class AgentEpisodes:
     gateway: Gateway
     programs: asyncio.Semaphore
     limits: Limits
+    rules: ChildRules
     on_loss: Callable[[str], None]
 
     @classmethod
-    def open(cls, source: str, *, template: Template, limits: Limits, processes: int, on_loss: Callable[[str], None]) -> "AgentEpisodes":
+    def open(
+        cls, source: str, *, template: Template, limits: Limits, processes: int, rules: ChildRules, on_loss: Callable[[str], None]
+    ) -> "AgentEpisodes":
         """Serve the endpoint in the running loop; at most `processes` programs run at a time."""
         programs = asyncio.Semaphore(processes)
-        return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, on_loss=on_loss)
+        return cls(source=source, template=template, gateway=Gateway(), programs=programs, limits=limits, rules=rules, on_loss=on_loss)
 
     def episode(self, request: EpisodeRequest, sample: int, *, draw: Drawing, version: int) -> AgentEpisode:
         """A trajectory that asks `draw` for its turns; `version`: the newest weights."""
         seed = seed_of(request.row, seed=request.seed, group=request.drawn_as)
         return AgentEpisode(
             request=request, sample=sample, seed=seed, source=self.source, template=self.template, gateway=self.gateway,
-            programs=self.programs, limits=self.limits, draw=draw, on_loss=self.on_loss, version=version,
+            programs=self.programs, limits=self.limits, rules=self.rules, draw=draw, on_loss=self.on_loss, version=version,
         )  # fmt: skip
 
     async def close(self) -> None:

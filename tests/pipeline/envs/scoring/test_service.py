@@ -13,11 +13,11 @@ from starlette.routing import Route
 
 from penstock.infra.sandbox.loopback import Loopback
 from penstock.infra.sandbox.pool import ChildPool, Done
+from penstock.infra.sandbox.rules import REWARD_TOKEN as TOKEN
 from penstock.pipeline.config.load import ConfigError, from_table
 from penstock.pipeline.envs.reward_child import CHILD, payload, spec
 from penstock.pipeline.envs.rewards import digests, resolve
 from penstock.pipeline.envs.scoring.faults import RewardError
-from penstock.pipeline.envs.scoring.service import TOKEN
 
 Answer = Callable[[Request], Coroutine[Any, Any, Response]]
 Serve = Callable[[Answer], str]

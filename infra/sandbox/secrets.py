@@ -1,0 +1,43 @@
+"""Hides the secrets of this process from other processes of the same user.
+
+`/proc/PID/environ` shows the variables that a process was started with, also those that it has removed since.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+from penstock.infra.sandbox.rules import child_environment
+
+PR_SET_DUMPABLE = 4
+ENV_START, ENV_END = 47, 48
+"""Fields of /proc/PID/stat after the name: the addresses between which the kernel reads `environ`."""
+
+
+def hide_secrets(*, memory: bool = True) -> None:
+    """Blank the values in `/proc/self/environ` that children do not get; `os.environ` keeps them.
+
+    With `memory`, other processes of the user cannot read this one's memory and descriptors, nor attach a debugger, unless
+    `PENSTOCK_DEBUG` is set.
+    """
+    if sys.platform != "linux":
+        return
+    secret = {name: value for name, value in os.environ.items() if name not in child_environment(os.environ)}
+    if secret:
+        os.environ.update(secret)  # setenv copies: the C library's variables point to the copies, not to what is blanked
+        _blank({os.fsencode(name) for name in secret})
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(not memory or bool(os.environ.get("PENSTOCK_DEBUG"))), 0, 0, 0)
+
+
+def _blank(names: set[bytes]) -> None:
+    """Overwrite the values of these variables in the memory that the kernel shows as `environ`."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    start, end = int(fields[ENV_START]), int(fields[ENV_END])
+    if not 0 < start < end:  # hidden from this process, too
+        return
+    for variable in ctypes.string_at(start, end - start).split(b"\0"):
+        name, equals, value = variable.partition(b"=")
+        if equals and name in names:
+            ctypes.memset(start + len(name) + 1, ord("-"), len(value))
+        start += len(variable) + 1
