@@ -34,7 +34,7 @@ from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.archive.export import export
 from penstock.pipeline.archive.files import Archive, PartitionFile
 from penstock.pipeline.archive.layout import KINDS
-from penstock.pipeline.runtime.run_registry import write
+from penstock.pipeline.runtime.registration.run_registry import write
 from penstock.topics import rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.rollouts import Rollout

@@ -12,7 +12,7 @@ from penstock.pipeline.archive.archived_log import ArchivedLog, open_archive
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps, turns
-from penstock.pipeline.runtime.run_registry import resolve
+from penstock.pipeline.runtime.registration.run_registry import resolve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -97,7 +97,7 @@ LIGHT = (
     "penstock.pipeline.cli",
     "penstock.pipeline.runtime.main",
     "penstock.pipeline.launch.launcher",
-    "penstock.pipeline.runtime.run_registry",
+    "penstock.pipeline.runtime.registration.run_registry",
     "penstock.pipeline.observe.report.summary",
     "penstock.pipeline.observe.records.browse",
     "penstock.pipeline.launch.doctor",

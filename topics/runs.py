@@ -1,7 +1,7 @@
 """`<run>.run`: what a run is, one record. `penstock.runs`: its status by run id, compacted. Launcher, trainer -> every worker.
 
 A worker is given a broker's address and a run id; it reads everything else from the run's own topic. Records of both have one schema;
-one in `penstock.runs` has no configuration, except where an earlier release wrote it."""
+one in `penstock.runs` has no configuration, except where an earlier release wrote it, and configures nothing."""
 
 import json
 from dataclasses import dataclass, replace
@@ -30,6 +30,8 @@ CODEC = Codec(
         column("info", pa.string()),
         column("created_ns", pa.int64()),
         column("updated_ns", pa.int64()),
+        column("revision", pa.int64(), nullable=True),
+        column("mac", pa.string(), nullable=True),
     ),
 )
 
@@ -50,12 +52,16 @@ class RunRecord:
     """JSON: digests of tokenizer, template and stop ids; the reason of a failure."""
     created_ns: int
     updated_ns: int
+    revision: int | None = None
+    """Number of this record among those that were signed with the run's key, from 1; None without a signature."""
+    mac: str | None = None
+    """HMAC-SHA256 (hex) under the run's key over run, revision, created_ns, config and info; None without a key."""
 
 
 def status_of(record: RunRecord) -> RunRecord:
     """The record for the topic that all runs share: nothing in it is executed or leads to a file."""
     steps = {name: value for name, value in json.loads(record.info).items() if name == "steps"}
-    return replace(record, config=NOTHING, info=json.dumps(steps))
+    return replace(record, config=NOTHING, info=json.dumps(steps), revision=None, mac=None)
 
 
 def with_status(made: RunRecord, status: RunRecord) -> RunRecord:

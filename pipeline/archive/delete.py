@@ -17,7 +17,7 @@ from penstock.infra.paths import run_directory
 from penstock.pipeline.observe.records.runs import folder_bytes, log_bytes
 from penstock.pipeline.observe.run_status import has_ended
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics import metrics
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
 from penstock.topics.wire.errors import Unusable

@@ -18,7 +18,7 @@ from penstock.infra.log import Tail
 from penstock.pipeline.archive.files import FILE_BYTES, Archive, Note, PartitionFile
 from penstock.pipeline.archive.layout import KINDS, Kind, kind_of
 from penstock.pipeline.archive.rows import read_tables
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics import ledger
 from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.errors import Unusable

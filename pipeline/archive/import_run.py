@@ -17,7 +17,7 @@ from penstock.pipeline.archive.files import Archive, Note
 from penstock.pipeline.archive.layout import KINDS, Kind
 from penstock.pipeline.archive.relocation import Relocation
 from penstock.pipeline.config.load import ConfigError, from_json
-from penstock.pipeline.runtime.run_registry import find, write, write_status
+from penstock.pipeline.runtime.registration.run_registry import find, write, write_status
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, check_run_id, topics_of
 from penstock.topics.wire.record import Record
 

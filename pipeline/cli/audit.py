@@ -35,7 +35,7 @@ def _source(run: str, bootstrap: str, security: list[str] | None) -> tuple[list[
     from penstock.pipeline.archive.archived_log import ArchivedSource, open_archive
     from penstock.pipeline.audit.anchors import of_folder
     from penstock.pipeline.audit.kafka_reader import KafkaSource
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if (archived := open_archive(run)) is not None:
         return [], ArchivedSource(archived)

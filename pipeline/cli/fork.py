@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, at, emit, say
+from penstock.pipeline.cli.options import Bootstrap, Json, Run, Security, TrustRun, at, emit, say
 
 
 def fork(
@@ -26,6 +26,7 @@ def fork(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A directory with the parent's config.json and tokenizer, if not where it says.")
     ] = None,
+    trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -33,14 +34,16 @@ def fork(
     """Register a new run that begins with another one's weights, optimizer and place in the data after some of its steps."""
     from penstock.infra.paths import make_files_private
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+    from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 
     make_files_private()
     with at(bootstrap, security, attends=start, start=True) as log:
-        recording = Recording.open(log, resolve(log, run))
+        recording = Recording.open(log, resolve(log, run, executes=True))
         try:
             if model is not None:
                 recording.config = with_model(recording.config, model.resolve())
+            require_trusted(recording.found, trust=Trust(code=trust_code), say=say)
             prepare(recording.config)
             from penstock.pipeline.replay.fork import fork as make  # imports torch, which reads the environment then
 

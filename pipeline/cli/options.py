@@ -37,6 +37,9 @@ Security = Annotated[
 TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="Load the run's own advantage function, which is named by the log and may be anybody's.")
 ]
+TrustRun = Annotated[
+    bool, typer.Option("--trust-code", help="Run the code that the run names, although no key on this machine has signed it.")
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see docs/configuration.md.")]
 Overrides = Annotated[
     list[str] | None,
@@ -94,9 +97,12 @@ def at(bootstrap: str, security: list[str] | None, *, attends: bool = False, sta
 
 
 @contextmanager
-def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tuple["Log", str]]:
-    """The log a command reads, and the run's id: the archive in a folder, or else a run of the broker."""
-    from penstock.pipeline.runtime.run_registry import resolve
+def reading(run: str, bootstrap: str, security: list[str] | None, *, executes: bool = False) -> Iterator[tuple["Log", str]]:
+    """The log a command reads, and the run's id: the archive in a folder, or else a run of the broker.
+
+    `executes`: the command runs code of the run, so that `latest` is a run of this user.
+    """
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if "/" in run or Path(run).is_dir():
         from penstock.pipeline.archive.archived_log import open_archive
@@ -105,7 +111,7 @@ def reading(run: str, bootstrap: str, security: list[str] | None) -> Iterator[tu
             yield cast("Log", archived), archived.run
             return
     with at(bootstrap, security) as log:
-        yield log, resolve(log, run)
+        yield log, resolve(log, run, executes=executes)
 
 
 def refuse_folder(log: "Log", what: str) -> None:

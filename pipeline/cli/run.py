@@ -14,6 +14,7 @@ from penstock.pipeline.cli.options import (
     Json,
     Overrides,
     Security,
+    TrustRun,
     at,
     connected,
     emit,
@@ -34,6 +35,7 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all that `penstock check` does, and draw nothing.")] = False,
     run_id: RunId = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view, as without a terminal.")] = False,
+    trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -46,15 +48,18 @@ def run(
     from penstock.pipeline.launch.placement import visible_gpus
 
     make_files_private()
+    if trust_code and resume is None:
+        raise ConfigError("--trust-code is for --resume RUN: the code that your CONFIG names is yours")
     if resume is not None:
         if config is not None or dry_run or run_id is not None:
             raise ConfigError("--resume goes on with a run as it was created: give it no CONFIG, --run-id or --dry-run")
         from penstock.pipeline.launch import launcher
-        from penstock.pipeline.runtime.run_registry import resolve
+        from penstock.pipeline.runtime.registration.run_registry import resolve
 
         with at(bootstrap, security, attends=True) as log:
             shown = not plain and not json
-            return launcher.resume(resolve(log, resume), log=log, say=say, live=shown, json_out=json, overrides=overrides or ())
+            run = resolve(log, resume, executes=True)
+            return launcher.resume(run, log=log, say=say, live=shown, json_out=json, overrides=overrides or (), trust_code=trust_code)
     if config is None:
         raise ConfigError("penstock run needs a CONFIG, for example: penstock run examples/demo.toml")
     if bootstrap != "embedded" or security:
@@ -103,6 +108,10 @@ def worker(
     slot: Annotated[int | None, typer.Option(min=0, help="This worker's number among those of its role; names it.")] = None,
     pool: Annotated[str | None, typer.Option(help="Which of rollout.pools a rollout worker joins; that of its slot if absent.")] = None,
     model: Annotated[Path | None, typer.Option(help="The model's directory on this machine, if not where the configuration says.")] = None,
+    run_key: Annotated[
+        Path | None, typer.Option("--run-key", metavar="FILE", help="The run's key, copied from runs/RUN/run.key; mode 0400, 0440 or 0600.")
+    ] = None,
+    trust_code: TrustRun = False,
     security: Security = None,
     health: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Answer /livez, /readyz and /metrics there; loopback if there is no host.")
@@ -114,6 +123,7 @@ def worker(
     from penstock.pipeline.config.plugins import nearest
     from penstock.pipeline.config.security import credentials
     from penstock.pipeline.runtime.main import work
+    from penstock.pipeline.runtime.registration.trust import Trust
     from penstock.pipeline.runtime.roles import ROLES
     from penstock.topics.catalogue import check_run_id
 
@@ -136,6 +146,7 @@ def worker(
         slot=slot,
         pool=pool,
         model=None if model is None else str(model),
+        trust=Trust(run_key=run_key, code=trust_code),
         security={} if embedded_broker else settings,
         debug="--debug" in sys.argv,
         health=health,

@@ -3,6 +3,7 @@
 The rule: a record that cannot be decoded is shown and kept, never hidden.
 """
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,7 +102,7 @@ def export_topics(
 ) -> None:
     """Write a run's topics as Parquet, byte for byte restorable; again, and it adds what is new."""
     from penstock.pipeline.archive import export
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     chosen = [name.strip() for given in topics or () for name in given.split(",") if name.strip()]
     with at(bootstrap, security) as log:
@@ -134,6 +135,9 @@ def import_topics(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What `topics export` wrote: its directory, or a run's folder in it.")],
     *,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="NEW", help="Under another id than its own.")] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Sign it with a new key of this machine, whose workers then run the code that it names.")
+    ] = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -141,15 +145,48 @@ def import_topics(
     """Bring an exported run to a broker: the same records at new offsets."""
     from penstock.pipeline.archive.files import find_archive
     from penstock.pipeline.archive.import_run import import_run
+    from penstock.pipeline.runtime.registration.adopt import adopt_run
 
     archive = find_archive(directory)
     with at(bootstrap, security, start=True) as log:
         done = import_run(log, archive, becomes=run_id, say=say)
+        if trust_code:
+            adopt_run(log, done.run)
     if json:
         emit(done)
     else:
         rows = ", ".join(f"{count:,} {name}" for name, count in done.records.items() if count)
         print(f"run {done.run}: {rows} in {done.seconds:.1f} s; `penstock report {done.run}` looks at it")
+
+
+@app.command()
+def adopt(
+    run: Run,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    bootstrap: Bootstrap = "embedded",
+    security: Security = None,
+    json: Json = False,
+) -> None:
+    """Sign a run with a new key of this machine, after showing what it is: one of an earlier release, or an imported one."""
+    from penstock.infra.errors import ConfigError
+    from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
+    from penstock.pipeline.runtime.registration.run_registry import resolve
+
+    with at(bootstrap, security) as log:
+        run_id = resolve(log, run, executes=True)
+        text = shown(log, run_id)
+        if text is not None and not yes:
+            say(text)
+            if json or not sys.stdin.isatty():
+                raise ConfigError(f"nothing is signed: `penstock topics adopt {run_id} --yes` signs what is shown")
+            typer.confirm(f"sign {run_id}?", abort=True, err=True)
+        if text is not None:
+            adopt_run(log, run_id)
+    if json:
+        emit({"run": run_id, "signed": text is not None})
+    else:
+        print(f"run {run_id} is signed; `penstock run --resume {run_id}` goes on with it" if text else f"run {run_id} is signed already")
 
 
 @app.command()
@@ -189,10 +226,10 @@ def unblock(
     json: Json = False,
 ) -> None:
     """Transactions whose end the cluster has lost, behind which readers wait for ever; with --yes, writes the missing ends."""
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
-        run_id = resolve(log, run)
+        run_id = resolve(log, run, executes=True)
         hanging = log.hanging(log.topics(f"{run_id}."))
         ended = [(found, commit if found.committed is None else found.committed) for found in hanging] if yes else []
         for found, decided in ended:
@@ -221,10 +258,10 @@ def skip(
 ) -> None:
     """Have every reader pass over a batch that is damaged on the broker's disk; written down as a dead letter."""
     from penstock.pipeline.archive.skip import skip as pass_over
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
-        run_id = resolve(log, run)
+        run_id = resolve(log, run, executes=True)
         stretch, follows = pass_over(log, run_id, topic, partition, offset)
     if json:
         emit({"run": run_id, "topic": topic, "partition": partition, "first": stretch.start, "last": stretch.stop - 1})
@@ -245,11 +282,11 @@ def delete_topics(
     from dataclasses import asdict
 
     from penstock.pipeline.archive.delete import delete, plan_deletion
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     with at(bootstrap, security) as log:
         # An interrupted deletion or import leaves topics without a register record: those need the complete id.
-        deletion = plan_deletion(log, run if run != "latest" and log.topics(f"{run}.") else resolve(log, run))
+        deletion = plan_deletion(log, run if run != "latest" and log.topics(f"{run}.") else resolve(log, run, executes=True))
         if not json:
             for name, count in deletion.offsets.items():
                 print(f"{name}: {count:,} offsets{'' if yes else ' would be deleted'}")

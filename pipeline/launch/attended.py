@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 from penstock.infra.errors import ConfigError
 from penstock.infra.paths import state_path
 from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.runtime.registration.this_machine import LOCK, own_runs
 
-LOCK = "launcher.lock"
-"""In the folder of a run, held by its launcher."""
 UI_ADDRESS = "ui.address"
 """In the state directory while `penstock ui` runs: where."""
 
@@ -49,8 +48,11 @@ def run_folders() -> list[Path]:
 def folder_of(text: str) -> Path:
     """The folder of the run that an id, a unique prefix or `latest` names; asks no broker. Raises `ConfigError`."""
     folders = {path.name: path for path in run_folders()}
-    if text == "latest" and folders:
-        return list(folders.values())[-1]
+    if text == "latest":
+        own = own_runs()
+        if not own:
+            raise ConfigError("latest: this user has made no run on this machine; see `penstock runs`")
+        return folders[own[-1]]
     matches = [text] if text in folders else [name for name in folders if name.startswith(text)]
     if len(matches) != 1:
         why = f"is ambiguous: {', '.join(matches[:5])}" if matches else f"has no folder on this machine{nearest(text, folders)}"

@@ -26,7 +26,8 @@ from penstock.pipeline.launch.check.changes import code_digests
 from penstock.pipeline.launch.check.rows import RowReader
 from penstock.pipeline.launch.check.texts import endless_warning
 from penstock.pipeline.learner.try_functions import try_own_functions
-from penstock.pipeline.runtime.run_registry import find, write
+from penstock.pipeline.runtime.registration.run_key import make_key
+from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.scheduling.rules import versions_of
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, check_run_id, topics_of
 from penstock.topics.runs import RunRecord
@@ -41,7 +42,7 @@ def create(
     checked: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> RunRecord:
-    """Check the data and the model, register the run and make its topics; starts nothing. `about` is added to the run's info.
+    """Check the data and the model, make the run's key and topics and register it; starts nothing. `about` is added to the run's info.
 
     `checked` is the info that `check_inputs` has returned, where it has been called.
 
@@ -65,6 +66,7 @@ def create(
         turns=config.turns_by_log,
     )
     log.create_topics(specs, copies=config.kafka.copies)
+    make_key(run)
     now = time.time_ns()
     record = RunRecord(run=run, status="created", config=to_json(config), info=json.dumps(info), created_ns=now, updated_ns=now)
     write(log, record)

@@ -33,7 +33,9 @@ from penstock.pipeline.launch.supervisor import Failure, Supervisor
 from penstock.pipeline.observe.report.files import REPORTS, remove_reports
 from penstock.pipeline.observe.run_status import closing, steps_planned
 from penstock.pipeline.runtime.ownership import SILENT_S, Place
-from penstock.pipeline.runtime.run_registry import find, mark, write
+from penstock.pipeline.runtime.registration.run_key import make_key
+from penstock.pipeline.runtime.registration.run_registry import find, mark, registration, write
+from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status
 
@@ -60,14 +62,24 @@ def launch(config: Config, *, say: Say, live: bool, json_out: bool, run_id: str 
     return attend(log, record, config, say=say, live=live, json_out=json_out)
 
 
-def resume(run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, overrides: Sequence[str] = ()) -> int:
-    """Start the workers of a run that is not finished; they continue from the log, with these keys of its configuration changed."""
+def resume(
+    run: str, *, log: KafkaLog, say: Say, live: bool, json_out: bool, overrides: Sequence[str] = (), trust_code: bool = False
+) -> int:
+    """Start the workers of a run that is not finished; they continue from the log, with these keys of its configuration changed.
+
+    Raises `ConfigError` for code that no key of this machine signed; with `trust_code` the run gets a key here.
+    """
     state_directory()
-    record = find(log, run)
+    found = registration(log, run)
+    record = found.record
     if record is None:
         raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
     if record.status in ("finished", "failed"):
         raise PenstockError(f"run {run} is {record.status}; there is nothing to resume")
+    require_trusted(found, trust=Trust(code=trust_code), say=say)
+    if trust_code and not found.signed:
+        make_key(run)  # the workers find it
+        write(log, record)
     config = from_json(record.config)
     if overrides:
         config = changed(config, overrides, run=run)

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from penstock.infra.errors import PenstockError
-from penstock.pipeline.launch.attended import LOCK
 from penstock.pipeline.runtime.ownership import new_token
+from penstock.pipeline.runtime.registration.this_machine import LOCK
 
 PIDS = "workers.json"
 STOP_LIMIT_S = 30.0

@@ -11,7 +11,7 @@ from penstock.infra.errors import LogError
 from penstock.infra.log import Log
 from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.learner.ledger_history import Past, past_of
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import RunReader, deleted
 from penstock.topics.dead_letters import DeadLetter
 from penstock.topics.runs import RunRecord

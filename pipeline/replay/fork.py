@@ -21,7 +21,7 @@ from penstock.pipeline.replay.recording import Recording
 from penstock.pipeline.replay.restore_policy import arithmetic, bring_to, opened
 from penstock.pipeline.replay.train.verify import tell_arithmetic
 from penstock.pipeline.runtime.factories import check_engine
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics.catalogue import check_run_id
 from penstock.topics.runs import RunRecord
 

@@ -16,7 +16,8 @@ from penstock.infra.log import Log, Tail
 from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.learner.ledger_history import Past
 from penstock.pipeline.runtime.ledger_follower import LedgerState
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import Registration, registration
+from penstock.pipeline.runtime.registration.trust import require_own
 from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics.ledger import Entry
 from penstock.topics.runs import RunRecord
@@ -32,6 +33,7 @@ class Recording:
 
     log: Log
     run: str
+    found: Registration
     record: RunRecord
     config: Config
     info: dict[str, Any]
@@ -44,10 +46,9 @@ class Recording:
     @classmethod
     def open(cls, log: Log, run: str) -> Self:
         """Read what is there. Raises `PenstockError` for a run that is not registered or whose ledger has lost its beginning."""
-        record = find(log, run)
-        if record is None:
-            raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
-        recording = cls(log, run, record, from_json(record.config), json.loads(record.info), LedgerState(run))
+        found = registration(log, run)
+        record = require_own(found)
+        recording = cls(log, run, found, record, from_json(record.config), json.loads(record.info), LedgerState(run))
         places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), begin in log.begin_offsets(places).items():
             if begin:

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import ConfigError, Fenced, PenstockError, Unrecoverable
@@ -21,6 +22,7 @@ from penstock.infra.sandbox.secrets import hide_secrets
 from penstock.pipeline.config.security import VARIABLE, credentials
 from penstock.pipeline.runtime.exit_status import ENDED, MISTAKES, exit_status
 from penstock.pipeline.runtime.ownership import SILENT_S
+from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust
 from penstock.pipeline.runtime.reporting.client_log import pass_on_warnings
 from penstock.pipeline.runtime.reporting.health import Health, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, say
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--slot", type=int, help="number of this worker among those of its role; names it and its transactional id")
     parser.add_argument("--pool", help="which of rollout.pools this rollout worker joins; that of its slot if absent")
     parser.add_argument("--model", help="where the model directory is on this machine, if not where the configuration says")
+    parser.add_argument("--run-key", metavar="FILE", type=Path, help="the run's key, if it is not in the state directory")
+    parser.add_argument("--trust-code", action="store_true", help="run the code that the run names although no key here has signed it")
     parser.add_argument("--health", metavar="[HOST:]PORT", help="answer /livez, /readyz and /metrics there")
     parser.add_argument("--log-json", action="store_true", help="print each line of the log as a JSON object")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -54,6 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         slot=chosen.slot,
         pool=chosen.pool,
         model=chosen.model,
+        trust=Trust(run_key=chosen.run_key, code=chosen.trust_code),
         security=security,
         debug=chosen.debug,
         health=chosen.health,
@@ -69,6 +74,7 @@ def work(
     slot: int | None,
     model: str | None,
     pool: str | None = None,
+    trust: Trust = NOTHING_SAID,
     security: Mapping[str, Any] | None = None,
     debug: bool = False,
     health: str | None = None,
@@ -87,9 +93,9 @@ def work(
         rank = int(os.environ.get("RANK", "0")) if ROLES[role].in_ranks else 0
         log = _log(bootstrap, security, client_id=f"{run}.{worker or role}" + (f"-rank-{rank}" if rank else ""))
         if rank:
-            importlib.import_module(ROLES[role].module).follow(log, run, model=model)
+            importlib.import_module(ROLES[role].module).follow(log, run, model=model, trust=trust)
             return ENDED
-        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S, pool=pool)
+        session = join(run=run, role=role, log=log, worker=worker, model=model, stop=stop, watch_s=SILENT_S, pool=pool, trust=trust)
         if session is None:
             return ENDED
         session.reporter.say(f"joined run {run}")

@@ -21,10 +21,12 @@ from penstock.pipeline.config.load import Config, ConfigError, from_json
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.ownership import Place, given_token, new_token
+from penstock.pipeline.runtime.registration.run_registry import Registration, registration
+from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
 from penstock.pipeline.runtime.reporting.log_lines import say
 from penstock.pipeline.runtime.reporting.reporter import Reporter
-from penstock.pipeline.runtime.run_registry import find
 from penstock.pipeline.scheduling.schedule import Schedule
+from penstock.topics.catalogue import topic_name
 from penstock.topics.runs import RunRecord
 
 
@@ -43,6 +45,8 @@ class Session:
     """Set by SIGTERM and SIGINT: finish or hand back, then end."""
     token: str = field(default_factory=new_token)
     """The process, for all others."""
+    trust: Trust = NOTHING_SAID
+    """What the operator of this process has said about the run."""
     pool: str | None = None
     """The one of rollout.pools that this worker is in; None without pools, and in other roles."""
     watch_s: float = 0.0
@@ -139,15 +143,20 @@ def join(
     stop: threading.Event,
     watch_s: float = 0.0,
     pool: str | None = None,
+    trust: Trust = NOTHING_SAID,
 ) -> Session | None:
-    """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited. Raises `ConfigError`."""
+    """Wait for the run to be registered and take a place in it; None when the worker was stopped while it waited.
+
+    Raises `ConfigError`, also for code that neither the run's key nor `trust` vouches for.
+    """
     said = False
-    while (record := find(log, run)) is None:
+    while not _is_made(log, found := registration(log, run, key_file=trust.run_key)):
         if not said:
             say(run, worker or role, f"waits for the run to be created (penstock create CONFIG --run-id {run})")
             said = True
         if stop.wait(1.0):
             return None
+    record = require_trusted(found, trust=trust, say=partial(say, run, worker or role))
     config = from_json(record.config)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
@@ -165,6 +174,7 @@ def join(
         info=json.loads(record.info),
         stop=stop,
         token=token,
+        trust=trust,
         pool=pool,
         watch_s=watch_s,
     )
@@ -173,6 +183,13 @@ def join(
     session.reporter.labels.update(host=socket.gethostname(), pid=str(os.getpid()), doing="starting")
     session.reporter.status(force=True)
     return session
+
+
+def _is_made(log: Log, found: Registration) -> bool:
+    """True if the run is registered, or if an earlier release has made it: anybody may write a status for a run that is not made yet."""
+    if found.record is None:
+        return False
+    return found.own or log.partitions(topic_name(found.run, "ledger")) is not None
 
 
 def pool_of_worker(config: Config, *, role: str, worker: str, asked: str | None) -> str | None:

@@ -12,7 +12,7 @@ from penstock.pipeline.cli import main
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch import broker_keeper
 from penstock.pipeline.learner.ledger_history import read_past
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.crew import Crew, complete, config_of
 
 STEPS, AT = 4, 2

@@ -23,7 +23,7 @@ from penstock.pipeline.launch.supervisor import Supervisor as WorkersOfARun
 from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.ownership import SILENT_S, Place, new_token
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.children import child
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT

@@ -12,7 +12,7 @@ from penstock.pipeline.config.run_config import Config
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.report.text import as_text
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from tests.support.crew import Crew, audited, config_of
 
 FRAIL = """from pathlib import Path

@@ -14,7 +14,7 @@ from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables import samples_groups_steps
 from penstock.pipeline.replay.rescore.run import Wish, score_run
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.weights.read import fetch
 from tests.support.recorded_run import JUDGE, RecordedRun
 

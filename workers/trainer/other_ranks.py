@@ -26,7 +26,8 @@ from penstock.pipeline.learner.ranks.follower import Follower
 from penstock.pipeline.learner.train_step import Objective
 from penstock.pipeline.runtime.exit_status import FAILED
 from penstock.pipeline.runtime.factories import make_backend
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import registration
+from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
 from penstock.pipeline.runtime.session import Session
 from penstock.topics.runs import RunRecord
 
@@ -76,7 +77,7 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
             child.wait(END_LIMIT_S)
 
 
-def follow(log: Log, run: str, *, model: str | None) -> None:
+def follow(log: Log, run: str, *, model: str | None, trust: Trust = NOTHING_SAID) -> None:
     """Be another rank of a run's trainer until rank 0 says that it is over. Raises `PenstockError`."""
     from penstock.infra.backends.ranks.process_set import ProcessSet
 
@@ -84,7 +85,7 @@ def follow(log: Log, run: str, *, model: str | None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # rank 0 may be killed while this one computes
     for number in (signal.SIGTERM, signal.SIGINT):
         ignore(number)  # rank 0 gets them as well, and says when it is over
-    record = _registered(log, run)
+    record = _registered(log, run, trust)
     config = from_json(record.config)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
@@ -96,10 +97,10 @@ def follow(log: Log, run: str, *, model: str | None) -> None:
     ).follow()
 
 
-def _registered(log: Log, run: str) -> RunRecord:
-    while (record := find(log, run)) is None:
+def _registered(log: Log, run: str, trust: Trust) -> RunRecord:
+    while (found := registration(log, run, key_file=trust.run_key)).record is None:
         threading.Event().wait(1.0)
-    return record
+    return require_trusted(found, trust=trust, say=print)
 
 
 def _on_gpu(config: Config) -> bool:
@@ -122,7 +123,8 @@ def _start(session: Session, rank: int, port: int) -> "subprocess.Popen[bytes]":
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a stack trace where rank 0 has ended would hide the line that says why
     }
     command = [sys.executable, "-P", "-m", "penstock.workers", "trainer", "--run", session.run, "--bootstrap", connection.bootstrap]
-    return subprocess.Popen([*command, "--model", session.config.model.path], stdin=subprocess.DEVNULL, env=environment)
+    command += ["--model", session.config.model.path, *session.trust.arguments()]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
 
 def variables(*, rank: int, size: int, port: int) -> dict[str, str]:

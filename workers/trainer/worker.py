@@ -23,8 +23,8 @@ from penstock.pipeline.learner.recovery import OlderNeeded, recover
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.learner.train_step import Step, StepOutcome
 from penstock.pipeline.runtime.factories import open_device
+from penstock.pipeline.runtime.registration.run_registry import mark
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
-from penstock.pipeline.runtime.run_registry import mark
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.pipeline.scheduling import rules

@@ -69,13 +69,13 @@ def rm(
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.archive.delete import delete, plan_deletion
     from penstock.pipeline.observe.records.runs import size
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if bool(run) == (older_than is not None):
         raise ConfigError("give either runs, or --older-than 7d")
     limit_s = None if older_than is None else seconds(older_than)
     with at(bootstrap, security) as log:
-        names = [resolve(log, text) for text in run or ()] if limit_s is None else _older(log, limit_s)
+        names = [resolve(log, text, executes=True) for text in run or ()] if limit_s is None else _older(log, limit_s)
         plans = [plan_deletion(log, name, keep_model=keep_model) for name in dict.fromkeys(names)]
         for plan in plans:
             if yes:
@@ -93,7 +93,7 @@ def rm(
 
 def _older(log: Any, limit_s: float) -> list[str]:
     from penstock.pipeline.launch.attended import attended_runs
-    from penstock.pipeline.runtime.run_registry import all_runs
+    from penstock.pipeline.runtime.registration.run_registry import all_runs
 
     before, busy = time.time() - limit_s, attended_runs()
     return [record.run for record in all_runs(log) if record.updated_ns / 1e9 < before and record.run not in busy]

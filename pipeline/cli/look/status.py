@@ -32,7 +32,7 @@ def status(
     from penstock.pipeline.observe.live.saved_view import newest
     from penstock.pipeline.observe.run_view import read_view
     from penstock.pipeline.observe.status import WATCHED, silences, standing, standstill_s
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
     from penstock.pipeline.runtime.topic_reader import RunReader
 
     if follow:
@@ -83,7 +83,7 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.observe.live.view import LiveView
     from penstock.pipeline.observe.run_status import has_ended
-    from penstock.pipeline.runtime.run_registry import resolve
+    from penstock.pipeline.runtime.registration.run_registry import resolve
 
     if json:
         raise ConfigError("give either --follow or --json")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, say
 
 if TYPE_CHECKING:
     from penstock.pipeline.replay.resample.compare import Redrawn
@@ -27,6 +27,7 @@ def rollout(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Draw otherwise: rollout.*, sampling.*, run.seed; repeatable.")
     ] = None,
+    trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -34,9 +35,10 @@ def rollout(
     """Draw recorded prompts again with the recorded weights and seeds, and say token by token where they differ."""
     from penstock.pipeline.replay.resample.compare import summary
     from penstock.pipeline.replay.resample.draw import Wish, redraw
+    from penstock.pipeline.runtime.registration.trust import Trust
 
-    with reading(run, bootstrap, security) as (log, run_id):
-        wish = Wish(step=step, group=group, version=version, overrides=overrides or [])
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
+        wish = Wish(step=step, group=group, version=version, overrides=overrides or [], trust=Trust(code=trust_code))
         found = sorted(redraw(log, run_id, wish, say=say), key=lambda one: (one.group, one.sample))
     figures = summary(found)
     if json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, refuse_folder, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, refuse_folder, say
 
 
 def score(
@@ -29,6 +29,7 @@ def score(
         str | None, typer.Option("--model", metavar="DIR", help="The run's tokenizer, for groups without text, if it is elsewhere.")
     ] = None,
     processes: Annotated[int | None, typer.Option("--processes", min=1, help="Child processes; scorer.processes if absent.")] = None,
+    trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -37,6 +38,7 @@ def score(
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.rescore.run import Wish, score_run
     from penstock.pipeline.replay.rescore.text import as_page
+    from penstock.pipeline.runtime.registration.trust import Trust
 
     try:
         chosen = [float(word) for word in weights.split(",")] if weights else []
@@ -52,8 +54,9 @@ def score(
         write=new_run,
         model=model,
         processes=processes,
+        trust=Trust(code=trust_code),
     )
-    with reading(run, bootstrap, security) as (log, run_id):
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if new_run is not None:
             refuse_folder(log, "--write")
         report = score_run(log, run_id, wish, say=say)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, refuse_folder, say
+from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, TrustRun, emit, reading, refuse_folder, say
 
 if TYPE_CHECKING:
     from penstock.pipeline.replay.recording import Recording
@@ -31,6 +31,7 @@ def train(
     mlflow: Annotated[
         bool | None, typer.Option("--mlflow/--no-mlflow", help="Whether a what-if becomes a child run in MLflow; as the run if absent.")
     ] = None,
+    trust_code: TrustRun = False,
     bootstrap: Bootstrap = "embedded",
     security: Security = None,
     json: Json = False,
@@ -39,8 +40,10 @@ def train(
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.replay.recording import Recording, prepare, with_model
     from penstock.pipeline.replay.train.overrides import what_if
+    from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
+    from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 
-    with reading(run, bootstrap, security) as (log, run_id):
+    with reading(run, bootstrap, security, executes=True) as (log, run_id):
         if follow:
             refuse_folder(log, "--follow")
         recording = Recording.open(log, run_id)
@@ -57,6 +60,8 @@ def train(
                 raise ConfigError("--mlflow is for a what-if: add --set")
             if keep_going and is_what_if:
                 raise ConfigError("--keep-going is for an exact replay: a what-if compares no bits")
+            code = user_code(chosen.config, sections=("algorithm", "trainer"), given=keys_of(overrides or []))
+            require_trusted(recording.found, trust=Trust(code=trust_code), say=say, code=code)
             prepare(chosen.config)
             from penstock.pipeline.replay.train.steps import Asked  # imports torch, which reads the environment then
 

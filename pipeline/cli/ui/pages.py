@@ -27,7 +27,7 @@ from penstock.pipeline.observe.report.verdict import verdict
 from penstock.pipeline.observe.run_status import config_of, fates, has_ended, last_reward, status_of, steps_planned
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.status import elapsed_s
-from penstock.pipeline.runtime.run_registry import resolve
+from penstock.pipeline.runtime.registration.run_registry import resolve
 
 REFRESH_S = 5
 ROWS = 200

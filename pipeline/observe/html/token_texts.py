@@ -12,7 +12,7 @@ from penstock.pipeline.envs.conversation.model_files import model_folder
 from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.observe.run_status import config_of, info_of
 from penstock.pipeline.observe.run_view import RunView
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 
 
 class TokenTexts:

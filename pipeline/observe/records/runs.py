@@ -13,7 +13,7 @@ from penstock.infra.broker import embedded
 from penstock.infra.log import Log
 from penstock.infra.paths import state_path
 from penstock.pipeline.observe.run_status import end_reason
-from penstock.pipeline.runtime.run_registry import all_runs
+from penstock.pipeline.runtime.registration.run_registry import all_runs
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import ledger, runs
 from penstock.topics.runs import RunRecord

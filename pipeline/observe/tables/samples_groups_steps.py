@@ -14,7 +14,7 @@ from penstock.pipeline.observe.html.advantages import Advantages
 from penstock.pipeline.observe.run_status import fates
 from penstock.pipeline.observe.run_view import read_view
 from penstock.pipeline.observe.status import WATCHED
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.topic_reader import Read, RunReader
 from penstock.pipeline.scheduling.fates import OPEN
 from penstock.topics.groups import Group

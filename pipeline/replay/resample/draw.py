@@ -18,6 +18,9 @@ from penstock.pipeline.replay.resample.compare import Redrawn, compare
 from penstock.pipeline.replay.rescore.cases import read_prompts
 from penstock.pipeline.runtime.drawing.sampling import request_of
 from penstock.pipeline.runtime.factories import make_engine
+from penstock.pipeline.runtime.registration.run_registry import registration
+from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
+from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics.prompts import Prompt
@@ -37,6 +40,8 @@ class Wish:
     version: int | None = None
     """Draw under this one instead of the one that each sample began under."""
     overrides: Sequence[str] = ()
+    trust: Trust = NOTHING_SAID
+    """Whether environments and options of the engine that the run names may be loaded although no key here has signed it."""
 
 
 def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Iterator[Redrawn]:
@@ -49,6 +54,8 @@ def redraw(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> Ite
     if recorded.record is None:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
     config, past = changed(recorded.config, wish.overrides), recorded.past
+    code = user_code(config, sections=("environment", "rollout"), given=keys_of(wish.overrides))
+    require_trusted(registration(log, run), trust=wish.trust, say=say, code=code)
     wanted = groups_of(past, wish)
     asked = prompts_of(recorded, wanted)
     samples = samples_of(recorded, asked.keys())

@@ -16,7 +16,8 @@ from penstock.pipeline.config.load import Config, ConfigError, to_json
 from penstock.pipeline.observe.recorded_run import RecordedRun
 from penstock.pipeline.replay.rescore.cases import Left
 from penstock.pipeline.replay.rescore.judge import Rescored
-from penstock.pipeline.runtime.run_registry import find, write
+from penstock.pipeline.runtime.registration.run_key import make_key
+from penstock.pipeline.runtime.registration.run_registry import find, write
 from penstock.pipeline.runtime.topic_reader import Read, place_of
 from penstock.pipeline.runtime.weights.publish import chunk_partitions, manifest_record, send_version
 from penstock.pipeline.runtime.weights.read import fetch
@@ -128,6 +129,7 @@ class NewRun:
         self._tell_story(info)
         text, now = json.dumps(info), time.time_ns()
         done = RunRecord(run=self.run, status="finished", config=to_json(self.config), info=text, created_ns=created_ns, updated_ns=now)
+        make_key(self.run)
         write(self.log, done)
         self._done = True
         return done

@@ -18,6 +18,9 @@ from penstock.pipeline.replay.rescore.cases import cases
 from penstock.pipeline.replay.rescore.compare import Comparison
 from penstock.pipeline.replay.rescore.judge import changed, rescore
 from penstock.pipeline.replay.rescore.new_run import NewRun
+from penstock.pipeline.runtime.registration.run_registry import registration
+from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
+from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
 from penstock.pipeline.runtime.topic_reader import deleted
 
 PROGRESS_S = 3.0
@@ -36,6 +39,8 @@ class Wish:
     """Id of a new run."""
     model: str | None = None
     processes: int | None = None
+    trust: Trust = NOTHING_SAID
+    """Whether functions that the run names may be loaded although no key here has signed it."""
 
 
 def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> dict[str, Any]:
@@ -46,6 +51,10 @@ def score_run(log: Log, run: str, wish: Wish, *, say: Callable[[str], None]) -> 
     """
     source = read_run(log, run)
     config = changed(source.config, functions=wish.functions, weights=wish.weights, overrides=wish.overrides)
+    # A new run has the whole configuration, and what this machine signs has been trusted whole.
+    given = [*keys_of(wish.overrides), *(["reward.functions"] if wish.functions else [])]
+    code = user_code(config, sections=() if wish.write else ("reward",), given=given)
+    require_trusted(registration(log, run), trust=wish.trust, say=say, code=code)
     described = {"before": describe(source.config, sources=source.reward_sources), "after": describe(config)}
     check(config)
     comparison, shown = Comparison(wish.threshold), time.monotonic()

@@ -38,7 +38,7 @@ from penstock.pipeline.observe.report.summary import collect, summarise
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.observe.tables.samples_groups_steps import groups, samples, steps
 from penstock.pipeline.observe.tables.timeline import timeline
-from penstock.pipeline.runtime.run_registry import all_runs, find
+from penstock.pipeline.runtime.registration.run_registry import all_runs, find
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of

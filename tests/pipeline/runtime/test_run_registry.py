@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.run_registry import find, mark, write
+from penstock.pipeline.runtime.registration.run_registry import find, mark, write
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs
-from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.record import Outgoing
-from tests.support.a_run import CONFIG, RUN, Teller
+from tests.support.a_run import CONFIG, RUN
 from tests.support.page_records import log_with
 
 MADE = RunRecord(run=RUN, status="created", config=json.dumps(CONFIG), info='{"steps": 3, "git": "a"}', created_ns=1, updated_ns=1)
@@ -59,20 +59,3 @@ def test_a_run_that_is_resumed_with_changes_is_what_was_written_last() -> None:
     assert found is not None
     assert found.config == changed.config
     assert load(log, RUN).record == found
-
-
-def test_a_run_that_an_earlier_release_has_registered_is_found_with_its_configuration() -> None:
-    old = Teller()
-    log = log_with([old.record()])
-    log.delete_topics([topic_name(RUN, "run")])
-    found = find(log, RUN)
-    assert found is not None
-    assert json.loads(found.config) == old.config
-    changed = mark(log, found, status="running")
-    again = find(log, RUN)
-    assert again is not None
-    assert (again.status, json.loads(again.config)) == (changed.status, old.config)
-    write(log, replace(found, config='{"run": {}}', updated_ns=changed.updated_ns + 1))
-    resumed = find(log, RUN)
-    assert resumed is not None
-    assert resumed.config == '{"run": {}}'

@@ -13,7 +13,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.learner.ledger_history import read_past
 from penstock.pipeline.learner.train_step import Step, StepOutcome
-from penstock.pipeline.runtime.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.pipeline.runtime.session import Session
 from penstock.workers.trainer import worker
 from penstock.workers.trainer.resuming import Resumed

@@ -14,7 +14,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.config.load import from_json, to_json
 from penstock.pipeline.config.resume import changed
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.runtime.run_registry import find, write
+from penstock.pipeline.runtime.registration.run_registry import find, write
 from tests.support.crew import Crew, audited
 from tests.support.processes import Processes
 from tests.support.ranks import measured, on_ranks

@@ -1,0 +1,63 @@
+"""Makes a run this user's: its key, and a record that the key signs, from what the log says of the run."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+from penstock.infra.errors import ConfigError
+from penstock.infra.log import Log
+from penstock.pipeline.config.load import from_json
+from penstock.pipeline.runtime.ledger_follower import LedgerState
+from penstock.pipeline.runtime.registration.run_key import make_key
+from penstock.pipeline.runtime.registration.run_registry import registration, write
+from penstock.pipeline.runtime.registration.trust import as_block
+from penstock.pipeline.runtime.registration.user_code import user_code
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name, topics_of
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import Unusable
+
+
+def shown(log: Log, run: str) -> str | None:
+    """What would be signed: the code that it names, and where it is from; None if the run's key has signed it already.
+
+    Raises `ConfigError`.
+    """
+    if registration(log, run).signed:
+        return None
+    record, topic = _record(log, run)
+    config = from_json(record.config)
+    code = user_code(config)
+    text = as_block(run, code) if code else f"run {run} names no code"
+    return f"{text}\nfrom {topic}; model {config.model.path!r}, data {', '.join(map(repr, config.data_sources))}"
+
+
+def adopt_run(log: Log, run: str) -> None:
+    """Make the run's key on this machine and write its record, signed. Raises `ConfigError`."""
+    (record, _), own = _record(log, run), topic_name(run, "run")
+    from_json(record.config)  # a configuration that this release cannot read is not signed
+    make_key(run)
+    log.create_topics({own: topics_of(run, partitions=1)[own]})
+    write(log, record)
+
+
+def _record(log: Log, run: str) -> tuple[RunRecord, str]:
+    """What the run is, and the topic that says so: its own, else its ledger, which the users of other runs cannot write to.
+
+    The register says it for a run of an earlier release whose trainer has never started.
+    """
+    found = registration(log, run)
+    if found.record is None:
+        raise ConfigError(f"no run {run!r} on this broker; see `penstock runs`")
+    if found.own:
+        return found.record, topic_name(run, "run")
+    story = LedgerState(run)
+    for record in scan(log, topic_name(run, "ledger")):
+        with contextlib.suppress(Unusable):
+            story.apply(record)
+    if story.opened is None:
+        return found.record, RUNS_TOPIC
+    said = json.loads(story.opened.details or "{}")
+    if not all(isinstance(said.get(name), dict) for name in ("config", "info")):
+        raise ConfigError(f"{run}.ledger: its first entry has no configuration; the run cannot be signed")
+    return replace(found.record, config=json.dumps(said["config"]), info=json.dumps(said["info"])), topic_name(run, "ledger")

@@ -1,0 +1,167 @@
+"""The register of runs: the compacted topic `penstock.runs` with the status of each, and each run's own `<run>.run` with what it is.
+
+A broker address and a run id are all that a worker needs; its configuration comes from the run's own topic, where records that the
+run's key signed count before all others, and never from `penstock.runs`.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.infra.errors import ConfigError
+from penstock.infra.log import Log
+from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.runtime.registration.run_key import KEY_FILE, key_of, newest, signed
+from penstock.pipeline.runtime.registration.this_machine import own_runs
+from penstock.pipeline.runtime.topic_reader import scan
+from penstock.topics import runs as topic
+from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.runs import RunRecord
+from penstock.topics.wire.errors import NewerSchema, Unusable
+from penstock.topics.wire.record import Outgoing
+
+WRITE_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A run as the log has it, and whose word that is."""
+
+    run: str
+    record: RunRecord | None
+    """Configuration and newest status; None if the run is not registered."""
+    own: bool
+    """True if the run's own topic has the configuration."""
+    keyed: bool
+    """True if the run's key is on this machine."""
+    signed: bool
+    """True if the run's key, which is on this machine, signed the configuration."""
+    ignored: tuple[int, ...] = ()
+    """Offsets in the run's own topic of records that do not fit the key."""
+
+
+def write(log: Log, record: RunRecord) -> None:
+    """Write what a run is, signed if its key is on this machine, and then its status.
+
+    Raises `ConfigError` if others have signed the run and the key is not here.
+    """
+    _append(log, topic_name(record.run, "run"), _signed(log, record))
+    write_status(log, record)
+
+
+def write_status(log: Log, record: RunRecord) -> None:
+    """Append a run's newest status to the register."""
+    _append(log, RUNS_TOPIC, topic.status_of(record))
+
+
+def _signed(log: Log, record: RunRecord) -> RunRecord:
+    """The record as the next revision under the run's key; as it is, if the run has no key."""
+    key, earlier = key_of(record.run), [made for _, made in _own(log, record.run)]
+    if key is not None:
+        last = newest(earlier, key)
+        return signed(record, key, revision=1 if last is None else (last.revision or 0) + 1)
+    if any(made.mac is not None for made in earlier):
+        raise ConfigError(
+            f"run {record.run}: its configuration is changed with its key, which is not on this machine: copy runs/{record.run}/{KEY_FILE} "
+            "of the machine that made the run, or resume it there"
+        )
+    return replace(record, revision=None, mac=None)
+
+
+def _append(log: Log, name: str, record: RunRecord) -> None:
+    producer = log.producer()
+    try:
+        value = topic.encode(record)
+        headers = topic.headers(record).encode(value)
+        producer.send(Outgoing(topic=name, partition=0, key=record.run.encode(), headers=headers, value=value)).offset(WRITE_LIMIT_S)
+    finally:
+        producer.close()
+
+
+def mark(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
+    """The same run with another status, written to the register."""
+    changed = replace(record, status=status, updated_ns=time.time_ns())
+    write_status(log, changed)
+    return changed
+
+
+def all_runs(log: Log) -> list[RunRecord]:
+    """The status of every registered run, oldest first; records nobody can use are passed over."""
+    states: dict[str, RunRecord] = {}
+    for record in scan(log, RUNS_TOPIC):
+        key = (record.key or b"").decode("ascii", "replace")
+        if not record.value:  # the run was deleted
+            states.pop(key, None)
+            continue
+        try:
+            state = topic.read(record, run=key)[1]
+        except (Unusable, NewerSchema):  # of a newer release: another run's, which is no reason to stop
+            continue
+        states[key] = state  # the last one counts, as for compaction: the clocks of machines differ
+    return sorted(states.values(), key=lambda run: run.created_ns)
+
+
+def find(log: Log, run: str) -> RunRecord | None:
+    """What a run is and its newest status, for a process that executes nothing of it; None if it is not registered."""
+    return registration(log, run).record
+
+
+def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registration:
+    """What a run is, its newest status, and whether its key signed that. Raises `ConfigError` for a key that cannot be used.
+
+    `key_file` has the run's key if the state directory has none.
+    """
+    key, made = key_of(run, key_file), _own(log, run)
+    fitting = None if key is None else newest((record for _, record in made), key)
+    record = fitting or (made[-1][1] if made else None)
+    foreign = [offset for offset, other in made if key is not None and newest([other], key) is None]
+    status = next((state for state in all_runs(log) if state.run == run), None)
+    return Registration(
+        run=run,
+        record=status if record is None or status is None else topic.with_status(record, status),
+        own=record is not None,
+        keyed=key is not None,
+        signed=fitting is not None,
+        ignored=tuple(foreign),
+    )
+
+
+def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
+    """Offsets and usable records of the run's own topic."""
+    made = []
+    for record in scan(log, topic_name(run, "run")):
+        with contextlib.suppress(Unusable):
+            made.append((record.offset, topic.read(record, run=run)[1]))
+    return made
+
+
+def resolve(log: Log, text: str, *, executes: bool = False) -> str:
+    """A run id from an id, a unique prefix, or `latest`: this user's newest run on this machine. Raises `ConfigError`.
+
+    Commands that only read take the broker's newest run for `latest` if none of this user's is there. `executes`: for a command that
+    executes, changes or deletes; what others have registered is never its `latest`.
+    """
+    runs = all_runs(log)
+    names = [record.run for record in runs]
+    if not names:
+        raise ConfigError("no run is registered on this broker; start one with `penstock run CONFIG`")
+    if text == "latest":
+        return _latest(runs, executes=executes)
+    if text in names:
+        return text
+    matches = [name for name in names if name.startswith(text)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"run {text!r} is ambiguous: {', '.join(matches[:5])}")
+    raise ConfigError(f"no run {text!r} on this broker{nearest(text, names)}; see `penstock runs`")
+
+
+def _latest(runs: list[RunRecord], *, executes: bool) -> str:
+    names, now_ns = {record.run for record in runs}, time.time_ns()
+    own = [name for name in own_runs() if name in names]
+    if not own and executes:
+        raise ConfigError("latest: no run on this broker was made by this user on this machine; give the run's id, see `penstock runs`")
+    past = [record.run for record in runs if record.created_ns <= now_ns] or [runs[0].run]
+    return own[-1] if own else past[-1]

@@ -1,0 +1,84 @@
+"""Which code of a run this process may execute: what the run's key signed, what the operator trusts, and configurations without code."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.infra.errors import ConfigError
+from penstock.pipeline.config.load import from_json
+from penstock.pipeline.runtime.registration.run_key import KEY_FILE
+from penstock.pipeline.runtime.registration.run_registry import Registration
+from penstock.pipeline.runtime.registration.user_code import Named, user_code
+from penstock.topics.catalogue import RUNS_TOPIC
+from penstock.topics.runs import RunRecord
+
+SHOWN_CHARACTERS = 1000
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """What the operator of a process has said about the run that it takes part in."""
+
+    run_key: Path | None = None
+    """File with the run's key; the one in the state directory, if there is one, without it."""
+    code: bool = False
+    """True to run code that no key of this machine signed."""
+
+    def arguments(self) -> list[str]:
+        """The same, for the command line of a worker."""
+        return [*(["--run-key", str(self.run_key)] if self.run_key else []), *(["--trust-code"] if self.code else [])]
+
+
+NOTHING_SAID = Trust()
+"""The operator has named no key and trusts no code."""
+
+
+def require_trusted(found: Registration, *, trust: Trust, say: Say, code: Collection[Named] | None = None) -> RunRecord:
+    """The run's record, unless this process may not do what its configuration says: then raise `ConfigError`.
+
+    `code`: what of the configuration would be executed, all of its code if None.
+    """
+    run = found.run
+    if found.ignored:
+        offsets = ", ".join(map(str, found.ignored[:5])) + (", …" if len(found.ignored) > 5 else "")
+        say(f"{run}.run: records that do not fit the run's key are ignored: {len(found.ignored)}, at offsets {offsets}")
+    record = require_own(found)
+    if found.keyed and not found.signed and not trust.code:
+        raise ConfigError(
+            f"run {run}: no record of {run}.run fits the run's key; `penstock topics adopt {run}` shows what the records say and signs it"
+        )
+    named: Collection[Named] = ()
+    if not found.signed and not trust.code:
+        named = user_code(from_json(record.config)) if code is None else code
+    if named:
+        say(as_block(run, named))
+        raise ConfigError(
+            f"run {run} names code, and no key on this machine has signed it: copy runs/{run}/{KEY_FILE} of the machine that made the run "
+            "(penstock worker --run-key FILE), or give --trust-code to run what is shown"
+        )
+    return record
+
+
+def require_own(found: Registration) -> RunRecord:
+    """What the run is by its own topic. Raises `ConfigError` if it does not say that."""
+    run = found.run
+    if found.record is None:
+        raise ConfigError(f"no run {run!r} on this broker; see `penstock runs`")
+    if not found.own:
+        raise ConfigError(
+            f"run {run} has no record in {run}.run, and {RUNS_TOPIC} configures nothing: if you made it with an earlier release, "
+            f"`penstock topics adopt {run}` shows what it is and makes its key"
+        )
+    return found.record
+
+
+def as_block(run: str, named: Collection[Named]) -> str:
+    """The code that a run names, one line each, with control characters spelled out."""
+    width = max((len(key) for key, _ in named), default=0)
+    return "\n".join([f"run {run} names this code:", *(f"  {_visible(key):<{width}}  {_visible(text)}" for key, text in named)])
+
+
+def _visible(text: str) -> str:
+    shown = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text[:SHOWN_CHARACTERS])
+    return shown if len(text) <= SHOWN_CHARACTERS else f"{shown} … and {len(text) - SHOWN_CHARACTERS} more characters"
