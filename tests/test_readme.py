@@ -74,6 +74,13 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
     assert missing == []
 
 
+def test_every_test_that_the_security_page_names_exists() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    missing = [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")]
+    assert (missing, len(re.findall(r"^\| \d+ \|", text, re.MULTILINE))) == ([], 15)
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_every_command_that_is_named_exists(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from penstock.pipeline.cli import main
