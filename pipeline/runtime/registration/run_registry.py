@@ -13,7 +13,7 @@ from penstock.infra.errors import ConfigError
 from penstock.infra.log import Log
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.runtime.registration.run_key import KEY_FILE, key_of, newest, signed
-from penstock.pipeline.runtime.registration.this_machine import own_runs
+from penstock.pipeline.runtime.registration.this_machine import CLOCK_S, own_runs
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import runs as topic
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
@@ -137,10 +137,10 @@ def _own(log: Log, run: str) -> list[tuple[int, RunRecord]]:
 
 
 def resolve(log: Log, text: str, *, executes: bool = False) -> str:
-    """A run id from an id, a unique prefix, or `latest`: this user's newest run on this machine. Raises `ConfigError`.
+    """A run id from an id, a unique prefix, or `latest`. Raises `ConfigError`.
 
-    Commands that only read take the broker's newest run for `latest` if none of this user's is there. `executes`: for a command that
-    executes, changes or deletes; what others have registered is never its `latest`.
+    `executes`: for a command that executes, changes or deletes; its `latest` is this user's newest run on this machine, whatever others
+    have registered. That of other commands is the broker's newest run. Dates in the future do not count.
     """
     runs = all_runs(log)
     names = [record.run for record in runs]
@@ -159,9 +159,11 @@ def resolve(log: Log, text: str, *, executes: bool = False) -> str:
 
 
 def _latest(runs: list[RunRecord], *, executes: bool) -> str:
-    names, now_ns = {record.run for record in runs}, time.time_ns()
+    if not executes:
+        limit_ns = time.time_ns() + int(CLOCK_S * 1e9)
+        return ([run for run in runs if run.created_ns <= limit_ns] or runs[:1])[-1].run
+    names = {record.run for record in runs}
     own = [name for name in own_runs() if name in names]
-    if not own and executes:
+    if not own:
         raise ConfigError("latest: no run on this broker was made by this user on this machine; give the run's id, see `penstock runs`")
-    past = [record.run for record in runs if record.created_ns <= now_ns] or [runs[0].run]
-    return own[-1] if own else past[-1]
+    return own[-1]

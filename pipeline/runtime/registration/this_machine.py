@@ -11,7 +11,7 @@ from penstock.pipeline.runtime.registration.run_key import KEY_FILE
 LOCK = "launcher.lock"
 """In the folder of a run, held by its launcher."""
 CLOCK_S = 60.0
-"""A file system's clock may be ahead by so much."""
+"""The clock of a file system or of another machine may be ahead by so much."""
 
 
 def own_runs() -> list[str]:

@@ -49,7 +49,11 @@ def test_without_the_filter_groups_of_equal_rewards_are_taken_and_with_it_they_a
 
 def test_the_order_of_arrival_is_that_of_the_records(log: MemoryLog) -> None:
     teller = Teller(steps=2)
-    head, first, second = [teller.record(), teller.opened()], teller.group([1.0, 0.0], version=0), teller.group([0.0, 1.0], version=0)
+    head, first, second = (
+        [teller.record(), teller.made(), teller.opened()],
+        teller.group([1.0, 0.0], version=0),
+        teller.group([0.0, 1.0], version=0),
+    )
     recording = told(log, [*head, *second, *first, *second])  # written within a millisecond or not, offsets rise
     assert plans(recording, "schedule.order=submission") == [[0, 1]]
     assert plans(recording, "schedule.order=arrival") == [[1, 0]]
@@ -57,7 +61,7 @@ def test_the_order_of_arrival_is_that_of_the_records(log: MemoryLog) -> None:
 
 def test_a_group_without_an_outcome_holds_nobody_up_once_the_run_is_over(log: MemoryLog) -> None:
     teller = Teller(steps=1)
-    records = [teller.record(), teller.opened(), teller.version(0), *teller.group([1.0, 0.0], version=0)]
+    records = [teller.record(), teller.made(), teller.opened(), teller.version(0), *teller.group([1.0, 0.0], version=0)]
     lost = teller.group([1.0, 0.0], version=0)
     records += [record for record in lost if not record.topic.endswith(".groups")]
     records += [*teller.group([1.0, 0.0], version=0), teller.closed()]
