@@ -49,11 +49,8 @@ def test_without_the_filter_groups_of_equal_rewards_are_taken_and_with_it_they_a
 
 def test_the_order_of_arrival_is_that_of_the_records(log: MemoryLog) -> None:
     teller = Teller(steps=2)
-    head, first, second = (
-        [teller.record(), teller.made(), teller.opened()],
-        teller.group([1.0, 0.0], version=0),
-        teller.group([0.0, 1.0], version=0),
-    )
+    head = [teller.record(), teller.made(), teller.opened()]
+    first, second = teller.group([1.0, 0.0], version=0), teller.group([0.0, 1.0], version=0)
     recording = told(log, [*head, *second, *first, *second])  # written within a millisecond or not, offsets rise
     assert plans(recording, "schedule.order=submission") == [[0, 1]]
     assert plans(recording, "schedule.order=arrival") == [[1, 0]]
