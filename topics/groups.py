@@ -222,6 +222,11 @@ def mean(rewards: Sequence[float]) -> float:
         return math.fsum(reward / len(rewards) for reward in rewards)
 
 
+def lacks_rewards(samples: int | None, no_reward: int | None) -> bool:
+    """True if a group has samples without a reward, and fewer than two with one: its mean reward says nothing of its prompt."""
+    return bool(no_reward) and (samples or 0) - (no_reward or 0) < 2
+
+
 def headers(group: Group, *, run: str, worker: str | None = None, sha256: str | None = None) -> Headers:
     """The headers of a group in one part; versions and tokens are over its samples, the mean reward over those that have a reward.
 

@@ -125,15 +125,20 @@ def _awaited(loop: Any, task: Any) -> Any:
 
 def reason(error: BaseException) -> str:
     """An exception in one line, with the place it was raised at; our own errors already are one line."""
-    try:
-        text = " ".join(str(error).split())[:600]
-    except Exception:
-        text = "its text cannot be read"
+    text = text_of(error, characters=600)
     if type(error).__module__.partition(".")[0] == "penstock":
         return text
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}"
+
+
+def text_of(error: BaseException, *, characters: int) -> str:
+    """The text of an exception in one line, cut; it may be a user's, whose `__str__` raises."""
+    try:
+        return " ".join(str(error).split())[:characters]
+    except Exception:
+        return "its text cannot be read"
 
 
 def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
@@ -145,7 +150,7 @@ def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
         line = text.encode() + b"\n"
         if len(line) > LINE_BYTES:
             raise ValueError(f"{len(line)} bytes, at most {LINE_BYTES} are allowed")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         line = json.dumps({"call": answer.get("call"), "error": f"the result is no JSON value: {error}"}).encode() + b"\n"
     sent = 0
     while sent < len(line):

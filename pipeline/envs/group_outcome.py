@@ -17,6 +17,9 @@ from penstock.topics.samples import Rollout
 if TYPE_CHECKING:
     from penstock.pipeline.envs.rewards import Score
 
+UNTRAINED = "no sample has a trained token: each is truncated, aborted, empty or masked"
+"""Reason of a group that is filtered although its rewards may differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -40,7 +43,7 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Scor
             reward=reward if reward is None or sample.finish != "length" else reward + penalty,
             components=score.components[number],
             reward_error=score.broken.get(number),
-            logged=json.dumps(score.logged[number]) if score.logged else None,
+            logged=json.dumps(score.logged[number]) if score.logged and score.logged[number] else None,
         )
         for number, (sample, reward) in enumerate(zip(samples, score.rewards, strict=True))
     )
@@ -58,7 +61,7 @@ def _filtered(samples: Sequence[ScoredSample], score: "Score", algorithm: Algori
     if algorithm.filter_zero_variance and zero_variance(rewards) and not (algorithm.combine == "advantages" and _differ(score)):
         return f"every sample {'with a reward ' if len(rewards) < len(samples) else ''}has the reward {rewards[0]:g}"
     if not any(is_trained(sample.rollout, truncated=algorithm.truncated) for sample in samples if sample.reward is not None):
-        return "no sample has a trained token: each is truncated, aborted, empty or masked"
+        return UNTRAINED
     return None
 
 

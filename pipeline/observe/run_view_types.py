@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.pipeline.scheduling.id_set import IdSet
+from penstock.topics.groups import lacks_rewards
 from penstock.topics.metrics import Measurement
 
 PAUSE_S = 60.0
@@ -34,7 +35,7 @@ class GroupFacts(NamedTuple):
     @property
     def lacks_rewards(self) -> bool:
         """True if samples without a reward leave fewer than two that have one."""
-        return self.no_reward > 0 and self.samples - self.no_reward < 2
+        return lacks_rewards(self.samples, self.no_reward)
 
 
 class Opened(NamedTuple):

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class Teller:
         )
         return self._out("metrics", worker.encode(), metrics.headers(found, run=self.run), metrics.encode(found))
 
-    def group(self, rewards: list[float], *, version: int, outcome: Any = "scored", tokens: int = 3) -> list[Outgoing]:
+    def group(self, rewards: Sequence[float | None], *, version: int, outcome: Any = "scored", tokens: int = 3) -> list[Outgoing]:
         """A prompt, its samples and its outcome; `tokens` for each sample."""
         number, self.next_group = self.next_group, self.next_group + 1
         prompt = prompts.Prompt(

@@ -132,14 +132,15 @@ class Admission:
             self._ends["prompts", outgoing.partition] = offset + 1
 
     def _end(self, group: int, record: Record, headers: Headers) -> None:
+        reward = None if groups.lacks_rewards(headers.samples, headers.no_reward) else headers.reward_mean
         if group < self.ended_below and self._reads_all:
-            self.choices.ended(group, outcome=headers.outcome, reward=headers.reward_mean)
+            self.choices.ended(group, outcome=headers.outcome, reward=reward)
         if group in self.ended or group not in self.partition_of:
             return  # only admitted groups make room
         self.ended.add(group)
         self.unfinished[self.partition_of[group]] -= 1
         self._outcome_at[group] = (record.partition, record.offset)
-        self.choices.ended(group, outcome=headers.outcome, reward=headers.reward_mean)
+        self.choices.ended(group, outcome=headers.outcome, reward=reward)
         if headers.outcome in rules.DROPPED:
             self._dropped.add(group)
         self._pass_ended()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from penstock.pipeline.algorithms.advantages import zero_variance
+from penstock.pipeline.envs.group_outcome import UNTRAINED
 from penstock.pipeline.scheduling.reward_scale import HIGH
 from penstock.workers.trainer.group_inbox import GroupInbox
 
@@ -59,7 +60,7 @@ class DropLimit:
             return None
         begun = f"since step {steps_done - 1}" if steps_done else "before step 0"
         when = "since the trainer was started" if self.tolerated > self.at_last_step else begun
-        equal, scale = self.inbox.filtered_rewards, self.inbox.scale
+        equal, scale = self._equal(), self.inbox.scale
         mostly_equal = 2 * len(equal) > dropped
         position = scale.position(fmean(equal)) if mostly_equal else None
         if steps_done and position is not None and position >= HIGH:
@@ -80,9 +81,13 @@ class DropLimit:
     def _causes(self, dropped: int, *, steps_done: int) -> str:
         """What the groups were dropped for, and what to change if most of them had equal rewards."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
-        reason, equal = self.inbox.last_reason(), self.inbox.filtered_rewards
-        text = f": {causes}" + (f"; the last one: {reason}" if reason else "")
+        reason, equal = self.inbox.last_reason(), self._equal()
+        text = (f": {causes}" if causes else "") + (f"; the last one: {reason}" if reason else "")
         return text + (self._advice(equal, steps_done=steps_done) if 2 * len(equal) > dropped else "")
+
+    def _equal(self) -> list[float]:
+        """Mean rewards of the groups filtered for equal rewards; none if the newest was filtered for lack of trained tokens."""
+        return [] if self.inbox.last_reason() == UNTRAINED else self.inbox.filtered_rewards
 
     def _advice(self, equal: list[float], *, steps_done: int) -> str:
         scale, mean, selector = self.inbox.scale, fmean(equal), self.inbox.selector

@@ -67,7 +67,7 @@ class GroupInbox:
         mean = headers.reward_mean
         self.scale.see(() if mean is None else (mean,))
         if headers.outcome != "scored":
-            lacking = bool(headers.no_reward) and (headers.samples or 0) - (headers.no_reward or 0) < 2
+            lacking = groups.lacks_rewards(headers.samples, headers.no_reward)
             cause = " for lack of rewards" if lacking else "" if mean is None else f" at reward {mean:.3g}"
             self.drop_causes[headers.outcome + cause] += 1
             self.filtered_rewards += [mean] if headers.outcome == "filtered" and mean is not None and not lacking else []

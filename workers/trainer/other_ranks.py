@@ -74,7 +74,9 @@ def other_ranks(session: Session) -> "Iterator[ProcessSet | None]":
         over.set()
         for child in children:
             child.kill()
-            child.wait(END_LIMIT_S)
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a device, and ends with that
+                child.wait(END_LIMIT_S)
 
 
 def follow(log: Log, run: str, *, model: str | None, trust: Trust = NOTHING_SAID) -> None:

@@ -5,10 +5,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.pipeline.envs.datasets.messages import TEXT_PARTS
 from penstock.topics.wire.well_formed import well_formed_json
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Types of parts whose text is a message's content."""
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 

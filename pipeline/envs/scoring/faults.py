@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.infra.errors import Unrecoverable
+from penstock.infra.sandbox.child import text_of
 
 SHARE = 0.05
 FEWEST = 100
@@ -32,10 +33,7 @@ def broke(name: str, error: BaseException, function: Callable[..., Any] | None =
     own = [frame for frame in frames if code is not None and frame[0] == code.co_filename]
     lines = dict.fromkeys(f"{Path(file).name} line {line}" for file, line in [*own[-1:], *frames[-1:]])
     where = f" ({', raised at '.join(lines)})" if lines else ""
-    try:
-        text = " ".join(str(error).split())[:400]
-    except Exception:
-        text = "its text cannot be read"
+    text = text_of(error, characters=400)
     return RewardError(f"reward {name} broke: {type(error).__name__}{f': {text}' if text else ''}{where}")
 
 

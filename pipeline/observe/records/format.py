@@ -15,7 +15,7 @@ from penstock.topics.wire.record import Record
 SHOWN_ITEMS = 24
 SHOWN_TEXT = 80
 SHOWN_SAMPLE = 24
-HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens", "sample-tokens", "samples", "reward-mean"})
+HIDDEN = frozenset({"run", "schema", "sha256", "crc32", "part", "parts", "tokens", "sample-tokens", "samples", "no-reward", "reward-mean"})
 """Headers that a line leaves out: they are the same for all records, or stand in its gist."""
 
 
@@ -47,7 +47,7 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
         case "replies":
             gist = f"turn {payload['turn']}: {payload['finish']} after {len(payload['token_ids'])} tokens"
         case "groups":
-            judged = " ".join(f"{sample['reward']:g} {_quoted(sample['completion'])}" for sample in payload["samples"])
+            judged = " ".join(f"{_number(sample['reward'])} {_quoted(sample['completion'])}" for sample in payload["samples"])
             gist = " · ".join(filter(None, (payload["reason"], judged)))
         case "ledger" | "metrics":
             numbers = payload.get("metrics") or payload.get("values") or {}
@@ -67,6 +67,10 @@ def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
         case _:
             gist = f"{payload['run']} {payload['status']}"
     return gist if len(gist) <= SHOWN_TEXT else gist[:SHOWN_TEXT] + "…"
+
+
+def _number(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:g}"
 
 
 def _text_of(sample: Mapping[str, Any], texts: TokenTexts | None) -> str:

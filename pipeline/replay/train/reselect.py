@@ -103,7 +103,8 @@ class Selection:
         assert headers.group is not None and headers.outcome is not None
         if headers.part != 0:
             return None
-        admitted = headers.outcome == "filtered" and bool(headers.samples) and not self.config.algorithm.filter_zero_variance
+        trainable = bool(headers.samples) and not groups.lacks_rewards(headers.samples, headers.no_reward)
+        admitted = headers.outcome == "filtered" and trainable and not self.config.algorithm.filter_zero_variance
         return Candidate(
             group=headers.group,
             outcome="scored" if admitted else headers.outcome,

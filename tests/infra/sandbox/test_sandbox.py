@@ -41,6 +41,11 @@ def serve(init):
             raise KeyError("missing")
         if what == "odd":
             return object()
+        if what == "nested":
+            nested = []
+            for _ in range(5000):
+                nested = [nested]
+            return nested
         if what == "print":
             print("to python's stdout" * 1000, flush=True)
             os.write(1, b"to the descriptor\\n")
@@ -137,7 +142,12 @@ def test_a_crash_fails_its_own_call_only(pool: Pool, what: str, words: str) -> N
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("raise", "KeyError: 'missing' (served_by_test.py line"), ("leave", "SystemExit: bye"), ("odd", "the result is no JSON value")],
+    [
+        ("raise", "KeyError: 'missing' (served_by_test.py line"),
+        ("leave", "SystemExit: bye"),
+        ("odd", "the result is no JSON value"),
+        ("nested", "the result is no JSON value"),
+    ],
 )
 def test_an_exception_is_a_failure_with_its_reason_and_the_child_lives_on(pool: Pool, what: str, words: str) -> None:
     ours = pool()

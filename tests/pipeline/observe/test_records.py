@@ -92,6 +92,13 @@ def test_a_tail_finds_enough_records_behind_the_markers_of_transactions(log: Log
     assert [record.value for record in found] == [b"%d" % group for group in range(20, 60)]
 
 
+def test_a_sample_without_a_reward_has_none_in_its_groups_line(log: Log) -> None:
+    for record in Teller(steps=3).group([0.5, None], version=0, outcome="filtered"):
+        log.producer().send(record)
+    record = next(iter(browse.tail(log, RUN, "groups", count=1, follow=False)))
+    assert format.as_line(record, run=RUN).endswith("  because · 0.5 '5' none '5'")
+
+
 def test_a_followed_tail_goes_on_with_new_records(log: Log) -> None:
     records = browse.tail(log, RUN, "prompts", count=1, follow=True, wait_s=0.05)
     assert next(records).offset == 7

@@ -47,6 +47,18 @@ def test_without_the_filter_groups_of_equal_rewards_are_taken_and_with_it_they_a
     assert plans(recording, "algorithm.filter_zero_variance=true") == []
 
 
+@pytest.mark.parametrize(
+    ("rewards", "taken"),
+    [([0.5, 0.5, None], True), ([0.5, 0.5], True), ([0.5], True), ([0.5, None, None], False), ([None, None], False), ([None], False)],
+)
+def test_a_group_without_two_rewards_is_never_taken(log: MemoryLog, rewards: list[float | None], taken: bool) -> None:
+    teller = Teller(steps=1)
+    records = [teller.record(), teller.opened(), *teller.group([1.0, 0.0], version=0)]
+    recording = told(log, [*records, *teller.group(rewards, version=0, outcome="filtered"), teller.closed()])
+    plan = plans(recording, "algorithm.filter_zero_variance=false", "schedule.prompts_per_step=1")
+    assert plan == ([[0], [1]] if taken else [[0]])
+
+
 def test_the_order_of_arrival_is_that_of_the_records(log: MemoryLog) -> None:
     teller = Teller(steps=2)
     head = [teller.record(), teller.made(), teller.opened()]

@@ -157,6 +157,19 @@ def test_notes_that_are_not_of_one_piece_mean_that_everything_is_read(damage: st
     assert feeders.now.dropped == 10
 
 
+@pytest.mark.parametrize(("no_reward", "next_epoch_has_it"), [(None, False), (2, False), (3, True)])
+def test_a_row_is_left_out_as_solved_only_if_two_of_its_samples_have_a_reward(no_reward: int | None, next_epoch_has_it: bool) -> None:
+    feeders = Feeders()
+    feeders.now.choices.solved = 0.5
+    feeders.admit(0)
+    headers = replace(headers_of("groups", 0, "filtered"), no_reward=no_reward)
+    feeders.now.apply(
+        Record(topic=f"{RUN}.groups", partition=0, offset=0, timestamp_ms=0, key=b"0", headers=headers.encode(b""), value=b"")
+    )
+    choice = feeders.now.choices.next()
+    assert choice is not None and (choice.turn.epoch == 1) == next_epoch_has_it
+
+
 def test_what_waits_for_room_is_counted_until_nothing_more_may_come() -> None:
     feeders = Feeders()
     assert feeders.now.admissible(4) == 4

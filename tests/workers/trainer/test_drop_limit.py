@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.pipeline.envs.group_outcome import UNTRAINED
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.pipeline.scheduling.schedule import preset
 from penstock.topics import groups
@@ -87,6 +88,14 @@ def test_groups_that_all_have_the_full_reward_end_the_run_as_solved(filtered: li
     assert passed is not None and passed.solved
     assert passed.reason.startswith(f"solved: {len(filtered)} of {len(filtered) + 2} groups dropped since step 13 have equal rewards, ")
     assert f"the full reward is {high:.3g}" in passed.reason
+
+
+def test_groups_without_a_trained_token_are_no_sign_of_a_solved_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    drops = limit_of(8, scale=RewardScale(0.0, 1.0))
+    drop(drops, *[0.95] * 9)
+    monkeypatch.setattr(GroupInbox, "last_reason", lambda _: UNTRAINED)
+    text = str(reason(drops, steps_done=14))
+    assert text.endswith(f"9 filtered at reward 0.95; the last one: {UNTRAINED}"), "no advice on the prompts' difficulty"
 
 
 @pytest.mark.parametrize(
