@@ -2,19 +2,38 @@ r"""Finds the final answer in a completion: the last box, `####`, `<answer>`, "t
 
 import re
 
+from penstock.pipeline.envs.builtin_rewards.math_text import NUMBER_WORD, is_unit
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _TAIL = 8_000
 """Characters at the end of a completion in which an answer without a mark is looked for."""
-_BOLD = re.compile(r"\*\*(?=\W|$)|(?<![\w)])\*\*")
+_MARKDOWN = re.compile(r"\*\*(?=\W|$)|(?<![\w)])\*\*|^\s*(?:```\w*|[*•] )", re.MULTILINE)
+_MONEY = re.compile(r"\\\$|\$(?=\d[\d,.]*(?:[\s.,;:?!)*/=+-]|$))(?![^$\n]{1,500}[^\s$]\$)")
+_SYMBOLS = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
+_EMPHASIS = re.compile(r"(?<![\w*])([*_'])([^\s*_']{1,100})\1(?![\w*])")
 _ANNOUNCED = re.compile(
-    r"\b(?:answers?|option|choice)\b(?:[^\n.:=]{0,60}?\b(?:is|are|equals)\b|[ *_]*[:=]|[ *_]*\n)[\s:*_]*(?=[^\s.*_:])", re.IGNORECASE
+    r"\b(?:answers?|option|choice)\b(?:[^\n.:=]{0,60}?\b(?:is|are|equals)\b|[ *_]*[:=]|\s[-–—]\s|[ *_]*\n)[\s:*_]*(?=[^\s.*_:])"
+    r"|\b(?:options?|choices?|choose|select|pick)\s(?:option\s)?(?=\(?[A-J]\)?\.?$)",
+    re.IGNORECASE,
 )
+_SENTENCE = re.compile(r"[A-Za-z', ]{0,100}\b(?:is|are|equals|answer:)(?=[\s:])[\s:]*(.*)", re.DOTALL | re.IGNORECASE)
 _DELIMITED = re.compile(r"\$\$[^$]{1,500}\$\$|(?<!\\)\$(?:\\\$|[^$\n]){1,500}(?<!\\)\$|\\\[.{1,500}?\\\]|\\\(.{1,500}?\\\)", re.DOTALL)
 _JOINED_BY = re.compile(r"\$\s*(?:,?\s*(?:and|or)|,)\s*\$")
-_SENTENCE_END = re.compile(r"[.;](?=\s|$)|\n\s*\n")
-_DOUBT = re.compile(r"\b(?:know|sure|unsure|unknown|unclear|cannot|can't|couldn't|no idea|guess|impossible|undetermined)\b", re.IGNORECASE)
-_DENIAL = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor)\b[\w\s]{0,20}$", re.IGNORECASE)
-_MATH_WORD = re.compile(r".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB-HJ-Z]|or", re.DOTALL)
+_NEXT_NUMBER = re.compile(r"((?:^|(?<=\s))\$?-?\d[\d.]*,)\s+(?=-?\d[\d.]*(?:[\s,;]|$))")
+_OR = re.compile(r"(?:[.,;?!]?\s(?:or|Or)(?:\s(?:maybe|perhaps|possibly|even|else|rather|also))?|,\s(?P<and>and))\s")
+_SENTENCE_END = re.compile(r"(?<=[.;?])(?=\s|$)|(?<=[^\s!])!+(?=\s*$|\s+[^a-z\s\d=+*/<>-])|\n\s*\n")
+_DOUBT = re.compile(
+    r"\b(?:know|sure|unsure|unknown|unclear|cannot|can't|couldn't|no idea|guess|impossible|undetermined|were)\b"
+    r"|\b(?:if|whether)(?: (?:the|my|your|this|that|final|correct|right)){0,3} $",
+    re.IGNORECASE,
+)
+_TASK = re.compile(
+    r"\b(?:what|how|which|who|when|where)\b.*\?$|^\W*(?:find|calculate|compute|determine|evaluate|solve|simplify)\b[^=]*$",
+    re.IGNORECASE | re.DOTALL,
+)
+_DENIAL = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bthan|\bone of|\banything but)\b[\w\s]{0,20}$", re.IGNORECASE)
+_JOINS = ("or", "and", "to", "a")
+_MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB-HJ-Z]|(?i:{NUMBER_WORD}|half)\W?", re.DOTALL)
 
 
 def final_answers(text: str) -> list[str]:
@@ -26,22 +45,34 @@ def final_answers(text: str) -> list[str]:
     text = text.rpartition("</think>")[2].strip() or text
     if "</answer>" in text:
         text = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
-    box = last_box(text)
-    if box is not None:
-        return [box] if box.strip() else []
-    if "####" in text:
-        return [text.rpartition("####")[2].strip().partition("\n")[0]]
-    text = re.sub(r"\b([ap])\.m\.", r"\1m", text[-_TAIL:].strip())
-    text = _JOINED_BY.sub(", ", _BOLD.sub("", re.sub(_BOX.pattern + r"\{?", "", text)))
-    announced = list(_ANNOUNCED.finditer(text))
-    if announced:
-        start = announced[-1].end()
-        before, tail = _SENTENCE_END.split(text[max(0, start - 200) : start])[-1], _sentences(text[start:])[0]
-        return [] if _DOUBT.search(before) else [tail, *_expressions(tail)[:1]]
+    marked = last_box(text)
+    if marked is None and "####" in text:
+        marked = text.rpartition("####")[2].strip().partition("\n")[0]
+    if marked is None:
+        return _in_prose(text[-_TAIL:])
+    plain = re.sub(r"\\text\w*\s*\{([^{}]*)\}", r" \1 ", marked[:_TAIL]).strip()
+    sentence = _SENTENCE.fullmatch(plain)
+    said = sentence and not _DOUBT.search(plain) and len(re.findall(r"(?i)\b(?:is|are|not|or|equals)\b|answer:|\?", plain)) == 1
+    return ([marked, sentence[1]] if sentence and said else [marked]) if marked.strip() else []
+
+
+def _in_prose(text: str) -> list[str]:
+    text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.strip()))
+    text = _SYMBOLS.sub("", _MONEY.sub("", text))
+    text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
+    text = _NEXT_NUMBER.sub(r"\1~", _OR.sub(lambda match: f" {match['and'] or 'or'} ", text))
     whole = [text] if "\n" not in text else []
     if not re.search(r"[A-Za-z]{2}", text):
         return whole
-    last = next((part for part in reversed(_sentences(text)) if _expressions(part)), "")
+    announced = list(_ANNOUNCED.finditer(text))
+    if announced:
+        start, end = announced[-1].span()
+        before, tail = _SENTENCE_END.split(text[max(0, start - 200) : start])[-1], _sentences(text[end:])[0]
+        return [] if _DOUBT.search(before) or _DOUBT.search(announced[-1][0]) else [tail, *_expressions(tail)[:1]]
+    sentences = _sentences(text)
+    if _TASK.search(sentences[-1]):
+        return []
+    last = next((part for part in reversed(sentences) if not part.endswith("?") and _expressions(part)), "")
     return whole + ([] if _DOUBT.search(last) else _expressions(last)[-1:])
 
 
@@ -62,27 +93,31 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def _one_word(text: str) -> str:
-    """The text with each delimited formula as one word."""
-    return _DELIMITED.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
-
-
 def _sentences(text: str) -> list[str]:
-    return [part for part in _SENTENCE_END.split(_one_word(text)) if part.strip()] or [""]
+    """The sentences of a text, each delimited formula as one word."""
+    text = _DELIMITED.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
+    return [part.strip() for part in _SENTENCE_END.split(text) if part.strip()] or [""]
 
 
 def _expressions(text: str) -> list[str]:
-    """The expressions among the words of a sentence, each the part after its last equals sign, without those that it denies."""
+    """The expressions among the words of a sentence, the one in words if none has digits; without those that it denies.
+
+    Of an equation, the part after its last equals sign.
+    """
     expressions, words, start = [], list[str](), 0
     for match in re.finditer(r"\S+", text + " END"):
         word = match[0]
-        if _MATH_WORD.fullmatch(word):
+        if _MATH_WORD.fullmatch(word) or (words and (word in _JOINS or is_unit(word.rstrip(".,;:?")))):
             start = start if words else match.start()
-            words.append(word.rstrip(",;:?"))
+            words.append(word.rstrip(".,;:?"))
             if word[-1] not in ",;:?":
                 continue
+        while words and words[-1] in _JOINS:
+            words.pop()
         expression = " ".join(words)
-        if re.search(r"\d|\\[a-zA-Z]|\$", expression) and not _DENIAL.search(text[max(0, start - 40) : start]):
-            expressions.append(expression if re.search(r"\$|\\\(", expression) else expression.rpartition("=")[2])
+        if not _DENIAL.search(text[max(0, start - 40) : start]):
+            expressions.append(expression if re.search(r"\$|\\\(| or ", expression) else expression.rpartition("=")[2])
         words = []
-    return expressions
+    in_digits = [expression for expression in expressions if re.search(r"\d|\\[a-zA-Z]|\$", expression)]
+    in_words = [expression for expression in expressions if re.search(rf"(?i){NUMBER_WORD}", expression) and expression != "one"]
+    return in_digits or (in_words if len(in_words) == 1 else [])

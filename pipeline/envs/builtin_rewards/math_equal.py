@@ -9,7 +9,7 @@ from penstock.pipeline.envs.builtin_rewards.math_reading import Group, Quantity,
 from penstock.pipeline.envs.builtin_rewards.math_text import compact, normalised
 from penstock.pipeline.envs.builtin_rewards.math_values import proportional, same_value, value
 
-_CHOICE = re.compile(r"\(?([A-J])(?:\)|[.:](?=\s|$))(?:\s.*)?|([A-J])", re.DOTALL)
+_CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?(?:\(?([A-J])(?:\)|[.:](?=\s|$))(?:\s.*)?|\(([a-j])\)|([A-J]))", re.DOTALL)
 _MAX_ITEMS = 30
 
 
@@ -26,7 +26,8 @@ def same_answer(first: str, second: str) -> bool:
         return False
     choices = [_CHOICE.fullmatch(text) for text in plain]
     if choices[0] and choices[1]:
-        return (choices[0][1] or choices[0][2]) == (choices[1][1] or choices[1][2])
+        first_letter, second_letter = (next(filter(None, choice.groups())).upper() for choice in choices if choice)
+        return first_letter == second_letter
     readings = [{text: None, _with_commas(original): None} for text, original in zip(plain, (first, second), strict=True)]
     return any(compact(a) == compact(b) or _same(read(a), read(b)) for a in readings[0] for b in readings[1])
 
@@ -72,8 +73,6 @@ def _same_group(first: Group, second: Group) -> bool:
         return _same_items(first.items, second.items, repeated="{}" not in kinds)
     if len(first.items) != len(second.items) or (len(kinds) > 1 and not ("" in kinds and kinds <= {"", "()", "[]"})):
         return False
-    if kinds == {"::"}:
-        return _same_ratio(first.items, second.items)
     return all(_same(a, b) for a, b in zip(first.items, second.items, strict=True))
 
 
@@ -88,13 +87,6 @@ def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated
             return False
         del rest[match]
     return not rest
-
-
-def _same_ratio(first: Sequence[Reading], second: Sequence[Reading]) -> bool:
-    trees = [[item.tree if isinstance(item, Quantity) else None for item in items] for items in (first, second)]
-    if None in trees[0] + trees[1]:
-        return all(_same(a, b) for a, b in zip(first, second, strict=True))
-    return all(_holds(same_value, ("mul", a, trees[1][0]), ("mul", b, trees[0][0])) for a, b in zip(*trees, strict=True))
 
 
 def _same_quantity(first: Quantity, second: Quantity) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 Tree = Any
 MAX_CHARACTERS = 1_000
 MINUS_ONE = Fraction(-1)
+LOG_BASE = ("symbol", "base of log")
+"""What `log` without a base has for one: e, or 10."""
 FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|exp|log|ln|lg"
 GREEK = (
     "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|varphi|chi|psi|omega"
@@ -67,7 +69,10 @@ class _Parser:
         terms = [self.product()]
         while sign := self.take("+", "-"):
             terms.append(self.product() if sign == "+" else ("mul", MINUS_ONE, self.product()))
-        return terms[0] if len(terms) == 1 else ("add", *terms)
+        tree = terms[0] if len(terms) == 1 else ("add", *terms)
+        if operator := self.take(r"\over", r"\choose"):
+            return ("binomial", tree, self.sum()) if operator == r"\choose" else ("mul", tree, ("inverse", self.sum()))
+        return tree
 
     def product(self, goes_on: "Callable[[_Parser], bool] | None" = None) -> Tree:
         factors = [self.signed()]
@@ -88,7 +93,7 @@ class _Parser:
 
     def starts_factor(self) -> bool:
         char = self.peek()
-        closing = self.text.startswith((r"\rfloor", r"\rceil"), self.at) or (char == "|" and self.bars)
+        closing = self.text.startswith((r"\rfloor", r"\rceil", r"\over", r"\choose"), self.at) or (char == "|" and self.bars)
         return char.isalnum() or (char != "" and char in "({[\\.|" and not closing)
 
     def power(self) -> Tree:
@@ -145,7 +150,7 @@ class _Parser:
 
     def applied(self, name: str) -> Tree:
         """A function with its base, its power and its argument, which without brackets is a product, as in `sin 2x`."""
-        base = self.argument() if name == "log" and self.take("_") else None
+        base = self.argument() if name == "log" and self.take("_") else LOG_BASE
         exponent = self.argument() if self.take("^") else Fraction(1)
         if self.peek() in ("(", "{"):
             argument = self.atom()
@@ -153,7 +158,7 @@ class _Parser:
             argument = self.product(lambda parser: parser.peek() != "(" and not _FUNCTION.match(parser.text, parser.at))
         if exponent == ("mul", MINUS_ONE, Fraction(1)):
             return ("arc" + name, argument)
-        tree = (name, argument) if base is None else ("mul", ("ln", argument), ("inverse", ("ln", base)))
+        tree = ("mul", ("ln", argument), ("inverse", ("ln", base))) if name == "log" else (name, argument)
         return tree if exponent == 1 else ("pow", tree, exponent)
 
     def argument(self) -> Tree:

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from penstock.pipeline.envs.builtin_rewards.math_parser import FUNCTIONS, GREEK, MINUS_ONE, Tree, Unreadable, parse
-from penstock.pipeline.envs.builtin_rewards.math_text import ROW_END
+from penstock.pipeline.envs.builtin_rewards.math_text import ROW_END, UNITS
 
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DATE_OR_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?|\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}", re.IGNORECASE)
@@ -16,18 +16,14 @@ _MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.
 _LETTER = r"(?:\\[a-zA-Z]+|[A-Za-z]+)'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
 _NAME = re.compile(rf"{_LETTER}(?: ?[-+] ?{_LETTER})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
 _UNIT = re.compile(
-    r"(.*[\d)}])\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+)(\.?(?:\s+[a-zA-Z]+\.?|/ ?[a-zA-Z]+)*)(?: ?\^ ?\{?([23])\}?)?", re.DOTALL
+    r"(.*(?:[\d)}]|\\pi))\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+°?)(?: ?\^ ?\{?(-?\d)\}?)?"
+    r"((?:\.?(?:\s+|\s*(?:/|\\times) ?)[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?)*)",
+    re.DOTALL,
 )
+_RATIO = re.compile(r"^([^:]+):([^:]+)$")
+_PRODUCT = re.compile(r"(?=.{2,3}$)(?:[b-df-hj-np-tv-z]+|[a-z]*[xzq][a-z]*|[abc]{2})")
+"""Letters that are a product of symbols and no word."""
 _KNOWN_WORD = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
-_SIZES = {
-    "m": "mm 0.001 cm 0.01 m 1 km 1000 meter 1 inch 0.0254 inche 0.0254 in 0.0254 ft 0.3048 feet 0.3048 foot 0.3048 mile 1609.344",
-    "kg": "mg 0.000001 g 0.001 gram 0.001 kg 1 kilogram 1 pound 0.45359237 lb 0.45359237",
-    "s": "second 1 sec 1 s 1 minute 60 min 60 hour 3600 hr 3600 h 3600 day 86400 week 604800",
-    "$": "dollar 1 cent 0.01",
-}
-_UNITS = {
-    name: (base, Fraction(size)) for base, text in _SIZES.items() for name, size in zip(text.split()[::2], text.split()[1::2], strict=True)
-}
 
 
 class Words(NamedTuple):
@@ -45,7 +41,7 @@ class Quantity(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Items between two brackets; `""` twice for a list without brackets, `"|"` for a matrix and its rows, `":"` for a ratio."""
+    """Items between two brackets; `""` twice for a list without brackets, `"|"` for a matrix and its rows."""
 
     opening: str
     items: "tuple[Reading, ...]"
@@ -144,12 +140,9 @@ def _interval(values: list[str], operators: list[str], depth: int) -> Group | No
 
 
 def _bracketed(text: str, depth: int) -> Reading | None:
-    """A set, tuple, interval or ratio; what has needless brackets; None if the text is none of these."""
+    """A set, tuple or interval; what has needless brackets; None if the text is none of these."""
     if text.replace(" ", "") in (r"\emptyset", r"\{\}"):
         return Group("{", (), "}")
-    ratio = split(text, re.compile(":"))
-    if len(ratio) > 1 and all(part.strip() for part in ratio):
-        return Group(":", tuple(read(part, depth + 1) for part in ratio), ":")
     whole = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text, re.DOTALL)
     if not whole or not _closes_at_end(text):
         return None
@@ -175,14 +168,14 @@ def _quantity(text: str) -> Quantity | None:
     unit = _UNIT.fullmatch(text)
     if unit and not _has_words(unit[1], 2):
         tree = tree_of(unit[1])
-        if tree is not None and (len(unit[2]) > 1 or unit[2] in _UNITS) and not _KNOWN_WORD.fullmatch(unit[2]):
-            name = unit[2] if unit[2] in _UNITS else unit[2].lower().removesuffix("s")
-            known = _UNITS.get(name) if not unit[3].strip(". ") else None
-            power = int(unit[4] or 1)
+        if tree is not None and (len(unit[2]) > 1 or unit[2] in UNITS) and not _KNOWN_WORD.fullmatch(unit[2]):
+            name = unit[2] if unit[2] in UNITS else unit[2].lower().removesuffix("s")
+            known = UNITS.get(name) if not unit[4].strip(". ") else None
+            power = int(unit[3] or 1)
             return Quantity(unit[1], tree, known and (known[0], power, known[1] ** power))
-    if _has_words(text, 4 if re.search(r"[\d+*/^=<>\\]", text) else 2):
+    if not _PRODUCT.fullmatch(text) and _has_words(text, 4 if re.search(r"[\d+*/^=<>\\]", text) else 2):
         return None
-    return Quantity(text, tree_of(text))
+    return Quantity(text, tree_of(_RATIO.sub(r"(\1)/(\2)", text)))
 
 
 def tree_of(text: str) -> Tree | None:

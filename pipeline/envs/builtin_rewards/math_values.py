@@ -9,7 +9,7 @@ from typing import Any
 
 import mpmath
 
-from penstock.pipeline.envs.builtin_rewards.math_parser import Tree
+from penstock.pipeline.envs.builtin_rewards.math_parser import LOG_BASE, Tree
 
 _MP = mpmath.mp.clone()
 _MP.dps = 100
@@ -30,10 +30,16 @@ class TooLarge(ArithmeticError):
 
 
 def same_value(first: Tree, second: Tree) -> bool:
-    """True if two expressions have one value at every point of a sample where both are defined, the real ones if there are any."""
-    pairs = list(_pairs(first, second))
-    real = [pair for pair in pairs if all(map(_is_real, pair))] or pairs
-    return bool(real) and all(_close(*pair) for pair in real)
+    """True if two expressions have one value at every point of a sample where both are defined, the real ones if there are any.
+
+    `log` without a base is to e in both or to 10 in both.
+    """
+    for base in (_MP.e, Fraction(10)) if LOG_BASE[1] in symbols(first) | symbols(second) else (_MP.e,):
+        pairs = list(_pairs(first, second, base))
+        real = [pair for pair in pairs if all(map(_is_real, pair))] or pairs
+        if real and all(_close(*pair) for pair in real):
+            return True
+    return False
 
 
 def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
@@ -45,7 +51,7 @@ def proportional(first: Tree, second: Tree, *, positive: bool = False) -> bool:
     return all(_close(quotients[0], quotient) for quotient in quotients) and (not positive or _MP.re(_mp(quotients[0])) > 0)
 
 
-def value(tree: Tree, point: Mapping[str, Fraction] | None = None) -> Value:
+def value(tree: Tree, point: Mapping[str, Value] | None = None) -> Value:
     """The value of a tree, its symbols having the values of `point`. Raises `ArithmeticError`, `ValueError` or `KeyError`."""
     if isinstance(tree, Fraction):
         return tree
@@ -62,10 +68,10 @@ def symbols(tree: Tree) -> set[str]:
     return {tree[1]} if tree[0] == "symbol" else set().union(*map(symbols, tree[1:]))
 
 
-def _pairs(first: Tree, second: Tree) -> Iterator[tuple[Value, Value]]:
-    names = symbols(first) | symbols(second)
+def _pairs(first: Tree, second: Tree, base: Value = _MP.e) -> Iterator[tuple[Value, Value]]:
+    names = (symbols(first) | symbols(second)) - {LOG_BASE[1]}
     for number in range(len(_SIGNS) if names else 1):
-        point = {name: _coordinate(name, number) for name in names}
+        point = {name: _coordinate(name, number) for name in names} | {LOG_BASE[1]: base}
         try:
             yield value(first, point), value(second, point)
         except TooLarge:
@@ -166,7 +172,6 @@ _INEXACT: dict[str, Callable[..., Any]] = {
     "abs": abs,
     **{name: getattr(_MP, name) for name in (*_COUNTS, *_PERIODIC, *_GROWING, "ln")},
     **{f"arc{name}": getattr(_MP, f"a{name}") for name in _PERIODIC},
-    "log": _MP.ln,
     "lg": lambda a: _MP.log(a, 10),
     "pi": lambda: +_MP.pi,
     "e": lambda: +_MP.e,

@@ -13,11 +13,6 @@ from penstock.pipeline.envs.builtin_rewards import BUILTINS
 from tests.support.paths import ROOT
 
 PAIRS = [json.loads(line) for line in (ROOT / "tests" / "data" / "math_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
-MISSED = {r"\boxed{1.2 million}", r"\boxed{\text{ten}}", r"\boxed{\mathbb{R}}", r"\boxed{\text{The function is even}}"} | {
-    r"\boxed{1.6 \times 10^{-19}\text{ C}}",
-    "There are 5 + 3 = 8 apples, which is less than the 12 of yesterday.",
-}
-"""Right answers that are judged wrong: docs/mathematics.md names the kinds."""
 
 
 def verdict(completion: str, answer: Any) -> float | None:
@@ -25,23 +20,198 @@ def verdict(completion: str, answer: Any) -> float | None:
     return value
 
 
-def wrong(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        pair
-        for pair in pairs
-        if verdict(pair["completion"], pair["reference"]) != float(pair["right"]) and pair["completion"] not in MISSED
-    ]
-
-
-def test_a_sample_of_the_pairs_is_judged_as_a_mathematician_does() -> None:
-    assert wrong(PAIRS[::6]) == []
-
-
-@pytest.mark.slow
-def test_all_pairs_are_judged_as_a_mathematician_does_but_for_those_listed() -> None:
+def test_all_pairs_are_judged_as_a_mathematician_does() -> None:
     assert len(PAIRS) >= 300
-    assert wrong(PAIRS) == []
-    assert {pair["completion"] for pair in PAIRS if verdict(pair["completion"], pair["reference"]) != pair["right"]} == MISSED
+    assert [pair for pair in PAIRS if verdict(pair["completion"], pair["reference"]) != float(pair["right"])] == []
+
+
+RIGHT: dict[str, list[tuple[str, Any]]] = {
+    "a sentence that ends in an exclamation mark has no factorial": [
+        ("It's 42!", "42"),
+        ("The answer is 42!", "42"),
+        ("So there are 18 eggs!", "18"),
+        ("Answer: 42!!", "42"),
+        ("It's 7! Great job", "7"),
+        ("The count is $4!$!", "24"),
+        ("The count is 4!.", "24"),
+        ("The count is 4! ways.", "24"),
+        ("5!", "120"),
+        (r"\boxed{3!+1}", "7"),
+    ],
+    "a logarithm without a base is to e or to 10": [
+        (r"\boxed{\log 100}", "2"),
+        (r"\boxed{\log 0.01}", "-2"),
+        (r"\boxed{\log 2}", r"\ln 2"),
+        (r"\boxed{\log_{10} x}", r"\log x"),
+        (r"\boxed{1+\log 5}", r"\log 50"),
+        (r"\boxed{e^{\log 3}}", "3"),
+        (r"\boxed{\frac{\log 8}{\log 2}}", "3"),
+    ],
+    "binomials": [
+        (r"\boxed{C(10,3)}", "120"),
+        (r"\boxed{{}_{10}C_{3}}", "120"),
+        (r"\boxed{_{10}C_3}", "120"),
+        (r"\boxed{^{10}C_3}", "120"),
+        (r"\boxed{C_{10}^{3}}", "120"),
+        (r"\boxed{\dbinom{10}{3}}", "120"),
+        (r"\boxed{{10 \choose 3}}", "120"),
+        (r"\boxed{10C3 + 1}", "121"),
+        (r"\boxed{_5P_2}", "20"),
+        (r"\boxed{C(n,2)}", r"\frac{n(n-1)}{2}"),
+        (r"\boxed{2C_1 x}", "2C_1x"),
+    ],
+    "numbers in words": [
+        ("ten", "10"),
+        ("There are twelve ways.", "12"),
+        ("Twenty one", "21"),
+        (r"\boxed{\text{ten apples}}", "10"),
+        ("one hundred and five", "105"),
+        ("two thousand three hundred", "2300"),
+        ("two thirds", r"\frac23"),
+        ("It takes two and a half hours.", "2.5"),
+        ("seven", 7),
+        (r"\boxed{1.2 \text{ million}}", "1200000"),
+        (r"\boxed{\$1.2\text{ million}}", "1.2 million"),
+        ("The population is 1.2 million people.", "1200000"),
+    ],
+    "the real numbers": [
+        (r"\boxed{\mathbb{R}}", r"(-\infty,\infty)"),
+        ("ℝ", r"(-\infty,+\infty)"),
+        (r"\boxed{(-\infty,\infty)}", r"\mathbb R"),
+        (r"\boxed{x \in \mathbb{R}}", r"(-\infty,\infty)"),
+        ("The answer is all real numbers.", r"\mathbb{R}"),
+    ],
+    "a sentence in the box": [
+        (r"\boxed{\text{The answer is } 18}", "18"),
+        (r"\boxed{\text{Answer: } 18}", "18"),
+        (r"\boxed{\text{The total is } 18 \text{ dollars}}", "18"),
+        (r"\boxed{\text{The area is } 12\pi \text{ cm}^2}", r"12\pi"),
+        (r"\boxed{\text{The function is even}}", r"\text{even}"),
+        ("#### The answer is 42", "42"),
+    ],
+    "units": [
+        ("18 dollars", "18"),
+        (r"\boxed{\text{Rs }18}", "18"),
+        (r"\boxed{18\,\mathrm{cm}^{2}}", "18"),
+        (r"\boxed{18\text{ square cm}}", "18"),
+        (r"\boxed{2\pi \text{ cm}}", r"2\pi"),
+        (r"\boxed{1.6 \times 10^{-19}\text{ C}}", r"1.6\times 10^{-19}"),
+        (r"\boxed{9.8 \text{ m s}^{-2}}", "9.8"),
+        (r"\boxed{45\,\text{kg}\cdot\text{m/s}}", "45"),
+        ("The force is 5 N.", "5"),
+        (r"\boxed{20^\circ\text{C}}", "20"),
+        ("She walks 120 cm.", "1.2 m"),
+        ("That is 7:30 pm", "7:30 PM"),
+    ],
+    "money in prose is no formula": [
+        ("So she makes 9 * $2 = $18 per day", "18"),
+        ("Each bolt costs $2, so 3 bolts cost $6.", "6"),
+        ("She makes $18 every day at the market.", "18"),
+        ("The answer is **$18**.", "18"),
+        (r"From \$2 it rises to \$18", "18"),
+    ],
+    "products, choices, tuples": [
+        (r"\boxed{xy}", "yx"),
+        (r"\boxed{xyz}", "zyx"),
+        (r"\boxed{ab}", "ba"),
+        ("(b)", "B"),
+        ("Option B", "B"),
+        ("I choose option (B)", r"\text{(B)}"),
+        ("x = 3, y = 4", "(3,4)"),
+        ("The solutions are 1, 2, and 3.", "3,2,1"),
+        ("The roots are $1$ and $2$.", "1,2"),
+    ],
+    "digits in groups and other ways to write a number": [
+        ("1 000", "1000"),
+        ("The total is 10 000.", "10000"),
+        ("1'234'567", "1234567"),
+        ("1\u202f000", "1000"),
+        (r"\boxed{1{,}000}", "1_000"),
+        (r"1\over2", "0.5"),
+        (r"\boxed{{1 \over 2}}", "0.5"),
+        ("⅛", "0.125"),
+        ("2⅔", r"\frac83"),
+        ("25 per cent", r"\frac14"),
+        (r"33\frac{1}{3}\%", r"\frac{1}{3}"),
+        ("≈ 42", "42"),
+    ],
+    "styles of completions": [
+        ("*42*", "42"),
+        ("```\n42\n```", "42"),
+        ("42 ✓", "42"),
+        ("Answer - 42", "42"),
+        ("**Final Answer**\n42", "42"),
+        ("Answer: 42 apples per day", "42"),
+        ("<answer>The answer is 42</answer>", "42"),
+        ("The answer is 42, which is more than 41.", "42"),
+        ("What is 6*7? 42", "42"),
+        ("The answer is 'eighteen'", "18"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_answers_that_are_right_of_the_kind(kind: str) -> None:
+    assert [case for case in RIGHT[kind] if verdict(*case) != 1.0] == []
+
+
+WRONG: dict[str, list[tuple[str, Any]]] = {
+    "several answers or none": [
+        ("either 3 or 4", "4"),
+        ("It's 41, 42, or 43.", "43"),
+        ("It is 42 or maybe 43.", "43"),
+        ("The answer is 42. Or 43. Or 44.", "42"),
+        ("x=42 or x=43", "43"),
+        ("41 and 42", "42"),
+        ("41 to 43", "43"),
+        ("The answer is one of 40, 41, 42.", "41"),
+        ("The answer could be any number from 1 to 100.", "100"),
+        ("one, two, three, four", "4"),
+        ("The answer is either seventeen or eighteen", "18"),
+        (" ".join(map(str, range(1, 101))), "100"),
+        (", ".join(map(str, range(1, 101))), "100"),
+        ("\n".join(map(str, range(1, 101))), "100"),
+        ("A, B, C, D", "D"),
+    ],
+    "the question, doubt, denial": [
+        ("What is 42 + 0?", "42"),
+        ("Compute 6*7.", "42"),
+        ("Janet has 42 eggs. How many does she have?", "42"),
+        ("Let x = 42. Find x.", "42"),
+        ("Maybe 42? Maybe 43?", "43"),
+        ("If the answer were 42, then...", "42"),
+        ("The answer is less than 42", "42"),
+        ("The answer is anything but 42", "42"),
+        (r"\boxed{\text{The answer is not } 42}", "42"),
+        (r"\boxed{\text{I do not know if it is } 42}", "42"),
+        (r"\boxed{\text{The answer is } 42 \text{ or } 43}", "42"),
+    ],
+    "near a right one": [
+        ("The answer is 5!", "120"),
+        (r"\boxed{\ln 100}", "2"),
+        (r"\boxed{\log_{10} 2}", r"\ln 2"),
+        (r"\boxed{C(10,3)}", "121"),
+        ("1.2 billion", "1.2 million"),
+        ("5 million", "5"),
+        ("one third", "1"),
+        ("sixteen", "6"),
+        ("Two Towers", "Two Gentlemen"),
+        (r"\boxed{[0,\infty)}", r"\mathbb{R}"),
+        (r"\boxed{\text{The function is not even}}", r"\text{even}"),
+        ("3 hours", "3 minutes"),
+        ("8 pm", "8 am"),
+        ("20 °C", "20 °F"),
+        (r"\boxed{5x}", "5"),
+        ("12 34", "1234"),
+        ("0.5", "50"),
+        ("99 100", "100"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_answers_that_are_wrong_of_the_kind(kind: str) -> None:
+    assert [case for case in WRONG[kind] if verdict(*case) != 0.0] == []
 
 
 @pytest.mark.parametrize(
@@ -151,6 +321,7 @@ LARGE = [
     "<answer>" * 3000,
     "$" * 3000 + r"\[" * 3000,
     r"1 \pm " * 200 + "1",
+    *(part * (20_000 // len(part)) for part in ("1 ", "1, ", "$1 ", r"\text{", "answer is ", "ten and ", "C(n,", "_1_ ", "1! ", "5 m/s ")),
 ]
 
 
