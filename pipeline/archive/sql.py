@@ -1,23 +1,23 @@
 """Questions in SQL to a run: over its live topics, or over an archive.
 
-The rule: a question sees the run's tables and nothing else, neither files nor the network, and only the topics that it names are read.
+Invariant: a question reads the run's tables only, neither files nor the network, and only the topics that it names.
 """
 
 import re
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import duckdb
 import pyarrow as pa
-import pyarrow.dataset as ds
 
 from penstock.infra.kafka.bulk import BulkReader
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
+from penstock.pipeline.archive import database
 from penstock.pipeline.archive.archived_log import ArchivedLog
+from penstock.pipeline.archive.database import NO_LIMITS, Limits, NoQuestion, OutOfMemory, Refused, Scanned, compute, filled
 from penstock.pipeline.archive.layout import KINDS, kind_of
 from penstock.pipeline.archive.rows import read_tables
 from penstock.pipeline.archive.views import RAW, TABLES, VIEWS
@@ -26,13 +26,12 @@ from penstock.pipeline.observe.tables.samples_groups_steps import RunTables
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.topics.catalogue import RUNS_TOPIC
 
-MEMORY = "2GiB"
-"""Of one question, beside the tables that it is about: it may be asked beside the workers of a run."""
-AGAIN_S = 0.1
 ALIASES = tuple(name for name in RAW if name not in TABLES)
 """Tables of `raw` that can be named without it."""
-_ASKING = {"SELECT", "EXPLAIN", "RELATION", "PRAGMA"}
-_WORD = re.compile(r"[A-Za-z_]+")
+_WORD = re.compile(r"[a-z_]+")
+_IN_RAW = re.compile(r"\braw\s*\.\s*([a-z_]+)")
+_COMPUTED_NAMES = {"query", "query_table"}
+"""Functions whose arguments name tables."""
 _OURS = "select view_name as name from duckdb_views() where not internal and schema_name = 'main' and view_name[1] <> '_' order by 1"
 """The answer to `show tables`, without what the views stand on."""
 _SHOW = re.compile(r"\s*show\s+tables\s*;?\s*", re.IGNORECASE)
@@ -51,8 +50,8 @@ class Tables(Protocol):
         """Its id."""
         ...
 
-    def rows(self, name: str) -> Any:
-        """The archive's table of that name, as something DuckDB scans."""
+    def rows(self, name: str) -> pa.Table | Scanned:
+        """The archive's table of that name."""
         ...
 
 
@@ -97,45 +96,34 @@ class ArchivedTables:
         """The archived run."""
         return self._archived.run
 
-    def rows(self, name: str) -> Any:
+    def rows(self, name: str) -> pa.Table | Scanned:
         """All files of the table as one."""
         kind, archive = KINDS[name], self._archived.archive
         files = [str(path) for partition in archive.partitions(kind) for path in archive.files(kind, partition)]
-        return ds.dataset(files, schema=kind.schema, format="parquet") if files else kind.schema.empty_table()
+        return Scanned(files=files, schema=kind.schema) if files else kind.schema.empty_table()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One question with the rows of what it names; computed without the log."""
+
+    query: str
+    tables: dict[str, pa.Table | Scanned]
+
+    def answer(self, limits: Limits = NO_LIMITS) -> pa.Table:
+        """Compute it. Raises `ValueError` if DuckDB refuses it, and at a limit."""
+        with _translated():
+            return compute(self.tables, _SETUP, _OURS if _SHOW.fullmatch(self.query) else self.query, limits)
 
 
 def ask(tables: Tables, query: str) -> pa.Table:
     """The answer to one question. Raises `ValueError` with DuckDB's own hint for what is no SQL or names what is not there."""
-    with _translated():
-        statements = duckdb.extract_statements(query)
-        if len(statements) != 1 or statements[0].type.name not in _ASKING:
-            raise ValueError("one question at a time, which changes nothing: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN")
-        connection = _connect(tables, _named(query))
-        try:
-            return _computed(connection, _OURS if _SHOW.fullmatch(query) else query)
-        finally:
-            connection.close()
+    return question(tables, query).answer()
 
 
-def _computed(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
-    """The answer, by a thread of its own: while DuckDB computes, it lets no signal through. Ctrl-C ends it."""
-    answer = Future[pa.Table]()
-
-    def compute() -> None:
-        if answer.set_running_or_notify_cancel():
-            try:
-                answer.set_result(connection.sql(query).to_arrow_table())
-            except BaseException as error:
-                answer.set_exception(error)
-
-    try:
-        threading.Thread(target=compute, name="sql", daemon=True).start()
-        return answer.result()
-    except KeyboardInterrupt:
-        while not answer.cancel() and not answer.done():  # the begin of a computation cannot be interrupted
-            connection.interrupt()
-            wait([answer], AGAIN_S)
-        raise
+def question(tables: Tables, query: str) -> Question:
+    """A question with the rows of what it names, which are read here."""
+    return Question(query=query, tables=_tables(tables, _named(query)))
 
 
 def gone_from(tables: Tables, query: str) -> list[str]:
@@ -149,7 +137,7 @@ def gone_from(tables: Tables, query: str) -> list[str]:
 
 def views() -> dict[str, list[tuple[str, str]]]:
     """View -> its columns with their types."""
-    connection = _connect(None, set())
+    connection = filled(_tables(None, set()).items(), _SETUP)
     try:
         names = [*VIEWS, *(name for name in TABLES if name not in VIEWS), *ALIASES, *(f"raw.{name}" for name in RAW if name not in ALIASES)]
         return {name: [(row[0], row[1]) for row in connection.execute(f"describe from {name}").fetchall()] for name in names}
@@ -158,49 +146,59 @@ def views() -> dict[str, list[tuple[str, str]]]:
 
 
 def _named(query: str) -> set[str]:
-    """The views and tables whose rows a question may need, those of `raw` as `raw.NAME`; rather one too many."""
-    try:
-        names = duckdb.connect().get_table_names(query, qualified=True)
-    except duckdb.Error:
-        names = set()
-    paths = [_WORD.findall(name.partition(" AS ")[0].lower()) for name in names]
-    tables = {f"raw.{path[-1]}" if "raw" in path or path[-1] in ALIASES else path[-1] for path in paths if path}
-    if not tables:
-        words = set(_WORD.findall(query.lower()))
-        tables = words | {f"raw.{word}" for word in (words if "raw" in words else words & set(ALIASES))}
+    """The views and tables whose names are words of a question, those of `raw` as `raw.NAME`; rather one too many.
+
+    Nothing is parsed: DuckDB may take minutes to parse a hostile question.
+    """
+    text = query.lower().replace('"', "")
+    plain = set(_WORD.findall(_IN_RAW.sub(" ", text)))
+    if plain & _COMPUTED_NAMES:
+        return {*VIEWS, *TABLES, *(f"raw.{name}" for name in RAW)}
+    in_raw = {*_IN_RAW.findall(text), *(plain if "raw" in plain else plain & set(ALIASES))}
+    tables = plain | {f"raw.{name}" for name in in_raw}
     return tables | {table for view, (_, needed) in VIEWS.items() if view in tables for table in needed}
 
 
-def _connect(tables: Tables | None, named: set[str]) -> duckdb.DuckDBPyConnection:
-    """A database in memory with all tables and views; the tables that were named have rows."""
-    connection = duckdb.connect()
-    connection.execute("create schema raw; set python_enable_replacements = false; set timezone = 'UTC'")
-    connection.execute(f"set memory_limit = '{MEMORY}'; set temp_directory = ''")
-    for name, table in RAW.items():
-        rows = tables.rows(table) if tables is not None and f"raw.{name}" in named else KINDS[table].schema.empty_table()
-        connection.register(f"_{name}", rows)
-        connection.execute(f"create view raw.{name} as select * from _{name}")
-        if name in ALIASES:
-            connection.execute(f"create view {name} as select * from _{name}")
-    made = None if tables is None else RunTables(tables.log, tables.run)
+def _tables(tables: Tables | None, named: set[str]) -> dict[str, pa.Table | Scanned]:
+    """All tables of the database; those that were named have rows."""
+    filled_in = {
+        f"_{name}": tables.rows(table) if tables is not None and f"raw.{name}" in named else KINDS[table].schema.empty_table()
+        for name, table in RAW.items()
+    }
+    run = None if tables is None else RunTables(tables.log, tables.run)
     for name, (schema, make) in TABLES.items():
-        own = f"_{name}_table" if name in VIEWS else name
-        connection.register(own, make(made) if made is not None and name in named else schema.empty_table())
-    for name, (query, _) in VIEWS.items():
-        connection.execute(f"create view {name} as {query}")
-    connection.execute("set enable_external_access = false; set lock_configuration = true")
-    return connection
+        filled_in[_own(name)] = make(run) if run is not None and name in named else schema.empty_table()
+    return filled_in
+
+
+def _own(name: str) -> str:
+    """The name of a table of `TABLES`, which a view may have taken."""
+    return f"_{name}_table" if name in VIEWS else name
+
+
+_SETUP = (
+    "create schema raw",
+    *(f"create view raw.{name} as select * from _{name}" for name in RAW),
+    *(f"create view {name} as select * from _{name}" for name in ALIASES),
+    *(f"create view {name} as {query}" for name, (query, _) in VIEWS.items()),
+)
+"""The views over the tables."""
 
 
 @contextmanager
 def _translated() -> Iterator[None]:
     try:
         yield
-    except duckdb.OutOfMemoryException as error:
+    except OutOfMemory as error:
         raise ValueError(
-            f"the answer takes more than {MEMORY} to compute: ask for less at once, or put the question to an export with DuckDB itself"
+            f"the answer takes more than {database.MEMORY_BYTES / 2**30:g} GiB to compute: "
+            "ask for less at once, or put the question to an export with DuckDB itself"
         ) from error
-    except duckdb.Error as error:
+    except NoQuestion as error:
+        raise ValueError("one question at a time, which changes nothing: a single SELECT, DESCRIBE, SUMMARIZE or EXPLAIN") from error
+    except OSError as error:
+        raise ValueError(f"the question cannot be computed: {error}") from error
+    except (Refused, duckdb.Error) as error:
         text = re.split(r"\n\s*LINE \d+:", str(error))[0]
         if re.search(r"syntax error.*[,\"]", text) and re.search(r"\bgroup\b(?!\s+by)", str(error), re.IGNORECASE):
             text += "; group is a word of SQL: write group_id"

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.kafka.log import KafkaLog
-from penstock.pipeline.archive.sql import LiveTables, ask
+from penstock.pipeline.archive.database import Limits
+from penstock.pipeline.archive.sql import LiveTables, question
 from penstock.pipeline.cli.ui.markup import Curve, Html, address, chart, link, page, pairs, table, text
 from penstock.pipeline.cli.ui.watched import Watching
 from penstock.pipeline.launch.attended import log_files
@@ -31,6 +32,9 @@ from penstock.pipeline.runtime.registration.run_registry import resolve
 
 REFRESH_S = 5
 ROWS = 200
+QUESTION_S = 30.0
+"""Longest time that the answer to a question in SQL is computed."""
+ANSWER_BYTES = 16 << 20
 LOG_LINES = 300
 COMPARED = 4
 QUESTIONS: Mapping[str, str] = {
@@ -148,21 +152,34 @@ def group(runs: Watching, query: Query) -> bytes:
     )
 
 
-def sql(runs: Watching, query: Query) -> bytes:
-    """A question in SQL, and its answer."""
-    name = resolve(runs.log, one(query, "id"))
+def sql(runs: Watching, query: Query, gone: Callable[[], bool]) -> bytes:
+    """A question in SQL, and its answer; computed while other pages are made, until the browser has `gone`."""
+    with runs.reading:
+        name = resolve(runs.log, one(query, "id"))
     asked = one(query, "q") or QUESTIONS["worst completions"]
-    saved = " · ".join(link(title, "sql", id=name, q=question) for title, question in QUESTIONS.items())
+    saved = " · ".join(link(title, "sql", id=name, q=saved_question) for title, saved_question in QUESTIONS.items())
     area = f'<textarea name="q" aria-label="SQL">{text(asked)}</textarea>'
     form = Html(f'<form action="sql"><input type="hidden" name="id" value="{text(name)}">{area}<p><button>ask</button></p></form>')
     try:
-        found = ask(LiveTables(cast(KafkaLog, runs.log), name), asked)
+        found = _answer(runs, name, asked, gone)
         rows = [tuple(str(value) if value is not None else "" for value in row.values()) for row in found.slice(0, ROWS).to_pylist()]
-        more = f"the first {ROWS} of {found.num_rows:,} rows" if found.num_rows > ROWS else f"{found.num_rows:,} rows"
+        more = f"the first {ROWS} rows" if found.num_rows > ROWS else f"{found.num_rows:,} rows"
         answer = Html(f'{table(found.column_names, rows)}<p class="dim">{more}</p>')
     except ValueError as error:
         answer = Html(f'<p class="bad">{text(error)}</p>')
     return page("SQL", [navigation(name), Html(f"<h1>{text(name)} in SQL</h1><p>{saved}</p>"), form, answer])
+
+
+def _answer(runs: Watching, name: str, asked: str, gone: Callable[[], bool]) -> Any:
+    """The first rows of an answer. Raises `ValueError` if the question is refused, at a limit, or has to wait for others."""
+    if not runs.questions.acquire(blocking=False):
+        raise ValueError("other questions are being computed: ask again when they have their answers")
+    try:
+        with runs.reading:
+            prepared = question(LiveTables(cast(KafkaLog, runs.log), name), asked)
+        return prepared.answer(Limits(rows=ROWS + 1, size=ANSWER_BYTES, seconds=QUESTION_S, gone=gone))
+    finally:
+        runs.questions.release()
 
 
 def logs(runs: Watching, query: Query) -> bytes:
@@ -227,7 +244,7 @@ def problem(error: Exception) -> bytes:
     return page("problem", [Html(f"<nav>{link('runs', address('./'))}</nav>"), Html(f'<p class="bad">{text(error)}</p>')])
 
 
-PAGES: Mapping[str, Callable[[Watching, Query], bytes]] = {
+PAGES: Mapping[str, Callable[..., bytes]] = {
     "": index,
     "run": run,
     "page": whole,
@@ -237,4 +254,4 @@ PAGES: Mapping[str, Callable[[Watching, Query], bytes]] = {
     "letters": letters,
     "compare": compare,
 }
-"""Path below the token -> the function that makes the page."""
+"""Path below the token -> the function that makes the page, of the runs and the query; `sql` takes the lock for reading itself."""

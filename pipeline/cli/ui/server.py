@@ -5,7 +5,7 @@ neither scripts nor anything from elsewhere; the page of a run brings a policy o
 """
 
 import hmac
-import threading
+import select
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -29,7 +29,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, log: Log, *, port: int, token: str) -> None:
         # First: a port that is taken closes the server before it is made.
-        self.runs, self.token, self.reading = Watching(log), token, threading.Lock()
+        self.runs, self.token = Watching(log), token
         super().__init__((HOST, port), Handler)
 
     @property
@@ -37,17 +37,19 @@ class Server(ThreadingHTTPServer):
         """The address to open; who knows it may look."""
         return f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
-    def answer(self, target: str, host: str) -> tuple[int, bytes, str | None]:
-        """Status, page and its policy for the address that a browser asks for under this host name."""
+    def answer(self, target: str, host: str, gone: Callable[[], bool]) -> tuple[int, bytes, str | None]:
+        """Status, page and its policy for the address that a browser asks for under this host name, until it has `gone`."""
         asked = urlsplit(target)
         _, token, name = [*asked.path.split("/", 2), "", ""][:3]
         ours = {f"{name}:{self.server_address[1]}" for name in (HOST, "localhost")}
         # The host name too: another site's name that resolves to this machine is no address of ours.
         if host not in ours or not hmac.compare_digest(token.encode(), self.token.encode()) or name not in pages.PAGES:
             return 404, b"", POLICY
-        make: Callable[..., bytes] = pages.PAGES[name]
+        make = pages.PAGES[name]
         try:
-            with self.reading:
+            if make is pages.sql:
+                return 200, pages.sql(self.runs, parse_qs(asked.query), gone), POLICY
+            with self.runs.reading:
                 return 200, make(self.runs, parse_qs(asked.query)), None if name in OWN_POLICY else POLICY
         except (PenstockError, ValueError) as error:
             return 400, pages.problem(error), POLICY
@@ -66,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a page."""
-        status, page, policy = self.server.answer(self.path, self.headers.get("Host", ""))
+        status, page, policy = self.server.answer(self.path, self.headers.get("Host", ""), self._gone)
         self.send_response(status)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(page)))
@@ -78,6 +80,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Security-Policy", policy)
         self.end_headers()
         self.wfile.write(page)
+
+    def _gone(self) -> bool:
+        """True if the browser has closed the connection."""
+        poller = select.poll()
+        poller.register(self.connection, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     def log_message(self, format: str, *args: object) -> None:
         """A request is not worth a line."""

@@ -1,9 +1,10 @@
 """The runs that a browser looks at: each is read once from the beginning, and then only what is new.
 
-The rule: one thread reads at a time; nothing is written.
+One thread reads at a time, the one that has `reading`; nothing is written.
 """
 
 import contextlib
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from penstock.topics.wire.errors import Unusable
 
 KEPT = 8
 """Runs that are kept in memory."""
+AT_ONCE = 2
+"""Questions in SQL that are computed at a time."""
 
 
 @dataclass(slots=True)
@@ -25,6 +28,9 @@ class Watching:
     """Views of runs, brought up to date when they are asked for."""
 
     log: Log
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    questions: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(AT_ONCE))
+    """Questions in SQL that may start."""
     _views: "OrderedDict[str, tuple[RunView, Tail]]" = field(default_factory=OrderedDict)
 
     def view(self, run: str) -> RunView:

@@ -51,6 +51,8 @@ def test_a_question_about_samples_decodes_each_group_once(monkeypatch: pytest.Mo
         ("select * from ledger join raw.prompts p on true", ["prompts", "ledger"]),
         ("select * from groups g join Samples s using (group_id)", []),
         ("select 1", []),
+        ('select count(*) from "raw" . "groups"', ["groups"]),
+        ("select (select count(*) from RAW.Ledger), 'raw' as x", ["ledger"]),
     ],
 )
 def test_a_table_of_records_is_read_where_it_is_named(query: str, wanted: list[str]) -> None:

@@ -1,17 +1,21 @@
 """The limits of a question in SQL: of memory, and of a person's patience."""
 
+import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import duckdb
+import psutil
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
-from penstock.pipeline.archive import sql
+from penstock.pipeline.archive import database, sql
+from penstock.pipeline.archive.database import Limits
 from penstock.pipeline.cli import main
 from penstock.pipeline.cli.look import sql as command
 from tests.support.children import child
@@ -30,40 +34,31 @@ class NoTables:
 
 
 ASKING = """
-import sys, threading, time
-from penstock.pipeline.archive import sql
+from penstock.pipeline.archive import database, sql
 from tests.pipeline.archive.test_sql_limits import ENDLESS, NoTables
 
-def tell_once_it_computes():
-    while not any(thread.name == "sql" for thread in threading.enumerate()):
-        time.sleep(0.01)
-    print("computing", flush=True)
+wait = database._wait
 
-threading.Thread(target=tell_once_it_computes).start()
+def said(process, limits):
+    print("computing", process.pid, flush=True)
+    wait(process, limits)
+
+database._wait = said
 try:
     sql.ask(NoTables(), ENDLESS)
 except KeyboardInterrupt:
-    print(sql.ask(NoTables(), "select 41 + 1 as answer")["answer"].to_pylist())
+    print("interrupted", flush=True)
 """
 
 
 def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
     with child([sys.executable, "-c", ASKING], cwd=ROOT, stdout=subprocess.PIPE, text=True) as asking:
         assert asking.stdout is not None
-        assert asking.stdout.readline() == "computing\n"
+        word, computing = asking.stdout.readline().split()
+        assert word == "computing"
         asking.send_signal(signal.SIGINT)
-        assert asking.communicate(timeout=180)[0] == "[42]\n"
-
-
-def test_ctrl_c_ends_a_question_whose_computation_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(threading.Thread):
-        def start(self) -> None:
-            super().start()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("threading.Thread", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sql.ask(NoTables(), ENDLESS)
+        assert asking.communicate(timeout=180)[0] == "interrupted\n"
+        assert not psutil.pid_exists(int(computing))
 
 
 def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,8 +75,67 @@ def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytes
     assert capsys.readouterr().err.splitlines() == ["interrupted, there is no answer"]
 
 
-def test_an_answer_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "MEMORY", "32MiB")
-    with pytest.raises(ValueError, match=r"^the answer takes more than 32MiB to compute: ask for less at once") as raised:
-        sql.ask(NoTables(), "select count(*) from (select distinct range from range(5000000))")
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select count(*) from (select distinct range from range(5000000))",
+        "select list_sum(range(400000000))",
+    ],
+)
+def test_a_question_that_takes_too_much_memory_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+    monkeypatch.setattr(database, "MEMORY_BYTES", 32 << 20)
+    with pytest.raises(ValueError, match=r"^the answer takes more than 0.03125 GiB to compute: ask for less at once") as raised:
+        sql.ask(NoTables(), query)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        (Limits(seconds=0.0), "no answer within 0 s: ask for less at once"),
+        (Limits(gone=lambda: True), "the asker waits no longer"),
+    ],
+)
+@pytest.mark.parametrize("query", [ENDLESS, "select " + "(" * 60_000, "select levenshtein(repeat('a', 9000000), repeat('b', 9000000))"])
+def test_a_question_ends_at_a_limit_of_time_and_with_its_asker(limits: Limits, problem: str, query: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        sql.question(NoTables(), query).answer(limits)
+
+
+def test_of_an_answer_only_the_rows_that_are_needed_are_computed_and_a_large_one_is_refused() -> None:
+    everything = sql.question(NoTables(), "select * from range(300000000)")
+    assert everything.answer(Limits(rows=201))["range"].to_pylist() == list(range(201))
+    with pytest.raises(ValueError, match=r"^an answer of more than 1 MiB: select fewer rows or columns$"):
+        everything.answer(Limits(size=1 << 20))
+
+
+OPENING = (
+    "select * from '{}'",
+    "select * from read_csv('{}')",
+    "select * from read_text('{}')",
+    "select * from read_blob('{}')",
+    "explain select * from read_json('{}')",
+    "from query('select * from read_csv(''{}'')')",
+    "from query_table(['{}'])",
+    "from glob('{}*')",
+    "from parquet_metadata('{}')",
+    "attach '{}' as x",
+    "copy (select 1) to '{}'",
+    "export database '{}'",
+    "import database '{}'",
+    "load '{}'",
+    "set enable_external_access = true",
+    "set memory_limit = '100GB'",
+    "set extension_directory = '{}'",
+    "create table x as from read_csv('{}')",
+)
+
+
+@pytest.mark.parametrize("query", OPENING)
+def test_no_statement_opens_a_file_or_changes_a_setting(tmp_path: Path, query: str) -> None:
+    """A named pipe without a writer: who opens it waits without end."""
+    pipe = tmp_path / "pipe.csv"
+    os.mkfifo(pipe)
+    with database.filled([], []) as connection, pytest.raises(duckdb.Error):
+        connection.sql(query.format(pipe))
+    assert os.listdir(tmp_path) == ["pipe.csv"]

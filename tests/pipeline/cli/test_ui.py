@@ -4,7 +4,9 @@ import http.client
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -109,6 +111,33 @@ def test_of_two_curves_the_shorter_ends_where_its_versions_do() -> None:
     long, short = re.findall(r'points="([^"]*)"', chart([Curve("long", [0.0] * 11), Curve("short", [0.0, None, 1.0])], width=108))
     assert [point.split(",")[0] for point in long.split()] == [f"{4 + 10 * place:.1f}" for place in range(11)]
     assert [point.split(",")[0] for point in short.split()] == ["4.0", "24.0"]
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    limit = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["select sum(a.range * b.range) from range(10000000) a, range(10000000) b", "select list_sum(range(100000000)) from range(100)"],
+)
+def test_while_a_question_is_computed_other_pages_answer_and_it_ends_with_its_browser(server: Server, query: str) -> None:
+    where, free = urlsplit(server.address), server.runs.questions._value
+    with closing(http.client.HTTPConnection(where.netloc, timeout=30)) as asking:
+        asking.request("GET", f"/secret/sql?id={RUN}&q={quote(query)}", headers={"Host": where.netloc})
+        until(lambda: server.runs.questions._value == free - 1)
+        assert asked(server, "/secret/")[0] == 200
+    until(lambda: server.runs.questions._value == free)
+
+
+def test_an_answer_in_sql_has_its_first_rows_and_more_questions_than_two_are_refused(server: Server) -> None:
+    assert "the first 200 rows" in asked(server, f"/secret/sql?id={RUN}&q={quote('from range(1000)')}")[1]
+    with server.runs.questions, server.runs.questions:
+        assert "other questions are being computed" in asked(server, f"/secret/sql?id={RUN}&q=select")[1]
 
 
 @pytest.mark.costly
