@@ -33,7 +33,7 @@ def make_files_private() -> None:
 
 
 def run_directory(run: str) -> Path:
-    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model; made by whoever writes there."""
+    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model; the writer makes it."""
     return state_path() / "runs" / run
 
 

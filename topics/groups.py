@@ -99,7 +99,7 @@ class ScoredSample:
     components: tuple[float | None, ...]
     """One number per reward function; `None` where the function does not apply."""
     reward_error: str | None = None
-    """Why a reward function broke on this sample; `None` if none did."""
+    """The error of a reward function on this sample; `None` without one."""
     logged: str | None = None
     """JSON object: the values that reward functions logged for the sample; `None` without any."""
 

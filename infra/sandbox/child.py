@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _outcome(handler: Callable[[Any], Any], payload: Any) -> dict[str, Any]:
-    """What the handler returned or raised; an alarm that it has set ends with it."""
+    """The result or the error of one call; an alarm that the handler has set ends with it."""
     try:
         return {"result": handler(payload)}
     # The edge of this process: a user's function may raise anything, KeyboardInterrupt and exit() included.

@@ -1,4 +1,4 @@
-"""The files that a user's file is made of: itself, and the modules beside it that it imports. None of them is run."""
+"""Digest of a user's source file and of the modules in its folder that it imports. None of them is run."""
 
 import ast
 import hashlib
@@ -11,10 +11,10 @@ def digest_of(file: Path, text: bytes) -> str:
     files = {file: text}
     waiting = [file]
     while waiting:
-        for beside in _imported(files[waiting.pop()], file.parent):
-            if beside not in files:
-                files[beside] = beside.read_bytes()
-                waiting.append(beside)
+        for imported in _imported(files[waiting.pop()], file.parent):
+            if imported not in files:
+                files[imported] = imported.read_bytes()
+                waiting.append(imported)
     if len(files) == 1:
         return hashlib.sha256(text).hexdigest()
     lines = sorted(f"{found.relative_to(file.parent)} {hashlib.sha256(content).hexdigest()}" for found, content in files.items())
@@ -26,7 +26,7 @@ def _imported(text: bytes, folder: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return  # whoever loads it says so
+        return  # loading it reports the error
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []

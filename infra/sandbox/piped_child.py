@@ -46,7 +46,7 @@ class PipedChild(Generic[Key]):
         self.gives_up = False
         """Whether it can give up a call and live on."""
         self.doing = ""
-        """What it last said it works on."""
+        """Its current work, as it last reported it."""
         self.calls: dict[int, Call[Key]] = {}
         self._sending: list[Call[Key]] = []
         self._unsent, self._unread = bytearray(), bytearray()

@@ -24,7 +24,7 @@ def ignore(number: signal.Signals) -> None:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether a signal does nothing in this process."""
+    """True if a signal does nothing in this process."""
     return signal.getsignal(number) in (signal.SIG_IGN, _nothing)
 
 

@@ -1,4 +1,4 @@
-"""Whether weights are numbers that a model can compute with: the last look before others get them."""
+"""Finds weights that are not finite or too large to compute with, before they are published."""
 
 from collections.abc import Iterable
 from typing import Final

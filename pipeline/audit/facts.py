@@ -139,7 +139,7 @@ class Facts:
     """The run's status in the register of runs; None when it is not registered."""
     samples: Samples
     changes: Sequence[Mapping[str, Any]] = ()
-    """What the run is made of that was changed while it was stopped: name, digests and time."""
+    """Changes of data and code while the run was stopped: name, digests and time."""
     counts: dict[str, int] = field(default_factory=dict)
     """Records read, by topic."""
     begins: dict[tuple[str, int], int] = field(default_factory=dict)

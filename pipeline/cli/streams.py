@@ -17,7 +17,7 @@ ONLY_PRINT = frozenset(
 )
 """Commands that do nothing but print."""
 WRITES = ("--html", "--plot", "-h", "--help")
-"""Options with which such a command writes a file, or prints for a person who is there."""
+"""Options with which such a command writes a file or shows its usage."""
 
 
 def open_closed() -> bool:

@@ -51,7 +51,7 @@ def trainer_threads(*, parameters: int | None, cores: int, processes: int) -> in
 
 
 def _parameters(path: object) -> int | None:
-    """Parameters of a model; None for a model of the hub, and where its files cannot be read: whoever opens it says what is wrong."""
+    """Parameters of a model; None for a model of the hub, or if its files cannot be read, which loading it reports."""
     if not isinstance(path, str) or is_hub_name(path):
         return None
     try:

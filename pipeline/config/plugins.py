@@ -72,7 +72,7 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(spec: str, *, base_dir: str | Path | None = None) -> str:
-    """SHA-256 (hex) of the source that holds the function, and of the modules beside the file that it imports, before any of it runs.
+    """SHA-256 (hex) of the source that holds the function, and of the modules in its folder that it imports, before any of it runs.
 
     Raises:
         PluginError: no such file or module. A module without a source file has the digest of its name.

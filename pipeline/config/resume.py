@@ -56,7 +56,7 @@ def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
         if key not in CHANGEABLE and name.partition(".")[0] in table.get(section, ()):
             forked = " ".join(f"--set {shlex.quote(text.strip())}" for text in overrides)
             raise ConfigError(
-                f"--set {key}: {run} keeps the value that it was created with; a fork goes on from its last step with another one: "
+                f"--set {key}: {run} keeps the value that it was created with; a fork continues from its last step with another one: "
                 f"penstock fork {run} {forked} --start; a resumed run may change {', '.join(CHANGEABLE)}"
             )
     new = override(config, overrides)

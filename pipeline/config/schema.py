@@ -80,7 +80,7 @@ class DataSection(Section):
     )
     max_prompt_tokens: Positive = 1024
     on_change: Literal["refuse", "accept"] = Field(
-        "refuse", description="whether a resumed run goes on with rows that are not those it was begun with"
+        "refuse", description="whether a resumed run continues with other rows than it was started with"
     )
 
 

@@ -30,7 +30,7 @@ class Verdict:
     """The reason it was filtered; None if it was scored."""
     samples: tuple[ScoredSample, ...]
     metrics: str | None
-    """What the reward functions logged for the group, as JSON."""
+    """JSON object: the metrics that reward functions logged for the group; None without any."""
 
 
 def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Score", *, algorithm: AlgorithmSection) -> Verdict:
@@ -53,7 +53,7 @@ def verdict(samples: Sequence[Rollout], completions: Sequence[str], score: "Scor
 
 
 def _filtered(samples: Sequence[ScoredSample], score: "Score", algorithm: AlgorithmSection) -> str | None:
-    """Why a group is filtered, or None."""
+    """The reason if the group is filtered, else None."""
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     if len(rewards) < min(2, len(samples)):
         causes = "; ".join(dict.fromkeys(score.broken.values())) or "every reward function returned None for the others"

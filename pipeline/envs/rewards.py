@@ -44,9 +44,9 @@ class Score:
     broken: Mapping[int, str] = field(default_factory=dict)
     """Completion -> why its reward broke, where those of others did not."""
     logged: tuple[Mapping[str, Any], ...] = ()
-    """What the functions logged for each completion; empty if they logged nothing."""
+    """Values that the functions logged for each completion; empty if they logged nothing."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What they logged for the group."""
+    """Metrics that the functions logged for the group."""
 
     @staticmethod
     def of(result: Mapping[str, Any]) -> "Score":
@@ -166,7 +166,7 @@ class Rewards:
         return [(name, function) for name, function in every if chosen is None or not {name, short_name(name)}.isdisjoint(chosen)]
 
     def _facts(self, count: int, completion_ids: Sequence[Sequence[int]], step: int) -> dict[str, Any]:
-        """What functions can ask for beside the columns of the data; lists have an item for each of `count` completions."""
+        """Arguments that functions can take in addition to the columns; lists have an item for each of `count` completions."""
         return {
             "prompts": [],
             "completions": [],
@@ -180,8 +180,9 @@ class Rewards:
         }
 
     def _called(self, columns: Mapping[str, Any], facts: Mapping[str, Any], logged: Logged, *, last: Sequence[str]) -> list[Any]:
-        """What each function returned, `NOTHING` for those that do not apply to the row; built-in ones score `last`, the texts that the
-        policy generated last.
+        """Call each function; `NOTHING` is the result of one that does not apply to the row.
+
+        Built-in functions score `last`, the last text that the policy generated in each sample.
         """
         returned: list[Any] = []
         judges, offered = dict(self._judges(columns)), with_facts(columns, facts)
@@ -362,7 +363,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _remedy(column: str, without_json: Mapping[str, str]) -> str:
-    """What to do about a column that is missing or that JSON cannot hold."""
+    """The remedy for a column that is missing or that JSON cannot hold."""
     if column in without_json:
         return f": that column holds {without_json[column]}, which JSON cannot hold; store it as text"
     if column == "answer":

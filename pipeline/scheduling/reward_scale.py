@@ -57,7 +57,7 @@ class RewardScale:
         return (reward - self.low) / (self.high - self.low) if self.low < self.high else None
 
     def advice(self, reward: float) -> str:
-        """Which prompts to take instead of those whose samples all have a reward such as this one, on average."""
+        """Advice on prompts, if the samples of each have equal rewards, this one on average."""
         position = self.position(reward)
         if position is None or LOW <= position < HIGH:
             return "take prompts of another difficulty, more samples a group or a denser reward"

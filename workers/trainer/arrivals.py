@@ -33,7 +33,7 @@ class Arrivals:
     followed: Sequence[Partition]
     places: Places
     asked_to_end: str | None = None
-    """The reason why the run ends before all its steps are done; None while it goes on."""
+    """The reason if the run is to end before all its steps are done; else None."""
     _admitted: int | None = None
     """Groups of the whole run, once the feeder has said that no prompt will follow; None before."""
 

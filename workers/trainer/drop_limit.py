@@ -53,7 +53,7 @@ class DropLimit:
         self.inbox.forget_drops()
 
     def passed(self, *, steps_done: int) -> Passed | None:
-        """How the run ends; None while no more than the limit were dropped."""
+        """The end of the run; None while no more than the limit were dropped."""
         limit = self.inbox.schedule.max_drops_per_step
         dropped = self.inbox.selector.drops - max(self.at_last_step, self.tolerated)
         if dropped <= limit:
@@ -71,7 +71,7 @@ class DropLimit:
         return Passed(text + self._causes(dropped, steps_done=steps_done), solved=False)
 
     def without_a_step(self, *, asked: int) -> str:
-        """Why a run that has asked all its prompts could not make a step."""
+        """The reason of a run that has used all its prompts without a step."""
         dropped = self.inbox.selector.drops
         text = (
             f"all {asked} prompts of the run's epochs were asked before the first step, which takes {self.inbox.schedule.prompts_per_step}"
@@ -79,7 +79,7 @@ class DropLimit:
         return f"{text} groups with different rewards; {dropped} groups were dropped" + self._causes(dropped, steps_done=0)
 
     def _causes(self, dropped: int, *, steps_done: int) -> str:
-        """What the groups were dropped for, and what to change if most of them had equal rewards."""
+        """The causes of the drops, and advice if most groups had equal rewards."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
         reason, equal = self.inbox.last_reason(), self._equal()
         text = (f": {causes}" if causes else "") + (f"; the last one: {reason}" if reason else "")

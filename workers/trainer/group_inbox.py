@@ -94,7 +94,7 @@ class GroupInbox:
             return None
 
     def forget_drops(self) -> None:
-        """Forget why groups were dropped."""
+        """Forget the causes of drops."""
         self.drop_causes.clear()
         self.filtered_rewards.clear()
 

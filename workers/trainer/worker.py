@@ -97,7 +97,7 @@ class Trainer:
     committed: int = 0
     """Steps in the ledger; more than the policy has done only while they are repeated."""
     _waited_s: float = 0.0
-    """How long it had waited before this step."""
+    """Seconds waited before this step."""
     _look_s: float = 0.0
     """After waiting this long within one step the newest weights are looked at."""
     _compute_s: float | None = None
@@ -233,11 +233,11 @@ class Trainer:
         self._close_run(status="finished", reason=reason or ALL_DONE)
 
     def way_back(self) -> str:
-        """How a run that has diverged is gone on with: in a fork, from the newest version, which is finite as all that are published."""
+        """Advice for a run that has diverged: a fork from the newest published version, whose weights are finite."""
         run, lr = self.session.run, self.session.config.trainer.lr
         good = max(self.writer.state.manifests.values(), key=lambda manifest: manifest.version).step
         fork = f"penstock fork {run} --from-step {good} --set trainer.lr={lr / 10:g} --start"
-        return f"look at the samples of step {self.policy.steps_done}, or go on from step {good} with a lower learning rate: {fork}"
+        return f"look at the samples of step {self.policy.steps_done}, or continue from step {good} with a lower learning rate: {fork}"
 
     def finishing(self) -> str:
         """What is still done after a request to stop."""

@@ -246,7 +246,7 @@ class Episode:
 
 
 def _with_refused_calls(messages: list[dict[str, Any]], refused: Sequence[str]) -> list[dict[str, Any]]:
-    """What the environment said to a turn, and why calls in it were not run, which the policy reads at its end."""
+    """The environment's messages after a turn; the last one ends with the reasons why calls of the turn were not run."""
     if not refused or not messages:
         return messages
     *before, last = messages

@@ -101,7 +101,7 @@ class ControlTokens:
 
     @staticmethod
     def _with_spaces(text: str, start: int, end: int, token: Any) -> tuple[int, int]:
-        """The stretch of a text that a token takes: some take the white space beside them."""
+        """The stretch of a text that a token takes: some take adjacent white space."""
         if token.lstrip:
             start = len(text[:start].rstrip())
         return start, len(text) - len(text[end:].lstrip()) if token.rstrip else end

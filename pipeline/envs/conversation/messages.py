@@ -83,7 +83,7 @@ def _calls(message: Message) -> Sequence[Any]:
 
 
 def _beside(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a call beside its function, which some write without an object of its own."""
+    """The fields of a call except its function; some write name and arguments among them."""
     return {key: value for key, value in call.items() if key not in ("name", "arguments")}
 
 

@@ -181,7 +181,7 @@ class ChatTemplate:
             raise TemplateRefused("a tool is nested too deeply") from None
 
     def _apart(self, render: Callable[[list[dict[str, Any]]], str | None], messages: list[dict[str, Any]]) -> str | None:
-        """What `render` makes of the messages, in which no two texts form a control token together."""
+        """The text that `render` makes of the messages; no two of their texts form a control token together."""
         text, jointed = render(messages), self._control.jointed(messages)
         apart = render(jointed) if text is not None and jointed != messages else None
         return text if text is None or apart is None or not self._control.joined(text, apart) else apart

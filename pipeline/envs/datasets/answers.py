@@ -1,4 +1,4 @@
-"""Reference answers in the forms that data sets have them, and the columns of a row beside the facts that a run adds."""
+"""Reference answers in the forms that data sets have them, and the columns of a row merged with the facts that a run adds."""
 
 import re
 from collections.abc import Iterator, Mapping

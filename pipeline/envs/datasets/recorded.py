@@ -1,4 +1,4 @@
-"""What a run's record says of its data sets: by the digest of their rows they are known again."""
+"""The data sets in a run's record, and the comparison of their digests with the present rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def refuse_changed(info: Mapping[str, Any], sources: Sequence[str], opened: Mapp
         before = recorded.get(row["source"], row)
         if before["digest"] != row["digest"]:
             raise ConfigError(
-                f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run was begun: "
+                f"{'data' if context == 'training' else 'eval'}.source: the rows of {row['source']} have changed since the run's start: "
                 f"{before['rows']:,} rows with digest {before['digest'][:12]} then, {row['rows']:,} with {row['digest'][:12]} here; "
-                f"put the old ones back, or go on with these: penstock run --resume {run} --set data.on_change=accept"
+                f"put the old ones back, or continue with these: penstock run --resume {run} --set data.on_change=accept"
             )

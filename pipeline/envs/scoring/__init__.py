@@ -1,1 +1,1 @@
-"""How reward functions are called, what they may return, and what happens if they fail."""
+"""Calls of reward functions: processes, return values, logged values and failures."""

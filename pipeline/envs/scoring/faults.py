@@ -1,6 +1,6 @@
-"""How often a reward has failed in the same way, and when that stops the run.
+"""Counts failures of rewards; a frequent one stops the run.
 
-The rule: the same failure in more than `SHARE` of the groups is a fault of the function, and training on the other groups would be biased.
+The same failure in more than `SHARE` of the groups is a fault of the function, and training on the other groups would be biased.
 """
 
 import inspect
@@ -25,7 +25,7 @@ class RewardError(ValueError):
 
 
 def broke(name: str, error: BaseException, function: Callable[..., Any] | None = None) -> RewardError:
-    """What the reward `name` raised, in one line: the exception, the last line of `function`'s own file and where it was raised."""
+    """The error of the reward `name` in one line: the exception, the last line of `function`'s own file and where it was raised."""
     if isinstance(error, RewardError):
         return error
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -80,7 +80,7 @@ class FaultCount:
 
 
 def fault_of(reason: str) -> str:
-    """What equal failures have in common: function, exception and place, without the exception's own text, which may name the input.
+    """The common part of equal failures: function, exception and line, without the exception's own text, which may name the input.
 
     Example:
         fault_of("reward f broke: KeyError: 'x7' (f.py line 3)")  # -> "reward f broke: KeyError (f.py line 3)"

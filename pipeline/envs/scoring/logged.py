@@ -1,4 +1,4 @@
-"""What reward functions log beside their rewards, as in TRL: `log_extra(column, values)` and `log_metric(name, value)`.
+"""Values that reward functions log, as in TRL: `log_extra(column, values)` and `log_metric(name, value)`.
 
 Columns and the named parts of rewards are recorded with each sample, metrics with the group; both are bounded in number and length.
 """
@@ -74,7 +74,7 @@ def _name(reward: str, name: Any, known: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= 128:
         raise RewardError(f"reward {reward} logged under {shown(name)}, expected a name of 1 to 128 characters")
     if name not in known and len(known) >= MOST_NAMES:
-        raise RewardError(f"reward {reward} logged {name!r} beside {MOST_NAMES} other names: at most {MOST_NAMES} are kept")
+        raise RewardError(f"reward {reward} logged {name!r} after {MOST_NAMES} other names: at most {MOST_NAMES} are kept")
     return name
 
 

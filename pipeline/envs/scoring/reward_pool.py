@@ -27,7 +27,7 @@ class _Group:
     payload: Payload
     count: int
     reason: str = ""
-    """Why the call for the whole group failed."""
+    """The error of the call for the whole group; empty if it has not failed."""
     calls: set[Members] = field(default_factory=set)
     """The completions of the calls that have not ended."""
     alone: dict[int, Any] = field(default_factory=dict)

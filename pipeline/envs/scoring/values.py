@@ -1,4 +1,4 @@
-"""What a reward function returned, as one number or None for each completion, and the named parts of each.
+"""Checks the return value of a reward function: one number or None for each completion, and named parts.
 
 A completion's value is a number, None, or an object of names to such values: `{"format": 1.0, "answer": 0.5}` counts as their sum,
 1.5, and each part is recorded under its name. An object whose values are all None counts as None.

@@ -1,1 +1,1 @@
-"""What is looked at before a run starts: its numbers, its inputs, the machine, the samples of a step."""
+"""Checks before a run starts: its numbers, its inputs, the machine, the samples of a step."""

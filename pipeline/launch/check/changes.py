@@ -1,7 +1,7 @@
-"""Notices at a resumption what a run is made of that is not as it was: its rows, rewards, environment and own functions.
+"""Compares the data and code of a resumed run with its record: rows, rewards, environment and own functions.
 
-The rule: other rows are refused unless the configuration accepts them, since a prompt's row number would mean two things; other code is
-how a mistake is mended, and allowed. Either is said once and stands in the run's record, from which report and audit repeat it.
+Other rows are refused unless the configuration accepts them, since a prompt's row number would mean two things; other code is
+allowed, since it is how a mistake is corrected. Both are printed once and recorded; report and audit list them.
 """
 
 import json
@@ -57,7 +57,7 @@ def with_changes(record: RunRecord, config: Config, *, say: Callable[[str], None
     if not changes:
         return record
     for change in changes:
-        say(f"{change['what']} has changed since the run was begun ({change['before'][:12]} -> {change['after'][:12]}): the report says so")
+        say(f"{change['what']} has changed since the run's start ({change['before'][:12]} -> {change['after'][:12]}): the report says so")
     info |= {**now, "rows": sum(map(len, data.values())), "changes": [*info.get("changes", ()), *changes]}
     return replace(record, info=json.dumps(info))
 
@@ -73,7 +73,7 @@ def _changes(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[s
 
 
 def _named(info: Mapping[str, Any]) -> dict[str, str]:
-    """What a run is made of -> its digest."""
+    """Data set or code of a run -> its digest."""
     rows: Sequence[Mapping[str, Any]] = info.get("data", ())
     return {
         **{f"{'data' if row['context'] == 'training' else 'eval'}.source {row['source']}": row["digest"] for row in rows},

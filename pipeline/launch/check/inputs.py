@@ -137,7 +137,7 @@ def _field(what: str, given: str | None, known: Sequence[str], names: Sequence[s
 
 
 def _texts(answer: Any) -> tuple[str, ...]:
-    """The accepted answers; of what no built-in reward can judge, its own text."""
+    """The accepted answers; of another value its text."""
     try:
         return accepted(answer)
     except AnswerError:

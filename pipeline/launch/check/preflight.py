@@ -168,7 +168,7 @@ def _samples(config: Config, info: Mapping[str, Any], note: Tell, say: Callable[
     texts, ids, played = ([[sample[name] for sample in group] for group in groups] for name in ("completion", "token_ids", "episode"))
     scores = trial.judge(config, rows, texts, ids, [None if None in episodes else episodes for episodes in played])
     for group, row, score in zip(groups, rows, scores, strict=True):
-        for sample, reward in zip(group, score.rewards, strict=False):  # a sample that is alone was judged twice
+        for sample, reward in zip(group, score.rewards, strict=False):  # a single sample was scored twice
             sample["reward"], sample["answer"] = reward, row.columns.get("answer")
     for number, group in enumerate(groups[:SHOWN_GROUPS], 1):
         note(f"sample {number}", _shown(group[0]))

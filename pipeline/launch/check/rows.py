@@ -23,7 +23,7 @@ PROGRESS_EVERY_S = 10.0
 
 
 class RowReader:
-    """Reads the rows of a configuration's data sets; `say` gets what a person should know of them, and the progress."""
+    """Reads the rows of a configuration's data sets; `say` gets notes on them and the progress."""
 
     def __init__(self, config: Config, *, say: Callable[[str], None]) -> None:
         self._config, self._say, self.renderer = config, say, Renderer.of(config)

@@ -125,7 +125,7 @@ def _rewards(life: Plain) -> list[str]:
 
 
 def _logged(life: Plain) -> list[str]:
-    """Why samples have no reward, and what reward functions logged."""
+    """The errors of samples without a reward, and the logged values."""
     lines = [f"{sample['sample']:>6}  {sample['reward_error']}" for sample in life["samples"] if sample["reward_error"]]
     lines += [f"{sample['sample']:>6}  logged {_short(json.dumps(sample['logged']))}" for sample in life["samples"] if sample["logged"]]
     metrics = life["rewards"]["metrics"]

@@ -112,7 +112,7 @@ def line(view: RunView, *, now_s: float) -> str:
 
 
 def _news(view: RunView, *, now_s: float) -> list[str]:
-    """What the run is doing, or what holds it back."""
+    """The current work of a run, or its bottleneck."""
     if view.closed is not None:
         return [f"{worker.worker}: {doing(worker, now_s=now_s)}" for worker in ordered(view) if not worker.ended]
     if not view.steps:

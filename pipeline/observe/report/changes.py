@@ -1,4 +1,4 @@
-"""What of a run was changed while it was stopped: its rows, rewards, environment or own functions."""
+"""Changes of a run's data and code while it was stopped."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

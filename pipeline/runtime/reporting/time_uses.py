@@ -28,7 +28,7 @@ USES = ("busy", *dict.fromkeys(_USES_BY_BEGIN.values()), "broker", "suspended")
 OUTSIDE = ("start", "done", "suspended")
 """Uses that are no part of the time in which a worker could work."""
 TRAINER_WAITS = ("no_group", "no_device")
-"""Uses of the trainer's time that are waiting: the one definition wherever its waiting is told."""
+"""Uses of the trainer's time that count as waiting, for every report."""
 _IN_TURNS = frozenset({"no_prompts", "no_samples", "no_group", "full_window", "no_room"})
 """Waiting in a loop that counts its time every second; the other uses may count it once after minutes."""
 SUSPENDED_S = 60.0

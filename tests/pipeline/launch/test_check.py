@@ -109,7 +109,7 @@ def test_a_sample_that_may_be_larger_than_a_micro_batch_is_told_of(tmp_path: Pat
         ("return [1 / 0]", "ZeroDivisionError: division by zero (rew.py line 2)"),
         ("return [1.0, 2.0, 3.0]", "returned 3 values for 2 completions"),
         ("return ['right'] * len(completions)", "expected a number or None"),
-        ("import time; time.sleep(60)", "took longer than 2 s"),
+        ("import time; time.sleep(60)", "took longer than 4 s"),  # two completions
         ("import no_such_package", "No module named 'no_such_package'"),
     ],
     ids=["one for all", "it raises", "too many values", "no number", "it hangs", "it wants a package"],

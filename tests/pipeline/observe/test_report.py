@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.pipeline.observe.report.episodes import episodes_line
 from penstock.pipeline.observe.report.summary import as_text, summarise
 from penstock.pipeline.observe.report.text import BARS, duration, sparkline
 from penstock.pipeline.observe.run_status import tenth
@@ -265,3 +266,10 @@ def test_a_sparkline_fits_its_width_and_spans_all_bars(values: list[float | None
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")])
 def test_durations_read_as_clocks_do(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(("cut", "shown"), [(0, False), (1_234, True)])
+def test_results_of_tools_that_were_cut_are_counted_with_the_setting_that_cuts_them(cut: int, shown: bool) -> None:
+    counts = {"trajectories": 4, "turns_mean": 2.0, "segments_mean": 1.0, "environment_s": 1.0, "engine_idle_s": 0.5}
+    line = episodes_line({**counts, "results_cut": cut, "dropped": 0, "losses": 0, "broken": 0, "causes": {}})
+    assert ("1,234 results cut at environment.max_result_tokens" in line) == shown

@@ -75,7 +75,7 @@ class AgentSession:
     def record(self) -> tuple[list[dict[str, Any]], list[int]]:
         """The messages of all turns that were answered, in the order of asking, and the indices of the answers.
 
-        A request that goes on from an earlier answer adds what is new in it; any other adds all that it sent.
+        A request that continues an earlier answer adds its new messages; any other adds all of them.
         """
         messages: list[dict[str, Any]] = []
         answers = list[int]()
