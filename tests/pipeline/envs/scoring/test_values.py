@@ -117,7 +117,7 @@ def test_what_cannot_be_logged_is_refused_with_the_function_and_the_name() -> No
         "log_extra('word', …) got a str": lambda: log["log_extra"]("word", "ab"),
         "log_metric('x', 'many'): expected a number": lambda: log["log_metric"]("x", "many"),
         "logged under 3, expected a name": lambda: log["log_metric"](3, 1.0),
-        f"beside {MOST_NAMES} other names": lambda: [log["log_metric"](f"m{number}", 1.0) for number in range(MOST_NAMES + 1)],
+        f"after {MOST_NAMES} other names": lambda: [log["log_metric"](f"m{number}", 1.0) for number in range(MOST_NAMES + 1)],
     }.items():
         with pytest.raises(RewardError) as caught:
             call()
