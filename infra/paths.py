@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.infra.errors import BrokerError
+from penstock.topics.catalogue import check_run_id
 
 IMPORT_ROOT = Path(__file__).absolute().parents[2]
 """The directory from which `penstock` is imported; links are not resolved, because the packages are links in a checkout."""
@@ -33,8 +34,11 @@ def make_files_private() -> None:
 
 
 def run_directory(run: str) -> Path:
-    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model; the writer makes it."""
-    return state_path() / "runs" / run
+    """Where this machine keeps a run's logs, measurements, checkpoints, report and final model; the writer makes it.
+
+    Raises `ValueError` for what is not a run id.
+    """
+    return state_path() / "runs" / check_run_id(run)
 
 
 def writable(directory: Path) -> Path:

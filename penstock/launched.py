@@ -20,11 +20,12 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.launch.placement import visible_gpus
 from penstock.pipeline.observe.live.notebook import notebook_screen
 from penstock.pipeline.observe.report.summary import collect
+from penstock.topics.wire.visible import visible
 
 
 def say(text: str) -> None:
     """A line on the way, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def configured(

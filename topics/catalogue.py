@@ -59,13 +59,18 @@ RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": 
 """The one topic that belongs to no run: all can write to it, so nothing that a worker acts on is taken from it."""
 
 
+def is_run_id(run: str) -> bool:
+    """True for a text that can be the prefix of a topic and the name of a folder."""
+    return _RUN_ID.fullmatch(run) is not None
+
+
 def check_run_id(run: str) -> str:
     """Return the run id; raises `ValueError` if it cannot be the prefix of a topic.
 
     Example:
         check_run_id("demo-1")  # -> "demo-1"
     """
-    if not _RUN_ID.fullmatch(run):
+    if not is_run_id(run):
         raise ValueError(f"run id {run!r} must be 1 to 64 of the characters a-z, 0-9 and -")
     return run
 
@@ -87,7 +92,7 @@ def is_ours(name: str) -> bool:
         is_ours("demo-1.groups")  # -> True
     """
     run, dot, topic = name.partition(".")
-    return name == RUNS_TOPIC or (bool(dot and _RUN_ID.fullmatch(run)) and topic in (*TOPICS, *TURNS, OWNERS, STATE))
+    return name == RUNS_TOPIC or (bool(dot and is_run_id(run)) and topic in (*TOPICS, *TURNS, OWNERS, STATE))
 
 
 def topics_of(

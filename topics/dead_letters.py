@@ -8,9 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.topics.wire.checked import is_name, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
-from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.errors import Unusable, require
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import RawHeaders, Record
@@ -142,6 +143,8 @@ def encode(letter: DeadLetter) -> bytes:
 def decode(value: Payload) -> DeadLetter:
     """The dead letter in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
+    require_whole(row, "partition", "offset", "time_ns")
+    require(is_name(row["topic"]) and is_name(row["worker"]) and is_name(row["kind"]), "topic, worker or kind is not a name")
     headers = tuple((header["name"], _bytes(header["value"])) for header in row["headers"])
     return DeadLetter(**{**row, "key": _bytes(row["key"]), "headers": headers, "value": bytes(row["value"])})
 

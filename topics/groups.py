@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 
 from penstock.topics.samples import SAMPLE_FIELDS, Rollout, generated, max_bytes_of, sample_of, sample_row
+from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
@@ -194,6 +195,12 @@ def decode_part(value: Payload) -> Part:
     """The part of a group in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     part, parts, outcome = row.pop("part"), row.pop("parts"), row["outcome"]
+    require_whole(row, "group", "slot", "min_version", "samples_per_prompt", "epoch", "row", "created_ns", "scored_ns", "reward_ns")
+    require(0 <= part < parts, f"part {part} of {parts} cannot be")
+    require(not (row["prompt_ids"] < 0).any(), "a token id of the prompt is below 0")
+    json_object(row["columns"], "columns")
+    if row["metrics"] is not None:
+        json_object(row["metrics"], "metrics")
     require(outcome in OUTCOMES, f"outcome is {outcome[:60]!r}, expected one of {', '.join(OUTCOMES)}")
     samples = tuple(_scored(sample, group=row["group"]) for sample in row["samples"])
     return Part(part=part, parts=parts, group=Group(**{**row, "samples": samples}))
@@ -324,5 +331,9 @@ def _encode(group: Group, *, part: int, parts: int) -> bytes:
 
 def _scored(row: dict[str, Any], *, group: int) -> ScoredSample:
     require(row["reward"] is None or math.isfinite(row["reward"]), f"the reward of a sample is {row['reward']}, which is not finite")
+    numbers = [value for value in row["components"] if value is not None]
+    require(all(map(math.isfinite, numbers)), "a component of a reward is not finite")
+    if row["logged"] is not None:
+        json_object(row["logged"], "logged")
     names = ("completion", "reward", "components", "reward_error", "logged")
     return ScoredSample(rollout=sample_of(row, group=group), **{name: row[name] for name in names})

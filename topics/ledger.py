@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from penstock.topics.wire.checked import json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import Unusable, require
@@ -91,6 +92,13 @@ def decode(value: Payload) -> Entry:
     """The entry in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in ENTRY_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
+    require_whole(row, "seq", "time_ns", "step", "version")
+    for planned in row["plan"]:
+        require_whole(planned, "group", "partition", "offset")
+    numbers = (*row["boundaries"], *row["groups"])
+    require(min(numbers, default=0) >= 0, f"boundaries or groups have {min(numbers, default=0)}, which is below 0")
+    if row["details"]:
+        json_object(row["details"], "details")
     if row["kind"] == "run-opened" and row["details"]:
         row["details"] = without_passwords(row["details"])
     return Entry(**{**row, "plan": tuple(Planned(**planned) for planned in row["plan"])})

@@ -2,11 +2,13 @@
 
 A measurement carries the time at which it was taken, so that reading it twice gives the same point twice."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import pyarrow as pa
 
+from penstock.topics.wire.checked import require_names, require_whole, whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
@@ -65,6 +67,13 @@ def decode(value: Payload) -> Measurement:
     """The measurement in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in MEASUREMENT_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(MEASUREMENT_KINDS)}")
+    require_names(row, "worker", "role", "incarnation")
+    require_whole(row, "seq", "time_ns", "version", "step")
+    worker, role, values = row["worker"], row["role"], row["values"]
+    require(worker == role or worker.startswith(f"{role}-"), f"worker {worker!r} is not of role {role!r}")
+    accuracy = values.get("greedy_accuracy", 0.0)
+    require(math.isfinite(accuracy), f"greedy_accuracy is {accuracy}, expected a finite number")
+    require("all_out" not in values or whole(values.get("admitted")) is not None, "'all_out' is there without 'admitted', a whole number")
     return Measurement(**row)
 
 

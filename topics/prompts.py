@@ -7,14 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from penstock.topics.wire.checked import json_object, json_objects, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
+from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import column, list_of
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
 
 SCHEMA = "prompts/1"
+MAX_SAMPLES = 1 << 20
+"""Most samples of one prompt."""
 CODEC = Codec(
     SCHEMA,
     fields=(
@@ -72,6 +76,12 @@ def encode(prompt: Prompt) -> bytes:
 def decode(value: Payload) -> Prompt:
     """The prompt in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
+    require_whole(row, "group", "slot", "min_version", "epoch", "row", "created_ns", "place", "again")
+    require_whole(row, "samples_per_prompt", most=MAX_SAMPLES)
+    require(not (row["token_ids"] < 0).any(), "a token id is below 0")
+    json_object(row["columns"], "columns")
+    if row["messages"] is not None:
+        json_objects(row["messages"], "messages")
     return Prompt(**row)
 
 

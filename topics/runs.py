@@ -5,10 +5,12 @@ one in `penstock.runs` has no configuration, except where an earlier release wro
 
 import json
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
+from penstock.topics.catalogue import is_run_id
+from penstock.topics.wire.checked import MAX_COUNT, json_object, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
@@ -78,7 +80,31 @@ def decode(value: Payload) -> RunRecord:
     """The run's record in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["status"] in STATUSES, f"status is {row['status'][:60]!r}, expected one of {', '.join(STATUSES)}")
+    require_whole(row, "created_ns", "updated_ns")
+    require(is_run_id(row["run"]), f"run is {row['run'][:60]!r}, which is not a run id")
+    _check_config(json_object(row["config"] or NOTHING, "config"))
+    _check_info(json_object(row["info"] or NOTHING, "info"))
     return RunRecord(**{**row, "config": without_passwords(row["config"])})
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Refuse what is not the tables of a configuration."""
+    flat = [name for name, table in config.items() if not isinstance(table, dict)]
+    require(not flat, f"config has {flat[:1]} where a table belongs")
+    path = config.get("model", {}).get("path", "")
+    require(isinstance(path, str), f"config has a model.path of {type(path).__name__}, expected a text")
+
+
+def _check_info(info: dict[str, Any]) -> None:
+    """Refuse what a list of runs or a worker cannot read: `steps`, `versions` and `prompts` are counts, a parent names a run."""
+    for name in ("steps", "versions", "prompts"):
+        value = info.get(name)
+        sound = value is None or (type(value) is int and 0 <= value <= MAX_COUNT)
+        require(sound, f"info has {name} = {str(value)[:60]}, expected a whole number")
+    for name in ("forked_from", "rescored_from"):
+        parent = info.get(name)
+        run = parent.get("run") if isinstance(parent, dict) else parent
+        require(parent is None or (isinstance(run, str) and is_run_id(run)), f"info has {name} = {str(parent)[:60]}, which names no run")
 
 
 def headers(record: RunRecord, *, run: str | None = None) -> Headers:
@@ -94,6 +120,7 @@ def check(record: Record, *, run: str) -> Headers:
 def read(record: Record, *, run: str | None = None) -> tuple[Headers, RunRecord]:
     """Headers and payload of a run's record, which must agree; any run's without `run`. Raises `Unusable`."""
     wanted = run if run is not None else (record.key or b"").decode("ascii", "replace")
+    require(is_run_id(wanted), f"run is {wanted[:60]!r}, which is not a run id")
     checked = check(record, run=wanted)
     decoded = decode(record.value)
     match(checked, run=decoded.run, outcome=decoded.status)

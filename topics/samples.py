@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pyarrow as pa
 
+from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.columns import Bools, Float32s, Int32s
 from penstock.topics.wire.equality import ByValue
 from penstock.topics.wire.errors import Unusable
@@ -184,8 +185,10 @@ def flaw(rollout: Rollout) -> str | None:
         return f"{len(starts)} span starts, {len(rollout.span_versions)} span versions"
     if starts[0] != 0 or starts[-1] > tokens or starts != sorted(starts):
         return f"span starts {starts[:8]} do not divide {tokens} tokens"
-    if (rollout.loss_mask & np.isnan(rollout.behaviour_logprobs)).any():
-        return "a token in the loss mask has no logprob"
+    if (rollout.loss_mask & ~np.isfinite(rollout.behaviour_logprobs)).any():
+        return "a token in the loss mask has no finite logprob"
+    if (rollout.token_ids < 0).any() or (rollout.span_versions < 0).any():
+        return "a token id or a policy version is below 0"
     if (problem := _support_flaw(rollout, tokens)) is not None:
         return problem
     if rollout.finish not in FINISHES:
@@ -245,6 +248,8 @@ def sample_row(rollout: Rollout) -> dict[str, Any]:
 def sample_of(row: Mapping[str, Any], *, group: int) -> Rollout:
     """The sample of a group in a decoded row; raises `Unusable`."""
     segments, turns = row["segments"], row["turns"]
+    require_whole(row, "sample", "top_k", "started_ns", "ended_ns")
+    require_names(row, "worker")
     if segments is not None and any(len(segment) != 3 for segment in segments):
         raise Unusable(f"sample {row['sample']}: a segment is not three numbers", kind="undecodable")
     rollout = Rollout(

@@ -5,11 +5,13 @@ Chunks of an anchor (`weights/1`) are a whole version; those of a delta (`weight
 of adapters (`weights/3`) are what `weight_adapter` merges into version 0. A later manifest of a version with the same digest says where its
 chunks are instead: they had been lost."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from penstock.topics.wire.checked import require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
@@ -104,6 +106,7 @@ def encode_chunk(chunk: Chunk) -> bytes:
 def decode(value: Payload) -> Manifest:
     """The manifest in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
+    require_whole(row, "version", "step", "base_version", "nbytes", "created_ns")
     manifest = Manifest(**row)
     problem = _flaw(manifest)
     require(problem is None, problem or "")
@@ -113,6 +116,7 @@ def decode(value: Payload) -> Manifest:
 def decode_chunk(value: Payload) -> Chunk:
     """The chunk in a payload, its data a view of `value`; raises `Unusable`."""
     (row,) = CHUNK_CODEC.decode(value)
+    require_whole(row, "version", "index")
     return Chunk(**row)
 
 
@@ -192,6 +196,8 @@ def _flaw(manifest: Manifest) -> str | None:
         return f"encoding {manifest.encoding} on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
     if manifest.encoding == "adapter" and manifest.base_version != 0:
         return f"adapters on version {manifest.base_version}, which is not the first"
+    if min((*manifest.chunk_partitions, *manifest.chunk_offsets, *itertools.chain(*manifest.shapes)), default=0) < 0:
+        return "a partition, an offset or a dimension is below 0"
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
         return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"
     return None

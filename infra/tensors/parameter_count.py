@@ -1,4 +1,4 @@
-"""The number of a model's parameters, by the headers of its files: no weight is read."""
+"""The number of a model's parameters and tokens, by its configuration and the headers of its files: no weight is read."""
 
 import json
 import math
@@ -12,6 +12,16 @@ def parameters(folder: Path) -> int | None:
     """Parameters in the model's safetensors files, by their headers; None without such a file."""
     files = sorted(folder.glob("*.safetensors"))
     return sum(map(_elements, files)) if files else None
+
+
+def vocabulary(folder: Path) -> int | None:
+    """Rows of the model's embedding, by its `config.json`; None if that does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        size = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _elements(file: Path) -> int:

@@ -4,6 +4,7 @@ The rule: never a run at work; its record goes last, so that a deletion that was
 """
 
 import contextlib
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -13,15 +14,16 @@ from penstock.infra.broker import embedded
 from penstock.infra.kafka.bulk import BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.log import Log
-from penstock.infra.paths import run_directory
+from penstock.infra.paths import run_directory, state_path
 from penstock.pipeline.observe.records.runs import folder_bytes, log_bytes
 from penstock.pipeline.observe.run_status import has_ended
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics import metrics
-from penstock.topics.catalogue import RUNS_TOPIC, topic_name
+from penstock.topics.catalogue import RUNS_TOPIC, is_run_id, topic_name
 from penstock.topics.wire.errors import Unusable
 
+MOUNTS = Path("/proc/self/mountinfo")
 MODEL = "model"
 """In a run's folder: the exported model."""
 WATCHED_S = 10.0
@@ -46,9 +48,10 @@ class Deletion:
 def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
     """What there is of a run; with `keep_model` the exported model stays.
 
-    Raises `ValueError` for one at work, and where there is nothing.
+    Raises `ValueError` for one at work, where there is nothing, and for a folder that may not be removed.
     """
     topics, directory = log.topics(f"{run}."), run_directory(run)
+    _require_own(directory)
     record = find(log, run)
     if record is None and not topics:
         raise ValueError(f"no run {run!r} on this broker; see `penstock runs`")
@@ -99,14 +102,36 @@ def delete(log: KafkaLog, deletion: Deletion) -> None:
 
 
 def _remove(directory: Path, *, keep: str | None) -> None:
-    """Remove a folder, or all in it but the folder `keep`, where there is one."""
+    """Remove a run's folder, or all in it but the folder `keep`, where there is one; a link is removed and not followed.
+
+    Raises `ValueError` if it is not a folder in `runs`, if it or `runs` is a link, or if another file system is mounted in it.
+    """
+    _require_own(directory)  # once more: it may have changed since it was planned
     if keep is None or not (directory / keep).exists():
         shutil.rmtree(directory)
         return
     for path in directory.iterdir():
         if path.name == keep:
             continue
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _require_own(directory: Path) -> None:
+    runs = state_path() / "runs"
+    if directory.parent != runs or not is_run_id(directory.name) or any(path.is_symlink() for path in (runs, directory)):
+        raise ValueError(f"{directory} is not removed: it is a link or no folder of a run in {runs}")
+    inside = Path(os.path.realpath(directory))
+    if mounted := [point for point in _mount_points() if point.is_relative_to(inside)]:
+        raise ValueError(f"{directory} is not removed: {mounted[0]} is mounted in it; unmount it first")
+
+
+def _mount_points() -> list[Path]:
+    """Where file systems and folders are mounted, from the fifth field of each line; on a machine without that file none is known."""
+    try:
+        fields = [line.split()[4] for line in MOUNTS.read_bytes().splitlines()]
+    except OSError:
+        return []
+    return [Path(os.fsdecode(field.decode("unicode_escape").encode("latin-1"))) for field in fields]

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from penstock.pipeline.archive.relocation import checksum
 from penstock.topics import rollouts
 from penstock.topics.rollouts import FINISHES
+from penstock.topics.wire.checked import NAME
 from penstock.topics.wire.errors import Unusable
-from penstock.topics.wire.headers import CHECKSUM, MAX_HEADER_BYTES
+from penstock.topics.wire.headers import CHECKSUM
 from penstock.topics.wire.record import RawHeaders, Record
 
 _SCHEMA = rollouts.UNLIMITED.schema
@@ -188,7 +189,8 @@ def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[n
     missing, null = np.isnan(logprobs), np.asarray(array.is_null().to_numpy(zero_copy_only=False))
     mask = columns["loss_mask"].values.to_numpy(zero_copy_only=False)
     usable = np.bincount(owner[null], minlength=len(tokens)) == nulls
-    usable[owner[(missing != null) | (missing & (logprobs.view(np.uint32) != _NAN)) | (missing & mask)]] = False
+    usable[owner[(missing != null) | (missing & (logprobs.view(np.uint32) != _NAN)) | (~np.isfinite(logprobs) & mask)]] = False
+    usable[owner[columns["token_ids"].values.to_numpy() < 0]] = False
     # The oldest version of a sample that is masked in parts is that of its trained tokens.
     usable[np.intersect1d(owner[~mask], np.flatnonzero(spans > 1))] = False
     bounds, starts = columns["span_starts"].offsets.to_numpy(), columns["span_starts"].values.to_numpy()
@@ -196,10 +198,9 @@ def _usable(columns: dict[str, pa.Array], nulls: NDArray[np.int64]) -> NDArray[n
     usable[np.searchsorted(bounds, np.setdiff1d(falls, bounds), side="right") - 1] = False
     usable &= (starts[bounds[:-1]] == 0) & (starts[bounds[1:] - 1] <= tokens)
     usable &= ~np.isnan(columns["temperature"].to_numpy()) & ~np.isnan(columns["top_p"].to_numpy())
-    for name in ("group", "sample", "policy_version_min"):
-        usable &= columns[name].to_numpy() >= 0  # a header has no negative number
-    short = pc.less_equal(pc.binary_length(columns["worker"]), MAX_HEADER_BYTES)
-    named = pc.and_(pc.and_(pc.string_is_ascii(columns["worker"]), short), pc.is_in(columns["finish"], pa.array(FINISHES)))
+    for name in ("group", "sample", "policy_version_min", "top_k", "started_ns", "ended_ns"):
+        usable &= columns[name].to_numpy() >= 0
+    named = pc.and_(pc.match_substring_regex(columns["worker"], f"^(?:{NAME})$"), pc.is_in(columns["finish"], pa.array(FINISHES)))
     return usable & named.to_numpy(zero_copy_only=False)
 
 

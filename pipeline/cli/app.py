@@ -33,6 +33,7 @@ from penstock.pipeline.cli.run import create, run, worker
 from penstock.pipeline.cli.streams import OutputError, checked_output, open_closed, refuse_unseen
 from penstock.pipeline.cli.topics import app as topics_app
 from penstock.pipeline.launch.shutdown import silence
+from penstock.pipeline.runtime.reporting.visible_output import visible_errors
 
 MEANT = {
     "resume": "run --resume RUN",
@@ -128,8 +129,14 @@ def console() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    closed = open_closed()
+    with visible_errors():
+        return _run(arguments, closed=closed)
+
+
+def _run(arguments: Sequence[str] | None, *, closed: bool) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug, closed = "--debug" in words, open_closed()
+    debug = "--debug" in words
     try:
         if closed:
             refuse_unseen(words)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from penstock.pipeline.runtime.reporting.visible_output import print_json
+
 if TYPE_CHECKING:
     from penstock.infra.kafka.log import KafkaLog
     from penstock.infra.log import Log
@@ -56,7 +58,8 @@ def say(text: str) -> None:
 
 def emit(value: object) -> None:
     """Print a result as JSON; a dataclass becomes an object of its fields."""
-    print(json.dumps(value, indent=2, default=lambda held: asdict(held) if is_dataclass(held) else str(held)))  # type: ignore[arg-type]
+    text = json.dumps(value, indent=2, default=lambda held: asdict(held) if is_dataclass(held) else str(held))  # type: ignore[arg-type]
+    print_json(text)
 
 
 def security_settings(given: list[str] | None) -> dict[str, str]:

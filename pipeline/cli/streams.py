@@ -1,4 +1,4 @@
-"""Standard streams that are closed or whose device is full.
+"""Standard streams: what is printed is visible text; a stream may be closed, or its device full.
 
 A closed stream is silent. A command whose only purpose is its output refuses to run without one.
 """
@@ -7,10 +7,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
 
 from penstock.infra.errors import PenstockError
 from penstock.pipeline.launch.shutdown import silence
+from penstock.pipeline.runtime.reporting.visible_output import VisibleStream
 
 ONLY_PRINT = frozenset(
     {"runs", "status", "logs", "report", "explain", "sql", "graph", "plan", "topics list", "topics tail", "topics show", "topics acls"}
@@ -52,15 +52,12 @@ class OutputError(OSError):
     """The standard output takes nothing more."""
 
 
-class _Checked:
+class _Checked(VisibleStream):
     """A text stream whose failures are told from those of files."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
 
     def write(self, text: str) -> int:
         with self._checked():
-            return self._stream.write(text)
+            return super().write(text)
 
     def flush(self) -> None:
         with self._checked():
@@ -75,6 +72,3 @@ class _Checked:
         except OSError as error:
             silence(self._stream)
             raise OutputError(f"cannot write to the standard output: {error.strerror}") from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

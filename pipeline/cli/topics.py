@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, Run, RunOrFolder, Security, at, emit, reading, refuse_folder, say
+from penstock.pipeline.runtime.reporting.visible_output import print_json
 
 if TYPE_CHECKING:
     from penstock.pipeline.archive.export import Exported
@@ -57,7 +58,10 @@ def tail(
             refuse_folder(log, "--follow")
         texts = None if json or not topic.endswith("rollouts") else texts_of(log, run_id)
         for record in browse.tail(log, run_id, topic, count=count, follow=follow):
-            print(format.as_json_line(record, run=run_id) if json else format.as_line(record, run=run_id, texts=texts), flush=follow)
+            if json:
+                print_json(format.as_json_line(record, run=run_id), flush=follow)
+            else:
+                print(format.as_line(record, run=run_id, texts=texts), flush=follow)
 
 
 @app.command()

@@ -147,6 +147,16 @@ class Config(Section):
         return bool(self.eval_sources) and self.eval.engine == "rollout"
 
     @property
+    def evaluating_role(self) -> str:
+        """The role whose measurements of held-out prompts count."""
+        return "rollout" if self.lends_engine else "evaluator"
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether an evaluation may end the run before its last step."""
+        return bool(self.eval_sources) and (self.eval.target is not None or self.eval.patience is not None)
+
+    @property
     def colocated(self) -> bool:
         """Whether trainer and rollout worker have one device by turns."""
         return self.launch.placement == "colocated"

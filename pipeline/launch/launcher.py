@@ -36,6 +36,7 @@ from penstock.pipeline.runtime.ownership import SILENT_S, Place
 from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, mark, registration, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
+from penstock.pipeline.runtime.reporting.visible_output import exact_output, print_json
 from penstock.topics.catalogue import OWNERS, topic_name, topics_of
 from penstock.topics.runs import RunRecord, Status
 
@@ -219,8 +220,7 @@ def show_report(log: Log, run: str, *, json_out: bool, say: Say) -> None:
 
     On a terminal it is as wide as that.
     """
-    from rich.console import Console
-
+    from penstock.pipeline.observe.live.terminal import Terminal
     from penstock.pipeline.observe.report.progress import Progress
     from penstock.pipeline.observe.report.summary import as_text, collect, render
 
@@ -229,13 +229,15 @@ def show_report(log: Log, run: str, *, json_out: bool, say: Say) -> None:
     on_terminal = sys.stdout.isatty() and not json_out
     written = as_data if json_out or on_terminal else as_lines
     if written.exists() and not on_terminal:
-        print(written.read_text(encoding="utf-8"))
+        print(written.read_text(encoding="utf-8"), file=exact_output() if json_out else None)
         return
     report = json.loads(written.read_text(encoding="utf-8")) if written.exists() else collect(log, run, alive=Progress(say))
     if on_terminal:
-        Console().print(render(report, directory=directory))
+        Terminal().print(render(report, directory=directory))
+    elif json_out:
+        print_json(json.dumps(report, indent=2))
     else:
-        print(json.dumps(report, indent=2) if json_out else as_text(report, directory=directory))
+        print(as_text(report, directory=directory))
 
 
 def _given_up(failure: Failure, run: str, *, say: Say) -> str:
@@ -268,6 +270,6 @@ def _ended(log: Log, record: RunRecord, view: "LiveView") -> int:
 
 
 def _console(quiet: bool) -> Any:
-    from rich.console import Console
+    from penstock.pipeline.observe.live.terminal import Terminal
 
-    return Console(stderr=quiet)
+    return Terminal(stderr=quiet)

@@ -87,5 +87,10 @@ class _Lasting:
         except OSError:
             silence(self._stream)
 
+    @property
+    def rich_proxied_file(self) -> Any:
+        """The stream to which a rich console writes, which lasts as well."""
+        return _Lasting(getattr(self._stream, "rich_proxied_file", self._stream))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

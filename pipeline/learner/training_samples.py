@@ -62,6 +62,21 @@ class TokenSequence:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
+def untrainable(group: Group, *, vocabulary: int | None) -> str | None:
+    """Why a group would end the trainer that trains it, although its record is sound; None for any other."""
+    if not len(group.prompt_ids):
+        return "its prompt has no token"
+    rollouts = [sample.rollout for sample in group.samples]
+    for rollout in rollouts:
+        if not 0 < rollout.temperature < float("inf"):
+            return f"the temperature of sample {rollout.sample} is {rollout.temperature}"
+    if vocabulary is None:
+        return None
+    supports = [rollout.support for rollout in rollouts if rollout.support is not None]
+    largest = max(int(ids.max(initial=0)) for ids in (group.prompt_ids, *supports, *(rollout.token_ids for rollout in rollouts)))
+    return f"token id {largest} is beyond the model's {vocabulary} tokens" if largest >= vocabulary else None
+
+
 def advantage_function(name: str, *, trust_code: bool) -> Callable[..., Any]:
     """The advantage of that name, or a user's own by `package:function` or `file.py:function`, with options after a question mark.
 

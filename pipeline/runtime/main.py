@@ -28,6 +28,7 @@ from penstock.pipeline.runtime.reporting.health import Health, serve
 from penstock.pipeline.runtime.reporting.log_lines import LOG_JSON, log_line, say
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import Session, join, stop_on_signals
+from penstock.topics.wire.visible import visible
 
 _SHARE_MEMORY = ("trainer", "rollout", "evaluator")
 """Roles whose other processes open this one's memory under /proc."""
@@ -133,7 +134,7 @@ def _failed(role: str, session: Session | None, error: BaseException, *, run: st
     text = f"{error}: is the run attended twice?" if isinstance(error, Fenced) else str(error)
     name = role if session is None else session.worker
     as_json = bool(os.environ.get(LOG_JSON))
-    line = log_line(text, run=run, worker=name, level="error", as_json=True) if as_json else f"penstock: {role}: {text}"
+    line = log_line(text, run=run, worker=name, level="error", as_json=True) if as_json else f"penstock: {role}: {visible(text)}"
     print(line, file=sys.stderr, flush=True)
     if session is not None:
         with contextlib.suppress(Exception):  # the run may be beyond reach: the cause is already printed

@@ -1,5 +1,6 @@
 """Hypothesis strategies and one fixed example for every record that flows."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,23 +14,24 @@ from penstock.topics.upkeep import state
 INT64 = st.integers(-(2**63), 2**63 - 1)
 COUNT = st.integers(0, 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-NAME = st.text("abcdefghijklmnopqrstuvwxyz-0123456789", max_size=8)
+NAME = st.from_regex(r"[a-z0-9][a-z0-9-]{0,7}", fullmatch=True)
+TABLE = st.dictionaries(TEXT, TEXT, max_size=2).map(json.dumps)
 DOUBLE = st.floats(allow_nan=False)
 BYTES = st.binary(max_size=40)
 
 
-def arrays(dtype, size):
-    return hnp.arrays(dtype, size)
+def ids(size):
+    return hnp.arrays(np.int32, size, elements=st.integers(0, 2**31 - 2))
 
 
 @st.composite
 def rollout_records(draw, *, group=COUNT):
     tokens = draw(st.integers(0, 9))
     starts = sorted(draw(st.lists(st.integers(0, tokens), max_size=3)))
-    mask = draw(arrays(np.bool_, tokens))
-    logprobs = draw(hnp.arrays(np.float32, tokens, elements=st.floats(width=32, allow_nan=False)))
-    logprobs[~mask & draw(arrays(np.bool_, tokens))] = np.nan
-    token_ids = draw(arrays(np.int32, tokens))
+    mask = draw(hnp.arrays(np.bool_, tokens))
+    logprobs = draw(hnp.arrays(np.float32, tokens, elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+    logprobs[~mask & draw(hnp.arrays(np.bool_, tokens))] = np.nan
+    token_ids = draw(ids(tokens))
     return rollouts.Rollout(
         group=draw(group),
         sample=draw(COUNT),
@@ -41,9 +43,9 @@ def rollout_records(draw, *, group=COUNT):
         finish=draw(st.sampled_from(rollouts.FINISHES)),
         temperature=draw(DOUBLE),
         top_p=draw(DOUBLE),
-        top_k=draw(INT64),
-        started_ns=draw(INT64),
-        ended_ns=draw(INT64),
+        top_k=draw(COUNT),
+        started_ns=draw(COUNT),
+        ended_ns=draw(COUNT),
         worker=draw(NAME),
         support=draw(st.none() | st.just(np.stack([token_ids, token_ids + 1], axis=1).ravel())),
     )
@@ -71,29 +73,29 @@ def group_records(draw, *, max_samples=4):
         rollout=rollout_records(group=st.just(group)),
         completion=TEXT,
         reward=st.none() | st.floats(-1e308, 1e308),
-        components=st.lists(st.none() | DOUBLE, max_size=3).map(tuple),
+        components=st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple),
         reward_error=st.none() | TEXT,
-        logged=st.none() | TEXT,
+        logged=st.none() | TABLE,
     )
     return groups.Group(
         group=group,
         outcome=draw(st.sampled_from(groups.OUTCOMES)),
         reason=draw(st.none() | TEXT),
-        slot=draw(INT64),
+        slot=draw(COUNT),
         min_version=draw(COUNT),
         samples_per_prompt=draw(COUNT),
-        epoch=draw(INT64),
-        row=draw(INT64),
+        epoch=draw(COUNT),
+        row=draw(COUNT),
         prompt=draw(TEXT),
-        prompt_ids=draw(arrays(np.int32, draw(st.integers(0, 5)))),
-        columns=draw(TEXT),
+        prompt_ids=draw(ids(draw(st.integers(0, 5)))),
+        columns=draw(TABLE),
         reward_names=tuple(names),
         reward_weights=tuple(draw(st.lists(DOUBLE, min_size=len(names), max_size=len(names)))),
         samples=tuple(draw(st.lists(samples, max_size=max_samples))),
-        metrics=draw(st.none() | TEXT),
-        created_ns=draw(INT64),
-        scored_ns=draw(INT64),
-        reward_ns=draw(INT64),
+        metrics=draw(st.none() | TABLE),
+        created_ns=draw(COUNT),
+        scored_ns=draw(COUNT),
+        reward_ns=draw(COUNT),
     )
 
 
@@ -105,7 +107,7 @@ def manifest_records(draw):
     partitions, offsets, sizes, digests = (tuple(column) for column in zip(*chunks, strict=True)) if chunks else ((), (), (), ())
     return weights.Manifest(
         version=draw(COUNT),
-        step=draw(INT64),
+        step=draw(COUNT),
         encoding="full",
         base_version=draw(st.none() | COUNT),
         digest=draw(NAME),
@@ -117,7 +119,7 @@ def manifest_records(draw):
         chunk_offsets=offsets,
         chunk_sizes=sizes,
         chunk_sha256=digests,
-        created_ns=draw(INT64),
+        created_ns=draw(COUNT),
     )
 
 
@@ -125,22 +127,22 @@ def manifest_records(draw):
 def prompt_records(draw):
     numbers = {name: draw(COUNT) for name in ("group", "slot", "min_version", "samples_per_prompt", "epoch", "row", "created_ns")}
     return prompts.Prompt(
-        **numbers,
+        **numbers | {"samples_per_prompt": draw(st.integers(0, prompts.MAX_SAMPLES))},
         prompt=draw(TEXT),
-        messages=draw(st.none() | TEXT),
-        token_ids=draw(arrays(np.int32, draw(st.integers(0, 7)))),
-        columns=draw(TEXT),
+        messages=draw(st.none() | st.lists(st.dictionaries(TEXT, TEXT, max_size=2), max_size=2).map(json.dumps)),
+        token_ids=draw(ids(draw(st.integers(0, 7)))),
+        columns=draw(TABLE),
     )
 
 
 PLANNED = st.builds(ledger.Planned, group=COUNT, sha256=NAME, partition=COUNT, offset=COUNT)
-NUMBERS = st.lists(INT64, max_size=5).map(tuple)
+NUMBERS = st.lists(COUNT, max_size=5).map(tuple)
 ENTRY = st.builds(
     ledger.Entry,
     seq=COUNT,
     kind=st.sampled_from(ledger.ENTRY_KINDS),
-    time_ns=INT64,
-    step=st.none() | INT64,
+    time_ns=COUNT,
+    step=st.none() | COUNT,
     version=st.none() | COUNT,
     plan=st.lists(PLANNED, max_size=3).map(tuple),
     boundaries=NUMBERS,
@@ -149,24 +151,24 @@ ENTRY = st.builds(
     grad_norm_bits=st.none() | INT64,
     digest=st.none() | NAME,
     metrics=st.dictionaries(TEXT, DOUBLE, max_size=3),
-    details=st.none() | TEXT,
+    details=st.none() | TABLE,
 )
 MEASUREMENT = st.builds(
     metrics.Measurement,
-    worker=NAME,
-    role=TEXT,
-    incarnation=TEXT,
+    worker=NAME.map("rollout-{}".format),
+    role=st.just("rollout"),
+    incarnation=NAME,
     seq=COUNT,
     kind=st.sampled_from(metrics.MEASUREMENT_KINDS),
-    time_ns=INT64,
+    time_ns=COUNT,
     version=st.none() | COUNT,
-    step=st.none() | INT64,
+    step=st.none() | COUNT,
     values=st.dictionaries(TEXT, DOUBLE, max_size=3),
     labels=st.dictionaries(TEXT, TEXT, max_size=3),
 )
 DEAD_LETTER = st.builds(
     dead_letters.DeadLetter,
-    topic=TEXT,
+    topic=NAME,
     partition=COUNT,
     offset=COUNT,
     timestamp_ms=INT64,
@@ -176,16 +178,16 @@ DEAD_LETTER = st.builds(
     key=st.none() | BYTES,
     headers=st.lists(st.tuples(TEXT, BYTES), max_size=3).map(tuple),
     value=BYTES,
-    time_ns=INT64,
+    time_ns=COUNT,
 )
 RUN_RECORD = st.builds(
     runs.RunRecord,
     run=st.from_regex(r"[a-z0-9-]{1,64}", fullmatch=True),
     status=st.sampled_from(runs.STATUSES),
-    config=TEXT,
-    info=TEXT,
-    created_ns=INT64,
-    updated_ns=INT64,
+    config=st.dictionaries(TEXT, st.just({}), max_size=2).map(json.dumps),
+    info=TABLE.filter(lambda text: not {"steps", "versions", "prompts"} & set(json.loads(text))),
+    created_ns=COUNT,
+    updated_ns=COUNT,
 )
 CHUNK = st.builds(weights.Chunk, version=COUNT, index=COUNT, data=BYTES)
 

@@ -3,12 +3,14 @@
 A call is known by group, sample, turn, attempt and the SHA-256 of its context: one that repeats an answered call is never drawn again."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
@@ -102,6 +104,11 @@ def decode(value: Payload) -> Call:
     """The call in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(len(row["token_ids"]) > 0, "the context is empty")
+    require(not (row["token_ids"] < 0).any(), "a token id is below 0")
+    require_whole(row, "group", "sample", "turn", "attempt", "min_version", "max_new_tokens", "top_k", "seeded", "asked_ns")
+    require_names(row, "worker")
+    sound = 0.0 <= row["temperature"] < math.inf and 0.0 <= row["top_p"] <= 1.0
+    require(sound, f"temperature is {row['temperature']}, top_p {row['top_p']}")
     return Call(**row)
 
 

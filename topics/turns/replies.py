@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from penstock.topics.samples import FINISHES, Finish
 from penstock.topics.turns.calls import REQUIRED, TurnKey
+from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Float32s, Int32s, Payload, as_row
 from penstock.topics.wire.equality import ByValue
@@ -79,10 +80,14 @@ def encode(reply: Reply) -> bytes:
 def decode(value: Payload) -> Reply:
     """The reply in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
+    require_whole(row, "group", "sample", "turn", "attempt", "started_ns", "ended_ns")
+    require_names(row, "worker")
     reply = Reply(**row)
     tokens, starts = len(reply.token_ids), reply.span_starts.tolist()
     require(tokens == len(reply.behaviour_logprobs), f"{tokens} tokens, {len(reply.behaviour_logprobs)} logprobs")
-    require(not np.isnan(reply.behaviour_logprobs).any(), "a drawn token has no logprob")
+    require(np.isfinite(reply.behaviour_logprobs).all(), "a generated token has no finite logprob")
+    require(not (reply.token_ids < 0).any(), "a token id is below 0")
+    require(not (reply.span_versions < 0).any(), "a policy version is below 0")
     require(len(starts) == len(reply.span_versions) > 0, f"{len(starts)} span starts, {len(reply.span_versions)} span versions")
     rising = all(low <= high for low, high in pairwise(starts))
     require(starts[0] == 0 and starts[-1] <= tokens and rising, f"span starts {starts[:8]} do not divide {tokens} tokens")

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from penstock.topics.wire.checked import require_names, require_whole
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
 from penstock.topics.wire.errors import require
@@ -63,6 +64,8 @@ def decode(value: Payload) -> Owner:
     """The owner in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["kind"] in OWNER_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(OWNER_KINDS)}")
+    require_names(row, "writer", "token")
+    require_whole(row, "time_ns")
     return Owner(**row)
 
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from penstock.topics.catalogue import TOPICS
+from penstock.topics.wire.checked import MAX_COUNT, json_object, require_names
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
+from penstock.topics.wire.errors import require
 from penstock.topics.wire.fields import column
 from penstock.topics.wire.headers import Headers, match, read_headers
 from penstock.topics.wire.record import Record
@@ -43,6 +46,11 @@ def encode(state: State) -> bytes:
 def decode(value: Payload) -> State:
     """The state in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
+    require_names(row, "worker")
+    for name, offset in json_object(row["positions"], "positions").items():
+        topic, _, partition = name.rpartition("/")
+        known = topic in TOPICS and partition.isascii() and partition.isdigit() and len(partition) < 7
+        require(known and type(offset) is int and 0 <= offset <= MAX_COUNT, f"positions have {name[:60]!r}, expected TOPIC/PARTITION")
     return State(**row)
 
 

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from penstock.topics.wire.checked import is_name
 from penstock.topics.wire.columns import Payload
 from penstock.topics.wire.errors import Kind, NewerSchema, Unusable
 from penstock.topics.wire.record import RawHeaders
@@ -178,6 +179,13 @@ def _float(name: str, value: bytes) -> float:
     raise Unusable(f"header {name!r} is not a number: {text[:_SHOWN]!r}", kind="bad-header")
 
 
+def _name(name: str, value: bytes) -> str:
+    text = _text(name, value)
+    if not is_name(text):
+        raise Unusable(f"header {name!r} is not a name: {text[:_SHOWN]!r}", kind="bad-header")
+    return text
+
+
 def _pairs(name: str, value: bytes) -> tuple[tuple[int, int], ...]:
     pairs = [_PAIR.fullmatch(pair) for pair in _text(name, value).split(",")]
     if not all(pairs):
@@ -196,7 +204,8 @@ def _text(name: str, value: bytes) -> str:
 
 
 _PARSERS: dict[str, Callable[[str, bytes], Fact]] = {
-    **dict.fromkeys(("run", "schema", "outcome", "worker", "sha256"), _text),
+    **dict.fromkeys(("run", "schema", "outcome", "sha256"), _text),
+    "worker": _name,
     "reward-mean": _float,
     "sample-tokens": _pairs,
 }

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from penstock.infra.log import Partition, Start, Tail
+from penstock.infra.tensors.parameter_count import vocabulary
 from penstock.pipeline.learner.run_writer import RunWriter
 from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.resume_mark import ResumeMark
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.topics import metrics
+from penstock.topics.wire.checked import whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
 from penstock.workers.trainer.group_inbox import GroupInbox
@@ -46,6 +48,7 @@ class Arrivals:
             dead_letter=session.dead_letters.write,
             duplicate=session.reporter.duplicate,
             decoding=session.dead_letters.decoding,
+            vocabulary=vocabulary(session.config.model_directory),
             scale=RewardScale.of(session.config.reward.functions, session.config.reward.weights, by_source=session.config.data.rewards),
         )
         starts: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
@@ -115,10 +118,12 @@ class Arrivals:
                 measurement = metrics.read(record, run=self.session.run)[1]
         except Unusable:
             return  # the tracker owns reading `metrics`
-        if measurement.role == "feeder" and measurement.values.get("all_out"):
-            self._admitted = int(measurement.values["admitted"])
-        if measurement.kind == "eval" and measurement.version is not None:
-            manifest = self.writer.state.manifests.get(measurement.version)
-            self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
-        if measurement.kind == "eval" and measurement.labels.get("ask") == "stop":
+        config = self.session.config
+        if measurement.role == "feeder" and config.run.epochs is not None and measurement.values.get("all_out"):
+            self._admitted = whole(measurement.values.get("admitted"))
+        if measurement.kind != "eval" or measurement.role != config.evaluating_role or measurement.version is None:
+            return
+        manifest = self.writer.state.manifests.get(measurement.version)
+        self.writer.checkpoints.rate(manifest, measurement.values.get("greedy_accuracy"))
+        if config.stops_early and measurement.labels.get("ask") == "stop":
             self.asked_to_end = measurement.labels.get("reason", "the evaluator asked for it")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from penstock.pipeline.learner.training_samples import untrainable
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.pipeline.scheduling.schedule import Schedule
 from penstock.pipeline.scheduling.step_selector import Candidate, Selector
@@ -28,6 +29,8 @@ class GroupInbox:
     duplicate: Callable[[str], None]
     decoding: Callable[[Record], AbstractContextManager[object]] = nullcontext
     """The block in which a payload is decoded; raises `Unusable` of kind "killer" for one that must not be."""
+    vocabulary: int | None = None
+    """Tokens of the model; None if they are not known."""
     selector: Selector = field(init=False)
     drop_causes: Counter[str] = field(default_factory=Counter)
     """Since the last step: how many groups were dropped for which cause, for the error that stops a run which drops too many."""
@@ -113,7 +116,10 @@ class GroupInbox:
         if headers.outcome != "scored" or self.selector.is_settled(headers.group or 0):
             return None  # not trained, or not again: its headers are enough
         with self.decoding(records[-1]):
-            return groups.read(records, run=self.run)[1]
+            group = groups.read(records, run=self.run)[1]
+        if problem := untrainable(group, vocabulary=self.vocabulary):
+            raise Unusable(f"group {group.group} cannot be trained: {problem}", kind="killer")
+        return group
 
 
 def _candidate(first: Record, headers: Headers) -> Candidate:

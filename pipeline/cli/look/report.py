@@ -37,9 +37,9 @@ def report(
     if directory is not None and not directory.is_dir():
         directory = None
     if sys.stdout.isatty():
-        from rich.console import Console
+        from penstock.pipeline.observe.live.terminal import Terminal
 
-        Console().print(render(found, directory=directory))
+        Terminal().print(render(found, directory=directory))
     else:
         print(as_text(found, directory=directory), end="")
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit
+from penstock.pipeline.cli.options import Bootstrap, Json, Security, at, emit, say
 
 app = typer.Typer(help="List the runs, or remove some.", invoke_without_command=True)
 UNITS = {"d": 86_400.0, "h": 3_600.0, "m": 60.0}
@@ -22,7 +22,10 @@ def runs(context: typer.Context, *, bootstrap: Bootstrap = "embedded", security:
     from penstock.pipeline.observe.records.runs import list_runs
 
     with at(bootstrap, security) as log:
-        rows = list_runs(log)
+        refused: list[str] = []
+        rows = list_runs(log, refused=refused.append)
+    if refused:
+        say(f"{len(refused)} records of the register of runs cannot be used and are left out, the last one is {refused[-1]}")
     if json:
         emit(rows)
     elif not rows:

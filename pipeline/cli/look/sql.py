@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from penstock.pipeline.cli.options import Bootstrap, Json, RunOrFolder, Security, emit, reading, say
+from penstock.pipeline.runtime.reporting.visible_output import exact_output
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -74,16 +75,17 @@ def _list(tables: dict[str, list[tuple[str, str]]], *, json: bool) -> None:
 def _print_csv(table: "pa.Table") -> None:
     import csv
 
-    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer = csv.writer(sys.stdout if sys.stdout.isatty() else exact_output(), lineterminator="\n")
     writer.writerow(table.column_names)
     writer.writerows([plain(value) for value in row.values()] for row in table.to_pylist())
 
 
 def _print_table(result: "pa.Table") -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from penstock.pipeline.observe.live.terminal import Terminal
 
     table = Table(box=box.SIMPLE)
     for name, kind in zip(result.column_names, result.schema.types, strict=True):
@@ -92,7 +94,7 @@ def _print_table(result: "pa.Table") -> None:
     for cells in zip(*columns, strict=True):
         table.add_row(*map(Text, cells))
     # In a pipe a table is as wide as its content: a terminal's width does not apply.
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)
+    Terminal(width=None if sys.stdout.isatty() else 10_000).print(table)
 
 
 def _cells(values: list[Any]) -> list[str]:

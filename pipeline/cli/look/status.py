@@ -52,14 +52,13 @@ def status(
     if json:
         emit({**standing(view, now_s=now_s), "stuck": None if stuck is None else {**asdict(stuck), "still_s": still_s}})
         return
-    from rich.console import Console
-
     from penstock.infra.paths import run_directory
     from penstock.pipeline.launch.attended import launcher_of
     from penstock.pipeline.observe.live.frame import frame, missing
+    from penstock.pipeline.observe.live.terminal import Terminal
     from penstock.pipeline.observe.run_status import has_ended
 
-    console = Console()
+    console = Terminal()
     console.print(frame(view, now_s=now_s, silent=silent, width=console.width, completions=completions.shown()))
     if not has_ended(view) and launcher_of(run_directory(view.run)) is None:
         for role in missing(view, now_s=now_s, silent=silent):
@@ -78,9 +77,8 @@ def _examine(log: "KafkaLog", view: "RunView", *, now_s: float, silent: "Mapping
 
 
 def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool) -> None:
-    from rich.console import Console
-
     from penstock.infra.errors import ConfigError
+    from penstock.pipeline.observe.live.terminal import Terminal
     from penstock.pipeline.observe.live.view import LiveView
     from penstock.pipeline.observe.run_status import has_ended
     from penstock.pipeline.runtime.registration.run_registry import resolve
@@ -88,7 +86,7 @@ def _follow(run: str, bootstrap: str, security: list[str] | None, *, json: bool)
     if json:
         raise ConfigError("give either --follow or --json")
     with at(bootstrap, security, attends=False) as log:
-        view = LiveView(log, resolve(log, run), console=Console(), plain=False)
+        view = LiveView(log, resolve(log, run), console=Terminal(), plain=False)
         try:
             view.poll(0.0)
             while not has_ended(view.view):

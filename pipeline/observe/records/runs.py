@@ -6,6 +6,7 @@ The rule: the ledgers' headers and the runs' own records are read, and no group:
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from penstock.topics.wire.errors import NewerSchema, Unusable
 from penstock.topics.wire.record import Record
 
 
-def list_runs(log: Log) -> list[dict[str, Any]]:
+def list_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Every run, oldest first: status, reason, steps, age, model, reward, parent, bytes; None where this machine does not know it.
 
-    The reason is that of a run that ended before all its steps were done.
+    The reason is that of a run that ended before all its steps were done. `refused` gets why a record of the register cannot be used.
     """
-    records = all_runs(log)
+    records = all_runs(log, refused=refused)
     made = _made(log, records)
     names = {f"{record.run}.ledger": record.run for record in records}
     done, reasons = dict.fromkeys(names.values(), 0), dict[str, str | None]()

@@ -6,6 +6,7 @@ run's key signed count before all others, and never from `penstock.runs`.
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,8 +87,8 @@ def mark(log: Log, record: RunRecord, *, status: topic.Status) -> RunRecord:
     return changed
 
 
-def all_runs(log: Log) -> list[RunRecord]:
-    """The status of every registered run, oldest first; records nobody can use are passed over."""
+def all_runs(log: Log, *, refused: Callable[[str], None] = lambda _: None) -> list[RunRecord]:
+    """The status of every registered run, oldest first; a record that cannot be used is skipped, and `refused` gets the reason."""
     states: dict[str, RunRecord] = {}
     for record in scan(log, RUNS_TOPIC):
         key = (record.key or b"").decode("ascii", "replace")
@@ -96,7 +97,8 @@ def all_runs(log: Log) -> list[RunRecord]:
             continue
         try:
             state = topic.read(record, run=key)[1]
-        except (Unusable, NewerSchema):  # of a newer release: another run's, which is no reason to stop
+        except (Unusable, NewerSchema) as error:  # of a newer release: another run's, which is no reason to stop
+            refused(f"{RUNS_TOPIC}/{record.partition}/{record.offset}: {error}")
             continue
         states[key] = state  # the last one counts, as for compaction: the clocks of machines differ
     return sorted(states.values(), key=lambda run: run.created_ns)

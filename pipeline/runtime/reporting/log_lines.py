@@ -8,6 +8,8 @@ import os
 import time
 from datetime import UTC, datetime
 
+from penstock.topics.wire.visible import visible
+
 LOG_JSON = "PENSTOCK_LOG_JSON"
 """The environment variable under which lines are JSON; `--log-json` sets it."""
 
@@ -23,7 +25,7 @@ def log_line(text: str, *, run: str, worker: str, level: str = "info", time_s: f
     if as_json:
         stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         return json.dumps({"time": stamp, "level": level, "run": run, "worker": worker, "text": text})
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {run} {worker}: {text}"
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} {run} {worker}: {visible(text, one_line=True)}"
 
 
 def say(run: str, worker: str, text: str, *, level: str = "info") -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.topics.wire import checked
 from penstock.topics.wire.errors import KINDS, Unusable
 from penstock.topics.wire.headers import MAX_HEADER_BYTES, Headers, match, read_headers
 from penstock.topics.wire.record import RawHeaders
@@ -22,7 +23,7 @@ HEADERS = st.builds(
     policy_version_min=COUNT,
     policy_version_max=COUNT,
     outcome=st.none() | WORD,
-    worker=st.none() | WORD,
+    worker=st.none() | st.from_regex(checked.NAME, fullmatch=True),
     attempt=COUNT,
     part=COUNT,
     parts=COUNT,

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.pipeline.scheduling.schedule import preset
@@ -119,3 +120,36 @@ def test_a_group_whose_payload_must_not_be_decoded_is_refused_once(*, settled: b
     assert inbox.letters == ([] if settled else [(0, "killer")])  # what is not trained again is not decoded
     assert [candidate.group for candidate in inbox.selector.newly_stale] == ([] if settled else [0])
     assert inbox.numbers() == []
+
+
+SPOILT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"token_ids": [512]}),
+    ({}, {"token_ids": [2**31 - 1]}),
+    ({}, {"temperature": 0.0}),
+    ({}, {"temperature": float("inf")}),
+    ({}, {"temperature": float("nan")}),
+    ({}, {"support": [3, 512]}),
+    ({"prompt_ids": [1, 70_000]}, {}),
+    ({"prompt_ids": []}, {}),
+]
+
+
+@pytest.mark.parametrize(("whole", "one"), SPOILT)
+def test_a_group_that_would_end_the_trainer_is_set_aside_and_the_next_one_is_trained(whole: dict[str, Any], one: dict[str, Any]) -> None:
+    inbox, parts = Inbox(vocabulary=512), records_of(2)
+    group = groups.read(parts[0], run=RUN)[1]
+    first = group.samples[0].rollout
+    arrays = {name: np.array(ids, np.int32) if isinstance(ids, list) else ids for name, ids in (whole | one).items()}
+    rollout = replace(first, **{name: arrays[name] for name in one})
+    rollout = rollout if "token_ids" not in one else replace(rollout, token_ids=np.resize(arrays["token_ids"], len(first.token_ids)))
+    if "support" in one:
+        support = np.stack([first.token_ids, np.full_like(first.token_ids, 512)], axis=1).ravel()
+        rollout = replace(rollout, support=support)
+    spoilt = replace(
+        group, samples=(replace(group.samples[0], rollout=rollout), *group.samples[1:]), **{name: arrays[name] for name in whole}
+    )
+    ((headers, value),) = groups.encode_parts(spoilt, run=RUN, worker="scorer-0")
+    inbox.receive(replace(parts[0][0], headers=headers.encode(value), value=value))
+    inbox.receive(parts[1][0])
+    assert inbox.letters == [(0, "killer")]
+    assert inbox.numbers() == [1]

@@ -1,0 +1,17 @@
+"""The console on which tables and pictures of a run are printed.
+
+The rule: the only control characters that it writes are its own."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.segment import Segment
+
+from penstock.topics.wire.visible import visible
+
+
+class Terminal(Console):
+    """A rich console that shows hidden characters of texts escaped; rich itself removes only some."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(part if part.control else part._replace(text=visible(part.text)) for part in buffer)

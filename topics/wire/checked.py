@@ -1,0 +1,71 @@
+"""Checks of decoded values on which something is decided: names, whole numbers, JSON. Each raises `Unusable(kind="undecodable")`.
+
+The rule: a record's text is a path, the name of a topic or of a worker only after a check here or by `check_run_id`."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.topics.wire.errors import Unusable, require
+
+MAX_COUNT = 2**53
+"""Largest whole number that is a float64 and a JSON number everywhere."""
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,127}"
+"""A regular expression: the name of a worker, a role, a pool or a process."""
+_NAME = re.compile(NAME)
+_SHOWN = 60
+
+
+def is_name(text: str) -> bool:
+    """True for the name of a worker, a role, a pool or a process: it is no path and has no hidden characters.
+
+    Example:
+        is_name("rollout-0"), is_name("../x")  # -> (True, False)
+    """
+    return _NAME.fullmatch(text) is not None
+
+
+def require_names(row: Mapping[str, Any], *columns: str) -> None:
+    """Refuse a row with a text in one of `columns` that is not a name."""
+    for column in columns:
+        require(is_name(row[column]), f"{column} is {row[column][:_SHOWN]!r}, which is not a name")
+
+
+def require_whole(row: Mapping[str, Any], *columns: str, least: int = 0, most: int = 2**63 - 1) -> None:
+    """Refuse a row with a number outside of [least, most] in one of `columns`; null is not looked at."""
+    for column in columns:
+        value = row[column]
+        require(value is None or least <= value <= most, f"{column} is {value}, expected {least} to {most}")
+
+
+def whole(value: float | None) -> int | None:
+    """A float that is a count as an integer; None for any other.
+
+    Example:
+        whole(4.0), whole(float("nan")), whole(-1.0)  # -> (4, None, None)
+    """
+    return int(value) if value is not None and 0 <= value <= MAX_COUNT and value == int(value) else None
+
+
+def json_object(text: str, column: str) -> dict[str, Any]:
+    """The JSON object in a column."""
+    value = _json(text, column)
+    if not isinstance(value, dict):
+        raise Unusable(f"{column} is JSON of {type(value).__name__}, expected an object", kind="undecodable")
+    return value
+
+
+def json_objects(text: str, column: str) -> list[dict[str, Any]]:
+    """The JSON list of objects in a column."""
+    value = _json(text, column)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Unusable(f"{column} is JSON of {type(value).__name__}, expected a list of objects", kind="undecodable")
+    return value
+
+
+def _json(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unusable(f"{column} is not JSON: {str(error)[:_SHOWN]}", kind="undecodable") from error
