@@ -94,7 +94,8 @@ def decode(value: Payload) -> Entry:
     require(row["kind"] in ENTRY_KINDS, f"kind is {row['kind'][:60]!r}, expected one of {', '.join(ENTRY_KINDS)}")
     require_whole(row, "seq", "time_ns", "step", "version")
     for planned in row["plan"]:
-        require_whole(planned, "group", "partition", "offset")
+        require_whole(planned, "group", "partition")
+        require_whole(planned, "offset", least=-1)  # -1: an import has not found it in its archive
     numbers = (*row["boundaries"], *row["groups"])
     require(min(numbers, default=0) >= 0, f"boundaries or groups have {min(numbers, default=0)}, which is below 0")
     if row["details"]:

@@ -46,6 +46,8 @@ CODEC = Codec(
     ),
 )
 CHUNK_CODEC = Codec(CHUNK_SCHEMA, fields=(column("version", pa.int64()), column("index", pa.int64()), column("data", pa.binary())))
+NOWHERE = -1
+"""Offset of a chunk that an import has not found in its archive."""
 _REQUIRED = ("policy-version-min",)
 
 
@@ -196,7 +198,8 @@ def _flaw(manifest: Manifest) -> str | None:
         return f"encoding {manifest.encoding} on version {manifest.base_version} with {len(manifest.names)} tensors of its own"
     if manifest.encoding == "adapter" and manifest.base_version != 0:
         return f"adapters on version {manifest.base_version}, which is not the first"
-    if min((*manifest.chunk_partitions, *manifest.chunk_offsets, *itertools.chain(*manifest.shapes)), default=0) < 0:
+    positions = (*manifest.chunk_partitions, *manifest.chunk_offsets)
+    if min(positions, default=0) < NOWHERE or min(itertools.chain(*manifest.shapes), default=0) < 0:
         return "a partition, an offset or a dimension is below 0"
     if min(manifest.chunk_sizes, default=0) < 0 or sum(manifest.chunk_sizes) != manifest.nbytes:
         return f"chunks of {sum(manifest.chunk_sizes)} bytes do not make {manifest.nbytes}"

@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     *(("prompts", {"columns": text}) for text in ("no", "[]", "1", '"x"', DEEP)),
     *(("prompts", {"messages": text}) for text in ("no", "{}", "[1]", '"x"', DEEP)),
     ("prompts", {"token_ids": np.array([1, -1], np.int32)}),
-    *(("weights", {name: (-1,)}) for name in ("chunk_partitions", "chunk_offsets")),
+    *(("weights", {name: (-2,)}) for name in ("chunk_partitions", "chunk_offsets")),
     *(("weights", {name: -1}) for name in ("version", "step", "created_ns")),
     ("weights", {"shapes": ((-1, 4),)}),
     *(("dead-letters", {name: -1}) for name in ("partition", "offset", "time_ns")),
