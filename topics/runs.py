@@ -80,7 +80,7 @@ def decode(value: Payload) -> RunRecord:
     """The run's record in a payload; raises `Unusable`."""
     (row,) = CODEC.decode(value)
     require(row["status"] in STATUSES, f"status is {row['status'][:60]!r}, expected one of {', '.join(STATUSES)}")
-    require_whole(row, "created_ns", "updated_ns")
+    require_whole(row, "created_ns", "updated_ns", "revision")
     require(is_run_id(row["run"]), f"run is {row['run'][:60]!r}, which is not a run id")
     _check_config(json_object(row["config"] or NOTHING, "config"))
     _check_info(json_object(row["info"] or NOTHING, "info"))
@@ -103,7 +103,7 @@ def _check_info(info: dict[str, Any]) -> None:
         require(sound, f"info has {name} = {str(value)[:60]}, expected a whole number")
     for name in ("forked_from", "rescored_from"):
         parent = info.get(name)
-        run = parent.get("run") if isinstance(parent, dict) else parent
+        run = parent.get("run") if isinstance(parent, dict) else None
         require(parent is None or (isinstance(run, str) and is_run_id(run)), f"info has {name} = {str(parent)[:60]}, which names no run")
 
 

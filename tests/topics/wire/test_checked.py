@@ -37,7 +37,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     *(("runs", {"info": text}) for text in ("no", "[1]", "1", DEEP, '{"steps": {"a": 1}}', '{"steps": -1}', '{"steps": 1e999}')),
     *(
         ("runs", {"info": text})
-        for text in ('{"forked_from": "../x"}', '{"forked_from": {"run": 1}}', '{"prompts": "9"}', '{"steps": true}')
+        for text in (
+            '{"forked_from": "x"}',
+            '{"rescored_from": {"run": "../x"}}',
+            '{"forked_from": {"run": 1}}',
+            '{"prompts": "9"}',
+            '{"steps": true}',
+        )
     ),
     *(("runs", {"config": text}) for text in ("[]", "no", "1", '{"model": 1}', '{"model": {"path": 1}}', '{"run": []}', DEEP)),
     *(("runs", {"created_ns": number}) for number in (-1, -(2**63))),
