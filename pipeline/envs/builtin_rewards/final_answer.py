@@ -18,8 +18,9 @@ _ANNOUNCED = re.compile(
 )
 _SENTENCE = re.compile(r"[A-Za-z', ]{0,100}\b(?:is|are|equals|answer:)(?=[\s:])[\s:]*(.*)", re.DOTALL | re.IGNORECASE)
 _DELIMITED = re.compile(r"\$\$[^$]{1,500}\$\$|(?<!\\)\$(?:\\\$|[^$\n]){1,500}(?<!\\)\$|\\\[.{1,500}?\\\]|\\\(.{1,500}?\\\)", re.DOTALL)
+_TUPLE = re.compile(r"[(\[](?:[-+]?(?:\d[\d./^]*|\\?[a-zπ∞]\w*)(?:,\s+(?=.{1,99}[)\]])|(?=[)\]]))){2,9}[)\]]")
 _JOINED_BY = re.compile(r"\$\s*(?:,?\s*(?:and|or)|,)\s*\$")
-_NEXT_NUMBER = re.compile(r"((?:^|(?<=\s))\$?-?\d[\d.]*,)\s+(?=-?\d[\d.]*(?:[\s,;]|$))")
+_NEXT_NUMBER = re.compile(r"((?:^|(?<=\s))\$?-?\d[\d.]*[,;])\s+(?=-?\d[\d.]*(?:[\s,;]|$))")
 _OR = re.compile(r"(?:[.,;?!]?\s(?:or|Or)(?:\s(?:maybe|perhaps|possibly|even|else|rather|also))?|,\s(?P<and>and))\s")
 _SENTENCE_END = re.compile(r"(?<=[.;?])(?=\s|$)|(?<=[^\s!])!+(?=\s*$|\s+[^a-z\s\d=+*/<>-])|\n\s*\n")
 _DOUBT = re.compile(
@@ -31,8 +32,8 @@ _TASK = re.compile(
     r"\b(?:what|how|which|who|when|where)\b.*\?$|^\W*(?:find|calculate|compute|determine|evaluate|solve|simplify)\b[^=]*$",
     re.IGNORECASE | re.DOTALL,
 )
-_DENIAL = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bthan|\bone of|\banything but)\b[\w\s]{0,20}$", re.IGNORECASE)
-_JOINS = ("or", "and", "to", "a")
+_DENIAL = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bthan|\bone of|\banything but|\bor)\b[\w\s]{0,20}$", re.IGNORECASE)
+_JOINS = ("or", "and", "to")
 _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB-HJ-Z]|(?i:{NUMBER_WORD}|half)\W?", re.DOTALL)
 
 
@@ -58,7 +59,7 @@ def final_answers(text: str) -> list[str]:
 
 def _in_prose(text: str) -> list[str]:
     text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.strip()))
-    text = _SYMBOLS.sub("", _MONEY.sub("", text))
+    text = _SYMBOLS.sub("", _MONEY.sub("", text)).replace(" or so", "").replace(" and a half", " and one half")
     text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
     text = _NEXT_NUMBER.sub(r"\1~", _OR.sub(lambda match: f" {match['and'] or 'or'} ", text))
     whole = [text] if "\n" not in text else []
@@ -94,8 +95,9 @@ def last_box(text: str) -> str | None:
 
 
 def _sentences(text: str) -> list[str]:
-    """The sentences of a text, each delimited formula as one word."""
-    text = _DELIMITED.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
+    """The sentences of a text, each delimited formula and each tuple as one word."""
+    for whole in (_DELIMITED, _TUPLE):
+        text = whole.sub(lambda match: re.sub(r"\s+", "~", match[0]), text)
     return [part.strip() for part in _SENTENCE_END.split(text) if part.strip()] or [""]
 
 
@@ -113,9 +115,9 @@ def _expressions(text: str) -> list[str]:
             if word[-1] not in ",;:?":
                 continue
         while words and words[-1] in _JOINS:
-            words.pop()
+            words = [] if words[-1] == "or" else words[:-1]
         expression = " ".join(words)
-        if not _DENIAL.search(text[max(0, start - 40) : start]):
+        if words and not _DENIAL.search(text[max(0, start - 40) : start]):
             expressions.append(expression if re.search(r"\$|\\\(| or ", expression) else expression.rpartition("=")[2])
         words = []
     in_digits = [expression for expression in expressions if re.search(r"\d|\\[a-zA-Z]|\$", expression)]

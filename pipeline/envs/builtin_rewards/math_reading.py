@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from penstock.pipeline.envs.builtin_rewards.math_parser import FUNCTIONS, GREEK, MINUS_ONE, Tree, Unreadable, parse
 from penstock.pipeline.envs.builtin_rewards.math_text import ROW_END, UNITS
+from penstock.pipeline.envs.builtin_rewards.math_values import symbols
 
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DATE_OR_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?|\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}", re.IGNORECASE)
@@ -20,7 +21,7 @@ _UNIT = re.compile(
     r"((?:\.?(?:\s+|\s*(?:/|\\times) ?)[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?)*)",
     re.DOTALL,
 )
-_RATIO = re.compile(r"^([^:]+):([^:]+)$")
+_RATIO = re.compile(r"^([^:]+?)(?::| to )([^:]+)$")
 _PRODUCT = re.compile(r"(?=.{2,3}$)(?:[b-df-hj-np-tv-z]+|[a-z]*[xzq][a-z]*|[abc]{2})")
 """Letters that are a product of symbols and no word."""
 _KNOWN_WORD = re.compile(rf"{FUNCTIONS}|{GREEK}|pi|and|or")
@@ -56,7 +57,7 @@ class Relation(NamedTuple):
     difference: Tree | None
     right: "Reading"
     named: bool
-    """True if the left side is a name, as in `x = 3`."""
+    """True if the left side is a name or has no symbols, as in `x = 3` and `5 + 4 = 9`."""
 
 
 Reading = Words | Quantity | Group | Relation
@@ -119,7 +120,8 @@ def _relation(sides: list[str], depth: int) -> Reading:
         left, right, operator = right, left, operator.replace(">", "<")
     trees = [tree_of(side) for side in (left, right)]
     difference = None if None in trees else ("add", trees[0], ("mul", MINUS_ONE, trees[1]))
-    return Relation(left, operator, difference, read(right, depth + 1), operator == "=" and _NAME.fullmatch(left) is not None)
+    named = operator == "=" and (_NAME.fullmatch(left) is not None or (trees[0] is not None and not symbols(trees[0])))
+    return Relation(left, operator, difference, read(right, depth + 1), named)
 
 
 def _interval(values: list[str], operators: list[str], depth: int) -> Group | None:
@@ -168,7 +170,11 @@ def _quantity(text: str) -> Quantity | None:
     unit = _UNIT.fullmatch(text)
     if unit and not _has_words(unit[1], 2):
         tree = tree_of(unit[1])
-        if tree is not None and (len(unit[2]) > 1 or unit[2] in UNITS) and not _KNOWN_WORD.fullmatch(unit[2]):
+        if (
+            tree is not None
+            and (len(unit[2]) > 1 or unit[2] in UNITS or (unit[2] == "a" and unit[4]))
+            and not _KNOWN_WORD.fullmatch(unit[2])
+        ):
             name = unit[2] if unit[2] in UNITS else unit[2].lower().removesuffix("s")
             known = UNITS.get(name) if not unit[4].strip(". ") else None
             power = int(unit[3] or 1)

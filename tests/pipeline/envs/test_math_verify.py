@@ -110,6 +110,16 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
         ("The answer is **$18**.", "18"),
         (r"From \$2 it rises to \$18", "18"),
     ],
+    "prose around the last expression": [
+        ("She makes $18 a day.", "18"),
+        ("It is 18 or so.", "18"),
+        (r"\boxed{18 \text{ a day}}", "18"),
+        ("The point is (1, 2).", "(1,2)"),
+        (r"There are $\dbinom{5}{2} = 10$ ways.", "10"),
+        (r"So it takes $5 \cdot 4 = 20$ steps.", "20"),
+        ("The ratio is 3 to 4.", "3:4"),
+        (r"Therefore $x = 5$ or $x = -3$.", "5,-3"),
+    ],
     "products, choices, tuples": [
         (r"\boxed{xy}", "yx"),
         (r"\boxed{xyz}", "zyx"),
@@ -164,6 +174,9 @@ WRONG: dict[str, list[tuple[str, Any]]] = {
         ("x=42 or x=43", "43"),
         ("41 and 42", "42"),
         ("41 to 43", "43"),
+        ("Numbers: 41; 42; 43", "43"),
+        ("x is 3 or x is 4", "4"),
+        ("x is 3, or else it is 4", "3"),
         ("The answer is one of 40, 41, 42.", "41"),
         ("The answer could be any number from 1 to 100.", "100"),
         ("one, two, three, four", "4"),
@@ -321,7 +334,10 @@ LARGE = [
     "<answer>" * 3000,
     "$" * 3000 + r"\[" * 3000,
     r"1 \pm " * 200 + "1",
-    *(part * (20_000 // len(part)) for part in ("1 ", "1, ", "$1 ", r"\text{", "answer is ", "ten and ", "C(n,", "_1_ ", "1! ", "5 m/s ")),
+    *(
+        part * (20_000 // len(part))
+        for part in ("1 ", "1, ", "$1 ", r"\text{", "answer is ", "ten and ", "C(n,", "_1_ ", "1! ", "5 m/s ", "(1, ", "(a, ")
+    ),
 ]
 
 
