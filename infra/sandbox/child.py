@@ -1,18 +1,15 @@
 """The child's side of `pool` and `sessions`: answers each JSON line `[number, payload]` with one of that number until the parent ends.
 
 Handlers are called in the main thread where no event loop runs, so that they may use signals and `asyncio.run`. Nothing that the code
-prints reaches the two pipes, and nothing it starts outlives the parent.
+prints reaches the two pipes.
 """
 
-import fcntl
 import importlib
 import inspect
 import json
 import os
-import select
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -22,8 +19,6 @@ from typing import Any
 from penstock.infra.sandbox.signals import restore_defaults
 from penstock.topics.wire.well_formed import well_formed_json
 
-F_SETSIG = 10
-"""Linux: the signal that O_ASYNC sends. Not in Python 3.11's fcntl."""
 LINE_BYTES = 64 << 20
 """Of the longest request to a handler that serves several at once, and of the longest result."""
 
@@ -37,14 +32,13 @@ def doing(what: str) -> None:
 
 
 def main() -> None:
-    """Serve `sys.argv[1]` (`module:function`), with the lifeline's descriptor in `sys.argv[2]`."""
+    """Serve `sys.argv[1]`, a `module:function`."""
     restore_defaults()
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     # A user's print goes to stderr and a user's input() reads nothing: only our messages use the pipes.
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    _die_with_parent(int(sys.argv[2]))
     try:
         module, _, name = sys.argv[1].partition(":")
         handler = getattr(importlib.import_module(module), name)(json.loads(requests.readline()))
@@ -155,23 +149,3 @@ def _reply(replies: Any, answer: Mapping[str, Any]) -> None:
     sent = 0
     while sent < len(line):
         sent += replies.write(line[sent:])
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Arrange that this process group is killed when the other end of `lifeline` closes, as it does however the parent ends."""
-    if sys.platform == "linux":
-        # A signal from the kernel: a watching thread would never run under a regular expression that holds the interpreter for hours,
-        # and PR_SET_PDEATHSIG fires already when the parent's *thread* that started us ends.
-        fcntl.fcntl(lifeline, F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        poller = select.poll()
-        poller.register(lifeline, select.POLLHUP)
-        if poller.poll(0):
-            _end_group()
-    else:
-        threading.Thread(target=lambda: (os.read(lifeline, 1), _end_group()), daemon=True).start()
-
-
-def _end_group() -> None:
-    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from penstock.infra.sandbox.rules import ChildRules
-from penstock.infra.sandbox.spawn import kill_group, spawn
+from penstock.infra.sandbox.spawn import last_words, spawn
 
 Key = TypeVar("Key")
 READ_BYTES = 1 << 16
+MOST_UNREAD = 80 << 20
+"""Of one answer: more than a child sends."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,7 +37,7 @@ class PipedChild(Generic[Key]):
     """A child process, the requests still to be written to it, and the answers read so far."""
 
     def __init__(self, target: str, *, rules: ChildRules, deadline: float) -> None:
-        self.process, self._lifeline = spawn(target, rules)
+        self.process, self.lifeline = spawn(target, rules)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         self.deadline = deadline
@@ -100,22 +102,35 @@ class PipedChild(Generic[Key]):
             self._sending.clear()
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The complete answers, and whether the child has ended; answers that it sent before its end count."""
+        """The complete answers, and True if the child has ended; answers that it sent before its end count.
+
+        Raises:
+            ValueError: the code in the child has written to the pipe of the answers.
+        """
         ended = False
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.stdout, READ_BYTES):
                 self._unread += data
+                if len(self._unread) > MOST_UNREAD and b"\n" not in data:
+                    raise ValueError
             ended = True
         *lines, rest = self._unread.split(b"\n")
         self._unread = rest
-        return [json.loads(line) for line in lines], ended
+        return [self._answer(line) for line in lines], ended
+
+    def _answer(self, line: bytearray) -> dict[str, Any]:
+        match json.loads(line):
+            case {"call": int(), "result": _} | {"call": int(), "error": str()} | {"doing": str()} as answer if self.ready:
+                return dict(answer)
+            case {"ready": True, "at_once": int(), "gives_up": bool()} | {"broken": str()} as answer if not self.ready:
+                return dict(answer)
+        raise ValueError
 
     def close(self) -> None:
         """Kill it and everything it has started."""
         if self.process.returncode is None:
-            kill_group(self.process.pid)
-            self.process.wait()
+            last_words(self.process, self.lifeline)
+        self.lifeline.close()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
-        os.close(self._lifeline)

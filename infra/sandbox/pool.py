@@ -17,7 +17,7 @@ from typing import Any, Generic, Self
 
 from penstock.infra.sandbox.piped_child import Call, Key, PipedChild
 from penstock.infra.sandbox.rules import REWARD, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, last_words
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, last_words
 
 GRACE_S = 2.0
 """Within which a child that works on several calls has to give up one of them; else it hangs."""
@@ -130,8 +130,11 @@ class ChildPool(Generic[Key]):
                 return ended
 
     def close(self) -> None:
-        """Kill the children and drop pending calls."""
+        """End the children and drop pending calls."""
+        for child in self._children:
+            child.lifeline.end_orderly()
         for child in list(self._children):
+            last_words(child.process, child.lifeline, orderly=True)
             self._end(child)
         self._waiting.clear()
         self._selector.close()
@@ -179,11 +182,15 @@ class ChildPool(Generic[Key]):
             self._selector.unregister(child.stdin)
 
     def _read(self, child: PipedChild[Key]) -> None:
-        answers, ended = child.read()
+        try:
+            answers, ended = child.read()
+        except (ValueError, RecursionError):
+            self._replace(child, STRAY)
+            return
         for answer in answers:
             self._take(child, answer)
         if ended:
-            self._replace(child, last_words(child.process))
+            self._replace(child, last_words(child.process, child.lifeline))
 
     def _take(self, child: PipedChild[Key], answer: dict[str, Any]) -> None:
         if "broken" in answer:
@@ -196,8 +203,8 @@ class ChildPool(Generic[Key]):
             child.ready, child.deadline, self._failed_starts = True, float("inf"), 0
             child.at_once, child.gives_up = answer["at_once"], answer["gives_up"]
             return
-        call = child.calls.pop(answer["call"])
-        if call.unwanted:
+        call = child.calls.pop(answer["call"], None)
+        if call is None or call.unwanted:
             return
         if "error" in answer:
             self._fail(call, call.stopped or answer["error"])

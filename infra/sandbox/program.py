@@ -5,37 +5,22 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.infra.sandbox.rules import ChildRules, child_environment
-from penstock.infra.sandbox.spawn import kill_group
+from penstock.infra.sandbox.spawn import ORDERLY_S, Lifeline, keeper_of
 
 KEPT_BYTES = 4096
 """Of a program's output: the last ones."""
-# Handles signals by default, asks the kernel to kill the program with its parent (PR_SET_PDEATHSIG), then becomes the program.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_DFL)
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    print(f"cannot start {sys.argv[2]}: {error.strerror}", file=sys.stderr)
-    os._exit(127)
-"""
 
 
 class Program:
-    """A running program in a process group of its own."""
+    """A running program with its keeper."""
 
-    def __init__(self, process: asyncio.subprocess.Process, given: bytes) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, lifeline: Lifeline, given: bytes) -> None:
+        self._process, self._lifeline = process, lifeline
+        self._reason = ""
         self._kept = bytearray()
         self._talking = asyncio.create_task(self._talk(given))
 
@@ -44,34 +29,41 @@ class Program:
         cls, argv: Sequence[str], *, given: bytes, environment: Mapping[str, str], rules: ChildRules, folder: Path | None = None
     ) -> "Program":
         """Start a program with `given` on its standard input and `environment` in addition to what children get."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=folder,
-            env={**child_environment(os.environ, rules.pass_env), **environment},
-        )
-        return cls(process, given)
+        lifeline = Lifeline()
+        with lifeline.theirs as theirs:
+            process = await asyncio.create_subprocess_exec(
+                *keeper_of(argv, rules, lifeline),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd=folder,
+                env={**child_environment(os.environ, rules.pass_env), **environment},
+            )
+        return cls(process, lifeline, given)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal, once it has ended; what it has started is killed then."""
+        """Its exit status, negative for a signal, once it and all that it has started have ended."""
         status = await self._process.wait()
-        kill_group(self._process.pid)
-        with contextlib.suppress(TimeoutError):  # who left the group may still hold the output
-            await asyncio.wait_for(self._talking, 1.0)
+        self._reason = self._reason or self._lifeline.close()
+        await self._talking
         return status
 
     async def kill(self) -> None:
-        """Kill it and everything it has started."""
-        kill_group(self._process.pid)
+        """End it by SIGTERM, and a second later everything that it has started."""
+        self._lifeline.end_orderly()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._process.wait()), ORDERLY_S)
+        self._lifeline.end()
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGCONT)  # the program may have stopped its keeper
         await self.wait()
 
     @property
     def output(self) -> str:
-        """The end of what it wrote, standard output and errors together."""
-        return self._kept.decode(errors="replace")
+        """The end of what it wrote, standard output and errors together; if a limit ended it, which."""
+        return self._kept.decode(errors="replace") + (f"\n{self._reason}" if self._reason else "")
 
     async def _talk(self, given: bytes) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+Isolation = Literal["none", "landlock", "bwrap", "auto"]
 
 REWARD_TOKEN = "PENSTOCK_REWARD_TOKEN"
 """Environment variable with what is sent to a reward service as `Authorization: Bearer …`."""
@@ -29,6 +32,13 @@ class ChildRules:
     """Table of the configuration with these keys, for messages."""
     pass_env: tuple[str, ...] = ()
     """Names of further environment variables that children get."""
+    memory_gb: float | None = None
+    """Of one child with all that it has started; half of the machine's if None."""
+    max_processes: int = 512
+    """Of one child with all that it has started."""
+    file_gb: float = 64.0
+    """Of one file."""
+    isolate: Isolation = "landlock"
 
 
 REWARD, ENVIRONMENT = ChildRules(section="reward"), ChildRules(section="environment")

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import time
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 from penstock.infra.errors import PenstockError
 from penstock.infra.sandbox.child import LINE_BYTES
 from penstock.infra.sandbox.rules import ENVIRONMENT, ChildRules
-from penstock.infra.sandbox.spawn import START_ATTEMPTS, ChildError, last_words, spawn
+from penstock.infra.sandbox.spawn import START_ATTEMPTS, STRAY, ChildError, Lifeline, last_words, spawn
 
 
 class SessionLost(PenstockError):
@@ -68,9 +67,11 @@ class Sessions:
         return Session(child, next(self._numbers))
 
     async def close(self) -> None:
-        """Kill the children."""
+        """End the children."""
         for child in self._children:
-            await child.end("was closed", guilty=None)
+            child.lifeline.end_orderly()
+        for child in self._children:
+            await child.end("was closed", guilty=None, orderly=True)
         self._children = []
 
     async def _start(self) -> "_Child":
@@ -134,8 +135,8 @@ class Session:
 class _Child:
     """One child process and the calls it works on."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", lifeline: int) -> None:
-        self._process, self._lifeline = process, lifeline
+    def __init__(self, process: "subprocess.Popen[bytes]", lifeline: Lifeline) -> None:
+        self._process, self.lifeline = process, lifeline
         self.sessions = 0
         self.ended: str | None = None
         """Why it is gone."""
@@ -175,12 +176,12 @@ class _Child:
         finally:
             self._calls.pop(number, None)
 
-    async def end(self, reason: str, *, guilty: int | None) -> None:
-        """Kill it; every call that it works on fails, that of the session `guilty` as its own fault."""
+    async def end(self, reason: str, *, guilty: int | None, orderly: bool = False) -> None:
+        """End it; every call that it works on fails, that of the session `guilty` as its own fault."""
         if self.ended is not None:
             return
         self.ended = reason
-        self._kill()
+        self._kill(orderly=orderly)
         calls, self._calls = self._calls, {}
         for session, answer in calls.values():
             if not answer.done():
@@ -192,29 +193,39 @@ class _Child:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reading
 
-    def _kill(self) -> None:
+    def _kill(self, *, orderly: bool) -> None:
         if self._process.returncode is None:
-            last_words(self._process)
+            last_words(self._process, self.lifeline, orderly=orderly)
         if self._writer is not None and not self._writer.is_closing():
             self._writer.abort()
         if self._reader is not None and not self._reader.is_closing():
             self._reader.close()
-        os.close(self._lifeline)
+        self.lifeline.close()
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
-        while line := await lines.readline():
-            answer = json.loads(line)
-            if not self._ready.done():
-                self._ready.set_result(answer)
-                continue
-            _, waiting = self._calls.get(answer["call"], (0, None))
-            if waiting is not None and not waiting.done():
-                if "error" in answer:
-                    waiting.set_exception(CallFailed(answer["error"]))
-                else:
-                    waiting.set_result(answer)
+        try:
+            while line := await lines.readline():
+                self._take(json.loads(line))
+            died = last_words(self._process, self.lifeline)
+        except (ValueError, RecursionError):
+            died = STRAY
         # Nobody can say which of several calls it died of: each of them may be it.
-        died = last_words(self._process)
         await self.end(died, guilty=None)
         if not self._ready.done():
             self._ready.set_result({})
+
+    def _take(self, answer: Any) -> None:
+        match answer:
+            case {"ready": True, "at_once": int()} | {"broken": str()} if not self._ready.done():
+                self._ready.set_result(answer)
+            case {"call": int(number), "result": _} | {"call": int(number), "error": str()} if self._ready.done():
+                _, waiting = self._calls.get(number, (0, None))
+                if waiting is not None and not waiting.done():
+                    if "error" in answer:
+                        waiting.set_exception(CallFailed(answer["error"]))
+                    else:
+                        waiting.set_result(answer)
+            case {"doing": _}:
+                pass
+            case _:
+                raise ValueError

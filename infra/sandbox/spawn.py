@@ -1,57 +1,106 @@
-"""Starts a child process that serves JSON lines and never outlives its parent; see `penstock.infra.sandbox.child`."""
+"""Starts child processes that never outlive their parent: programs, and servers of JSON lines (`penstock.infra.sandbox.child`)."""
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.isolation import BWRAP, chosen_isolation
 from penstock.infra.sandbox.rules import ChildRules, child_environment
 
 # -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
-BOOTSTRAP = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.child import main; main()"
+_START = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.{{}} import main; main()"
+KEEPER = (sys.executable, "-I", "-S", "-c", _START.format("keeper.main"))
+SERVER = (sys.executable, "-P", "-c", _START.format("child"))
 START_ATTEMPTS = 3
+STRAY = "wrote to the pipe of its answers and was killed"
 KILLED_S = 30.0
 """Longest wait for the end of a killed process: one that waits for a device ends only with that."""
+ORDERLY_S = 5.0
+"""Longest wait for an orderly end, before everything is killed."""
 
 
 class ChildError(PenstockError):
     """No child can be started: its target does not load."""
 
 
-def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], int]":
-    """A child that serves `target`, a `module:function`, and the descriptor that has to stay open for as long as it may live."""
-    lifeline, ours = os.pipe()
-    try:
+class Lifeline:
+    """The connection to the keeper of one child: whatever the child has started ends when it closes."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = socket.socketpair()
+
+    def end_orderly(self) -> None:
+        """Ask for an end by SIGTERM, with a second for what the child has started."""
+        with contextlib.suppress(OSError):
+            self._ours.send(b"e")
+
+    def end(self) -> None:
+        """Have everything killed."""
+        with contextlib.suppress(OSError):
+            self._ours.shutdown(socket.SHUT_WR)
+
+    def close(self) -> str:
+        """Why the keeper has killed the child; empty if it has not."""
+        with contextlib.suppress(OSError), self._ours:
+            self._ours.setblocking(False)
+            return self._ours.recv(4096).decode()
+        return ""
+
+
+def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> list[str]:
+    """The command of the process that runs `command` by these rules. Raises `ConfigError` for an isolation that this machine lacks."""
+    isolation = chosen_isolation(rules.isolate, rules.section)
+    memory_gb = _machine_gb() / 2 if rules.memory_gb is None else rules.memory_gb
+    settings = (lifeline.theirs.fileno(), rules.section, memory_gb, rules.max_processes, rules.file_gb, isolation)
+    return [*KEEPER, *map(str, settings), *(BWRAP if isolation == "bwrap" else ()), *command]
+
+
+def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lifeline]":
+    """A child that serves `target`, a `module:function`. Raises `ConfigError`."""
+    lifeline = Lifeline()
+    with lifeline.theirs as theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOTSTRAP, target, str(lifeline)],
+            keeper_of([*SERVER, target], rules, lifeline),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=(lifeline,),
-            # Its own session: Ctrl-C goes to the parent only, and a kill reaches everything the child has started.
+            pass_fds=(theirs.fileno(),),
+            # Its own session: Ctrl-C goes to the parent only.
             start_new_session=True,
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **child_environment(os.environ, rules.pass_env)},
             bufsize=0,
         )
-    finally:
-        os.close(lifeline)
-    return process, ours
+    return process, lifeline
 
 
-def last_words(process: "subprocess.Popen[bytes]") -> str:
-    """Kill what is left of a child and everything it has started; says how it ended."""
-    # End the group before waiting for its leader: until then its number cannot be reused.
-    kill_group(process.pid)
+def last_words(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderly: bool = False) -> str:
+    """End a child and everything it has started; says how it ended."""
+    if orderly:
+        lifeline.end_orderly()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ORDERLY_S)
+    lifeline.end()
+    if process.returncode is None:
+        process.send_signal(signal.SIGCONT)  # the child may have stopped its keeper
     try:
         status = process.wait(KILLED_S)
     except subprocess.TimeoutExpired:
+        process.kill()
         return f"does not end: process {process.pid} is still there {KILLED_S:g} s after SIGKILL"
+    if reason := lifeline.close():
+        return reason
     return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
 
 
-def kill_group(process: int) -> None:
-    """Kill a child and everything it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)
+def _machine_gb() -> float:
+    """Memory of this machine, or of the container."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max" if the container has no limit
+        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return size / 1e9

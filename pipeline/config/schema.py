@@ -9,7 +9,7 @@ from pydantic import Field
 
 from penstock.infra.backends.registry import BACKENDS
 from penstock.infra.engines.registry import ENGINES
-from penstock.infra.sandbox.rules import REWARD_TOKEN, ChildRules
+from penstock.infra.sandbox.rules import REWARD_TOKEN, ChildRules, Isolation
 from penstock.pipeline.algorithms.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from penstock.pipeline.config.fields import (
     ENVIRONMENT,
@@ -90,6 +90,22 @@ class ChildSection(Section):
     pass_env: list[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]] = Field(
         default_factory=list, description="names of environment variables that its processes get in addition to the list"
     )
+    memory_gb: PositiveFloat | None = Field(
+        None, description="memory of a child process with all that it has started; half of the machine's"
+    )
+    max_processes: Positive = Field(512, description="processes of a child with all that it has started")
+    file_gb: PositiveFloat = Field(64.0, description="size of a file that a child process writes")
+    isolate: Isolation = Field("landlock", description="none, landlock, bwrap, or auto: bwrap if it works, else landlock")
+
+    def _rules(self, section: str, *also: str) -> ChildRules:
+        return ChildRules(
+            section=section,
+            pass_env=(*self.pass_env, *also),
+            memory_gb=self.memory_gb,
+            max_processes=self.max_processes,
+            file_gb=self.file_gb,
+            isolate=self.isolate,
+        )
 
 
 class RewardSection(ChildSection):
@@ -104,7 +120,7 @@ class RewardSection(ChildSection):
     def rules(self) -> ChildRules:
         """Rules for the processes of its functions; only those of services get the token."""
         service = [REWARD_TOKEN] if any(name.startswith(("http://", "https://")) for name in self.functions) else []
-        return ChildRules(section="reward", pass_env=(*self.pass_env, *service))
+        return self._rules("reward", *service)
 
 
 class EnvironmentSection(ChildSection):
@@ -133,7 +149,7 @@ class EnvironmentSection(ChildSection):
 
     def rules(self) -> ChildRules:
         """Rules for the processes of environments and agents."""
-        return ChildRules(section="environment", pass_env=tuple(self.pass_env))
+        return self._rules("environment")
 
 
 class ScheduleSection(Section):

@@ -4,6 +4,7 @@ The rule: a fault of the model, the engine or a reward ends in one line; nothing
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ COPIES = 2
 PROMPTS, SAMPLES = 8, 8
 """Largest numbers of prompts and of samples of each: a step's groups, so far as these reach."""
 DRAW_LIMIT_S = 1_800.0
+_ENGINE = ChildRules(section="environment", memory_gb=math.inf, file_gb=math.inf, isolate="none")
+"""Rules for the process that draws: an engine, which starts the run's environments by their own rules."""
 
 
 def rows_of(config: Config) -> list[Row]:
@@ -48,9 +51,7 @@ def draw(config: Config, environment: Mapping[str, str]) -> dict[str, Any]:
 
     Returns `samples`: row, prompt, completion, token_ids and finish of each; `load_s` and `draw_s`. Raises `PenstockError`.
     """
-    with _children(
-        CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S, rules=config.environment.rules()
-    ) as pool:
+    with _children(CHILD, {"config": to_json(config), "environment": dict(environment)}, timeout_s=DRAW_LIMIT_S, rules=_ENGINE) as pool:
         return dict(_result(pool, {}, what="drawing"))
 
 

@@ -33,11 +33,11 @@ def test_a_program_started_by_a_process_that_ignores_signals_gets_their_defaults
 HANDLED_IN_CHILD = """
 import json, os
 from penstock.infra.sandbox.rules import REWARD
-from penstock.infra.sandbox.spawn import spawn, kill_group
+from penstock.infra.sandbox.spawn import last_words, spawn
 process, ours = spawn("tests.infra.sandbox.test_signals:handled", REWARD)
 process.stdin.write(b'{}\\n[0, {}]\\n')
 print([json.loads(process.stdout.readline()) for _ in range(2)][1]["result"])
-kill_group(process.pid)
+last_words(process, ours)
 """
 
 

@@ -1,0 +1,115 @@
+"""The processes below this one, which adopts their orphans: found in /proc, measured, ended until none is left."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+SWEEP_S = 25.0
+"""Longest time that killed processes are waited for: one that waits for a device ends only with that."""
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class ProcessTree:
+    """A child of this process and all that it has started.
+
+    With PR_SET_CHILD_SUBREAPER, orphans become children of this process: no child left means nothing left, also of daemons.
+    """
+
+    def __init__(self, child: int) -> None:
+        self._child = child
+        self.status: int | None = None
+        """Wait status of the child, None while it runs."""
+        self.empty = False
+
+    def reap(self) -> None:
+        """Take note of processes that have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if ended[0] == self._child:
+                    self.status = ended[1]
+            return
+        self.empty = True
+
+    def processes(self) -> dict[int, int]:
+        """Process ids of the descendants of this process -> their process groups."""
+        children, groups = dict[int, list[int]](), dict[int, int]()
+        for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+            if name.isdigit() and (fields := _stat(name)) and fields[0] not in (b"Z", b"X"):
+                children.setdefault(int(fields[1]), []).append(int(name))
+                groups[int(name)] = int(fields[2])
+        pids, front = list[int](), [os.getpid()]
+        while front:
+            below = children.get(front.pop(), [])
+            pids += below
+            front += below
+        return {pid: groups[pid] for pid in pids}
+
+    def end(self, grace_s: float) -> None:
+        """Kill until none is left; before, the child gets SIGTERM and the others `grace_s` seconds to end, then SIGTERM, too."""
+        if grace_s:
+            if self.status is None:
+                os.kill(self._child, signal.SIGTERM)
+            self._wait(grace_s)
+            if not self.empty:
+                self._signal(signal.SIGTERM)
+                self._wait(grace_s / 4)
+        limit_s = time.monotonic() + SWEEP_S
+        while not self.empty and time.monotonic() < limit_s:
+            self._signal(signal.SIGKILL)
+            self._wait(0.02)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal whole groups, as none of their members can fork meanwhile, then each process."""
+        processes = self.processes()
+        groups = {*processes.values(), *([self._child] if self.status is None else [])} - {os.getpgrp()}
+        for send, targets in ((os.killpg, groups), (os.kill, processes)):
+            for target in targets:
+                with contextlib.suppress(OSError):
+                    send(target, number)
+
+    def _wait(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        self.reap()
+        while not self.empty and time.monotonic() < end:
+            time.sleep(0.001)
+            self.reap()
+
+
+def memory_gb(pids: Iterable[int], most_gb: float) -> float:
+    """Memory of these processes; pages that they share count once if it matters for `most_gb`."""
+    pids = list(pids)
+    used_gb = _sum_gb(_resident, pids)
+    return used_gb if used_gb <= most_gb else _sum_gb(_proportional, pids)
+
+
+def _sum_gb(measure: Callable[[int], int], pids: list[int]) -> float:
+    return sum(map(measure, pids)) / 1e9
+
+
+def _stat(pid: str) -> list[bytes]:
+    """State, parent, group and more of a process; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return file.read(1024).rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def _resident(pid: int) -> int:
+    """Bytes in memory; pages that processes share count in each."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
+            return int(file.read(256).split()[1]) * PAGE
+    except OSError:
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    """Bytes in memory; shared pages count in parts. Slow."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
+    except (OSError, StopIteration):
+        return _resident(pid)

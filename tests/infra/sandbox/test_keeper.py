@@ -1,0 +1,225 @@
+"""Hostile code in child processes: nothing outlives its owner, limits hold, other processes stay out of reach."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.infra.errors import ConfigError
+from penstock.infra.sandbox import isolation
+from penstock.infra.sandbox.keeper.confined import scope_signals
+from penstock.infra.sandbox.pool import ChildPool, Done
+from penstock.infra.sandbox.rules import ChildRules, Isolation
+from penstock.pipeline.config.load import from_table
+from tests.support.children import child
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
+HOSTILE = """
+import os, signal, sys, time
+
+def left(note):
+    with open(note, "a") as file:
+        file.write(f"{os.getpid()} ")
+    time.sleep(600)
+
+def forked(*steps):
+    if os.fork() == 0:
+        for step in steps:
+            step()
+        os._exit(0)
+
+def serve(init):
+    def handle(payload):
+        what, note = payload["do"], payload.get("note")
+        start = lambda: left(note)
+        deaf = lambda: [signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]
+        if what == "setsid": forked(os.setsid, start)
+        if what == "daemon": forked(os.setsid, lambda: forked(start))
+        if what == "deaf": forked(os.setsid, deaf, lambda: forked(os.setsid, start))
+        if what == "group": forked(lambda: os.setpgid(0, 0), start)
+        if what == "stopped": forked(os.setsid, lambda: open(note, "a").write(f"{os.getpid()} ") and None, lambda: os.kill(os.getpid(), 19))
+        if what == "chain":
+            forked(os.setsid, lambda: forked(os.setsid, lambda: forked(os.setsid, start), start), start)
+        if note:
+            while not os.path.exists(note) or len(open(note).read().split()) < (3 if what == "chain" else 1):
+                time.sleep(0.001)
+        if payload.get("hang"): time.sleep(600)
+        if payload.get("exit"): os._exit(3)
+        if what == "memory": block = bytearray(300 << 20); time.sleep(600)
+        if what == "processes":
+            for _ in range(30): forked(lambda: time.sleep(600))
+            time.sleep(600)
+        if what == "file":
+            try:
+                with open(payload["path"], "wb") as file:
+                    file.truncate(20_000_000)
+            except OSError as error:
+                return str(error)
+        if what == "garbage":
+            for descriptor in range(3, 30):
+                try: os.write(descriptor, payload["bytes"].encode())
+                except OSError: pass
+            time.sleep(600)
+        if what == "reach":
+            done = []
+            for pid in payload["pids"] + [os.getppid()]:
+                for number in (0, 19, 15):
+                    try: os.kill(pid, number); done.append(f"signal {number}")
+                    except OSError: pass
+                for name in ("environ", "mem", "maps", "fd/0"):
+                    try: open(f"/proc/{pid}/{name}", "rb"); done.append(name)
+                    except OSError: pass
+            return done
+        return os.getpid()
+    return handle
+"""
+Pool = Callable[..., ChildPool[Any]]
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    (tmp_path / "hostile_to_test.py").write_text(HOSTILE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made: list[ChildPool[Any]] = []
+
+    def make(timeout_s: float = 60.0, **rules: Any) -> ChildPool[Any]:
+        rules = {"isolate": "none", **rules}
+        made.append(
+            ChildPool("hostile_to_test:serve", size=1, timeout_s=timeout_s, retries=0, rules=ChildRules(section="environment", **rules))
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def result(pool: ChildPool[Any], **payload: Any) -> Any:
+    pool.submit(0, payload)
+    for _ in range(120):
+        for ended in pool.poll(1.0):
+            return ended.result if isinstance(ended, Done) else ended.reason
+    raise AssertionError("the call does not end")
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("what", "end"),
+    [
+        *((what, "exit") for what in ("setsid", "daemon", "deaf", "group", "stopped", "chain")),
+        ("deaf", "close"),
+        *(pytest.param(what, "close", marks=pytest.mark.slow) for what in ("setsid", "daemon", "group", "stopped", "chain")),
+    ],
+)
+def test_nothing_that_a_function_starts_outlives_its_child(pool: Pool, tmp_path: Path, what: str, end: str) -> None:
+    ours, note = pool(), tmp_path / "note"
+    answer = result(ours, do=what, note=str(note), exit=end == "exit")
+    if end == "close":
+        assert isinstance(answer, int)
+        ours.close()
+    else:
+        assert answer == "died with exit status 3"
+    pids = list(map(int, note.read_text().split()))
+    assert pids
+    assert not any(map(runs, pids))
+
+
+def test_a_daemon_ends_with_a_call_that_hangs(pool: Pool, tmp_path: Path) -> None:
+    ours = pool(timeout_s=2.0)
+    assert result(ours, do="deaf", note=str(tmp_path / "note"), hang=True) == "took longer than 2 s and was killed"
+    assert not runs(int((tmp_path / "note").read_text()))
+
+
+def test_a_daemon_ends_with_the_owner_of_the_pool(tmp_path: Path) -> None:
+    (tmp_path / "hostile_to_test.py").write_text(HOSTILE)
+    script = (
+        "from penstock.infra.sandbox.pool import ChildPool\n"
+        "pool = ChildPool('hostile_to_test:serve', size=1, timeout_s=600)\n"
+        f"pool.submit('call', {{'do': 'deaf', 'note': {str(tmp_path / 'note')!r}}})\n"
+        "print(pool.poll(60)[0].result, flush=True)\n"
+        "input()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with child([sys.executable, "-c", script], env=environment, stdin=-1, stdout=-1, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(owner.stdout.readline()), int((tmp_path / "note").read_text())]
+        assert all(map(runs, pids))
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if runs(pid)], timeout=60)
+    assert not alive, gone
+
+
+@pytest.mark.parametrize(
+    ("what", "rules", "words"),
+    [
+        ("memory", {"memory_gb": 0.2}, r"used 0.3 GB of memory and was killed: environment\.memory_gb is 0\.2"),
+        ("processes", {"max_processes": 20}, r"had 31 processes and was killed: environment\.max_processes is 20"),
+        ("file", {"file_gb": 0.01}, r"\[Errno 27\] File too large"),
+    ],
+)
+def test_what_exceeds_a_limit_fails_with_the_key_and_the_next_call_is_answered(
+    pool: Pool, tmp_path: Path, what: str, rules: dict[str, Any], words: str
+) -> None:
+    ours = pool(**rules)
+    text = re.sub(r"used 0\.3\d* GB", "used 0.3 GB", str(result(ours, do=what, path=str(tmp_path / "file"))))
+    assert re.fullmatch(words, text)
+    assert isinstance(result(ours, do="nothing"), int)
+
+
+@pytest.mark.parametrize(
+    "written", ["garbage\n", "[]\n", "17\n", '{"call": 99}\n', '{"broken": "all"}\n', "[" * 5000 + "\n", "\udcff\x00\n"]
+)
+def test_what_a_function_writes_to_the_pipe_of_answers_costs_its_call(pool: Pool, written: str) -> None:
+    ours = pool()
+    assert result(ours, do="garbage", bytes=written.replace("\udcff", "ÿ")) == "wrote to the pipe of its answers and was killed"
+    assert isinstance(result(ours, do="nothing"), int)
+
+
+def _landlock() -> bool:
+    """True if this kernel can scope signals; asked in a process of its own, as it cannot be undone."""
+    with child([sys.executable, "-c", f"from {scope_signals.__module__} import scope_signals; print(scope_signals())"], stdout=-1) as asked:
+        assert asked.stdout is not None
+        return bool(asked.stdout.read() == b"True\n")
+
+
+@pytest.mark.parametrize("isolate", ["landlock", "bwrap"])
+def test_an_isolated_child_reaches_neither_its_owner_nor_its_keeper_nor_a_sibling(pool: Pool, isolate: Isolation) -> None:
+    if isolation.bwrap_fault() if isolate == "bwrap" else not _landlock():
+        pytest.skip(f"{isolate} does not work here")
+    with child(["sleep", "600"]) as bystander:
+        ours, sibling = pool(isolate=isolate), pool(isolate=isolate)
+        pids = [os.getpid(), bystander.pid, result(sibling, do="nothing")]
+        reached = result(ours, do="reach", pids=pids if isolate == "landlock" else pids[:2])
+        assert isolate == "bwrap" or reached == []
+        assert bystander.poll() is None
+
+
+@pytest.mark.parametrize(("isolate", "section"), [("bwrap", "reward"), ("bwrap", "environment"), ("auto", "reward")])
+def test_bwrap_where_it_does_not_work_is_a_line_and_auto_does_without(
+    isolate: Isolation, section: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    isolation.chosen_isolation.cache_clear()
+    if isolate == "bwrap":
+        with pytest.raises(ConfigError, match=rf'^{section}\.isolate = "bwrap": bwrap is not installed: apt-get install bubblewrap'):
+            isolation.chosen_isolation(isolate, section)
+    else:
+        assert [isolation.chosen_isolation(isolate, section) for _ in range(3)] == ["landlock"] * 3
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == ['reward.isolate = "auto"']
+    isolation.chosen_isolation.cache_clear()
+
+
+def test_the_limits_are_keys_of_both_sections() -> None:
+    keys = {"memory_gb": 2.0, "max_processes": 7, "file_gb": 1.5, "isolate": "none"}
+    base = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}}
+    config = from_table({**base, "reward": keys, "environment": {**keys, "max_processes": 9}})
+    assert config.reward.rules() == ChildRules(section="reward", **keys)  # type: ignore[arg-type]
+    assert config.environment.rules().max_processes == 9
