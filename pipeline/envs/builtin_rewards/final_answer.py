@@ -32,7 +32,9 @@ _TASK = re.compile(
     r"\b(?:what|how|which|who|when|where)\b.*\?$|^\W*(?:find|calculate|compute|determine|evaluate|solve|simplify)\b[^=]*$",
     re.IGNORECASE | re.DOTALL,
 )
-_DENIAL = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bthan|\bone of|\banything but|\bor)\b[\w\s]{0,20}$", re.IGNORECASE)
+_DENIAL = re.compile(
+    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bthan|\bone of|\banything but|\bor)\b(?:(?!\bbut\b)[\w\s]){0,20}$", re.IGNORECASE
+)
 _JOINS = ("or", "and", "to")
 _MATH_WORD = re.compile(rf".*(?:\d|\\[a-zA-Z]|\$).*|[-+*/^=<>|()≤≥±]+|[b-zB-HJ-Z]|(?i:{NUMBER_WORD}|half)\W?", re.DOTALL)
 

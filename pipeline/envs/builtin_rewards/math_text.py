@@ -54,7 +54,7 @@ ROW_END = "\N{RETURN SYMBOL}"
 _DROPPED = r"left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathopen|mathclose|rm|bf|it|scriptstyle"
 _TEXT = re.compile(r"\\(?:text\w*|math[a-z]+|boldsymbol|mbox|hbox|operatorname\*?|overrightarrow|vec)\s*\{([^{}]*)\}")
 _SUPERSCRIPT = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degrees?")
-_PLAIN = {"infinity": r"\infty", "percent": "%", "per cent": "%", "degrees": "°", "degree": "°", "sqrt": r"\sqrt"}
+_PLAIN = {"infinity": r"\infty", "degrees": "°", "degree": "°", "sqrt": r"\sqrt"}
 
 
 def normalised(text: str, *, thousands: bool = True) -> str:
@@ -78,7 +78,7 @@ def normalised(text: str, *, thousands: bool = True) -> str:
     for _ in range(3):
         text = _TEXT.sub(r" \1 ", text)
     text = re.sub(r"\\([a-zA-Z]+)", _named, text)
-    text = re.sub(r"(?<!\\)\b(?:infinity|per ?cent|degrees?|sqrt)\b", lambda match: _PLAIN[match[0]], text)
+    text = re.sub(r"(?<!\\)\b(?:infinity|per ?cent(?:age(?! point))?|pct|degrees?|sqrt)\b", lambda match: _PLAIN.get(match[0], "%"), text)
     text = re.sub(r"° *([CF]\b|[Cc]elsius|[Ff]ahrenheit)", lambda match: f" {match[1][0]}°", text)
     for pattern in _CHOOSE:
         text = pattern.sub(_chosen, text)

@@ -113,6 +113,8 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
     "prose around the last expression": [
         ("She makes $18 a day.", "18"),
         ("It is 18 or so.", "18"),
+        ("It's not 17 but 18.", "18"),
+        ("The balance is -$3.", "-3"),
         (r"\boxed{18 \text{ a day}}", "18"),
         ("The point is (1, 2).", "(1,2)"),
         (r"There are $\dbinom{5}{2} = 10$ ways.", "10"),
@@ -122,6 +124,7 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
     ],
     "products, choices, tuples": [
         (r"\boxed{xy}", "yx"),
+        (r"\boxed{2\pi r h}", r"2 \pi hr"),
         (r"\boxed{xyz}", "zyx"),
         (r"\boxed{ab}", "ba"),
         ("(b)", "B"),
@@ -297,6 +300,9 @@ def test_math_verify_is_right_on(completion: str, answer: Any, value: float | No
         ("Math-Verify 41", r"$4\sqrt(2)$", "$4$", 0.0),
         ("Math-Verify 56", r"(3, \frac{2\pi}{3})", r"\left( 3, \frac{\pi}{2} \right)", 0.0),
         ("Math-Verify 60", "3x + 4y + 14=0", "3*x-1*y+13=0", 0.0),
+        ("Math-Verify 61", r"$\boxed{28 pct}", r"$28\%$", 1.0),
+        ("Math-Verify 61", r"$\boxed{28 percentage}", r"$28\%$", 1.0),
+        ("open-instruct 1530", "The temperature is 3.", "#### -3", 0.0),
         ("Math-Verify 64", r"$\frac{1}{\sqrt{n}}$", r"$\sqrt{1/n}$", 1.0),
         ("Math-Verify 64", r"\boxed{\forall x>0, f(x) = 0}", "f(x) = 0", 0.0),
         ("Math-Verify 69", "-1 + exp(16)", "e^{16} - 1", 1.0),
