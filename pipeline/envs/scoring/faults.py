@@ -51,17 +51,13 @@ class FaultCount:
     faults: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _broken: str | None = None
 
-    def passed(self) -> None:
-        """A group has its rewards."""
-        self.judged += 1
-
     def failed(self, reason: str) -> None:
         """A group has none."""
         self.judged += 1
         self._count(reason, 1.0)
 
     def partly(self, reasons: Collection[str], samples: int) -> None:
-        """A group has rewards but for some of its samples, for these reasons."""
+        """A group has rewards, except for the samples with these reasons."""
         self.judged += 1
         for reason in reasons:
             self._count(reason, 1 / samples)

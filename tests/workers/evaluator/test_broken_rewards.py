@@ -2,13 +2,30 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
+from penstock.infra.sandbox.pool import Done
+from penstock.pipeline.envs.scoring.faults import BrokenReward, FaultCount
 from penstock.pipeline.observe.report.summary import as_text
 from penstock.pipeline.observe.run_view import load
+from penstock.pipeline.runtime.drawing.evaluation.evaluator import Evaluator
 from tests.support.crew import complete, config_of
+
+
+class Ended(list[Done[int]]):
+    """Stands in for a pool of which all calls have ended."""
+
+    @property
+    def pending(self) -> int:
+        return len(self)
+
+    def poll(self, _: float) -> list[Done[int]]:
+        return [self.pop()]
+
 
 ROLES = ("trainer", "rollout", "scorer", "feeder", "evaluator")
 
@@ -62,3 +79,19 @@ def test_a_reward_that_breaks_on_most_groups_stops_the_scorer_which_has_written_
     failed = [group for group in view.groups.values() if group.outcome == "failed"]
     assert len(failed) >= 6
     assert len(view.dead_letters) >= len(failed)
+
+
+@pytest.mark.parametrize(("prompts", "stops"), [(10, False), (11, True)])
+def test_a_reward_that_breaks_on_one_completion_of_two_counts_as_half_a_prompt_and_is_logged(prompts: int, stops: bool) -> None:
+    score = {"rewards": [1.0, None], "components": [[1.0], [None]], "broken": {"1": "reward f broke: KeyError (f.py line 3)"}}
+    pool: Any = Ended(Done(key=number, result=score, seconds=0.0) for number in range(prompts))
+    logged = list[str]()
+    session: Any = SimpleNamespace(reporter=SimpleNamespace(say=logged.append))
+    unused: Any = None
+    evaluator = Evaluator(session, unused, pool, unused, [], [], unused, FaultCount("stop"), lambda: None)
+    if stops:
+        with pytest.raises(BrokenReward, match=r"it failed so for 5\.5 of 11 groups"):
+            evaluator._scored()
+    else:
+        assert len(evaluator._scored()) == prompts
+    assert logged[0] == f"completion 1 of held-out prompt {prompts - 1} has no reward: reward f broke: KeyError (f.py line 3)"

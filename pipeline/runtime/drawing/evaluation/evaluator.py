@@ -173,16 +173,18 @@ class Evaluator:
             self.meanwhile()
 
     def _scored(self) -> dict[int, Score]:
-        """Prompt -> the rewards of its completions; a prompt whose reward broke is left out, and said. Raises `BrokenReward`."""
+        """Prompt -> the rewards of its completions, without prompts whose reward failed; failures are logged. Raises `BrokenReward`."""
         scores: dict[int, Score] = {}
         while self.pool.pending:
             for result in self.pool.poll(1.0):
                 if isinstance(result, Failed):
                     self.session.reporter.say(f"the reward of held-out prompt {result.key} is broken: {result.reason}")
                     self.faults.failed(result.reason)
-                    self.faults.check()
                 else:
-                    self.faults.passed()
-                    scores[result.key] = Score.of(result.result)
+                    scores[result.key] = score = Score.of(result.result)
+                    self.faults.partly(score.broken.values(), len(score.rewards))
+                    for number, reason in score.broken.items():
+                        self.session.reporter.say(f"completion {number} of held-out prompt {result.key} has no reward: {reason}")
+                self.faults.check()
             self.meanwhile()
         return scores

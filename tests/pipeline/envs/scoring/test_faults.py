@@ -17,7 +17,7 @@ def stops(outcomes: Sequence[str | None], *, on_error: str = "stop") -> bool:
     count = FaultCount(on_error)
     for outcome in outcomes:
         if outcome is None:
-            count.passed()
+            count.partly((), 1)
         else:
             count.failed(outcome)
         try:
