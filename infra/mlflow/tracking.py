@@ -190,7 +190,7 @@ def load_mlflow() -> Any:
     try:
         mlflow = importlib.import_module("mlflow")
     except ImportError as error:
-        raise TrackingError("mlflow is not installed: pip install 'penstock[tracking]', or set mlflow.enabled = false") from error
+        raise TrackingError("mlflow is not installed: pip install '.[tracking]' in the checkout, or set mlflow.enabled = false") from error
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     return mlflow

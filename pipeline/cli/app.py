@@ -104,7 +104,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        print(f"penstock {version('penstock')}")
+        print(f"penstock {version('penstock-rl')}")
         raise typer.Exit
 
 

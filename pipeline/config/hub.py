@@ -40,7 +40,7 @@ def _snapshot(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise BackendError(f"model.path: {name} needs the package huggingface_hub: pip install 'penstock[trainer]'") from error
+        raise BackendError(f"model.path: {name} needs the package huggingface_hub: pip install '.[trainer]' in the checkout") from error
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=WANTED))
     # The boundary to a library that reads the network and a cache: its errors have no common type.

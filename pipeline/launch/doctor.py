@@ -133,14 +133,14 @@ def pinned() -> dict[str, str]:
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(text) for text in metadata.requires("penstock") or []]
+        wanted = [Requirement(text) for text in metadata.requires("penstock-rl") or []]
     except metadata.PackageNotFoundError:
         return {}
     return {need.name: str(need.specifier) for need in wanted if str(need.specifier)}
 
 
 def _package(need: Package, *, imports: bool) -> Finding:
-    install = f"pip install 'penstock[{need.extra}]'" if need.extra else "pip install penstock"
+    install = f"pip install '.[{need.extra}]' in the checkout" if need.extra else "make install in Penstock's folder"
     absent: Level = "warn" if need.extra else "fail"
     try:
         version = metadata.version(need.name)
@@ -238,7 +238,7 @@ def _memory() -> Finding:
     try:
         import psutil
     except ImportError:
-        return Finding(name="memory", level="warn", found="psutil is not installed", do="pip install penstock")
+        return Finding(name="memory", level="warn", found="psutil is not installed", do="make install in Penstock's folder")
     free = psutil.virtual_memory().available / 2**30
     return _finding("memory", free >= MIN_MEMORY_GIB, f"{free:.1f} GiB free", f"the demo wants {MIN_MEMORY_GIB:.0f} GiB")
 
@@ -254,7 +254,7 @@ def _java() -> Finding:
     try:
         java = find_java()
     except PenstockError as error:
-        return Finding(name="java", level="fail", found=str(error), do="pip install 'penstock[broker]', or give --bootstrap")
+        return Finding(name="java", level="fail", found=str(error), do="pip install '.[broker]' in the checkout, or give --bootstrap")
     return Finding(name="java", level="ok", found=f"{java.major} at {java.program}")
 
 

@@ -34,7 +34,7 @@ class Adapters:
             from peft import LoraConfig, inject_adapter_in_model
             from peft.tuners.lora import LoraLayer
         except ModuleNotFoundError as error:
-            raise BackendError(f"trainer.lora_rank needs the package {error.name}; install penstock[trainer]") from error
+            raise BackendError(f"trainer.lora_rank needs the package {error.name}; pip install '.[trainer]' in the checkout") from error
         self.model = model
         self.config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
         torch.manual_seed(seed)

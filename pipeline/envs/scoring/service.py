@@ -43,7 +43,7 @@ class RewardService:
         try:
             import httpx
         except ImportError as error:
-            raise PluginError(f"a reward service needs the package httpx: pip install 'penstock[rewards]' ({error})") from error
+            raise PluginError(f"a reward service needs the package httpx: pip install '.[rewards]' in the checkout ({error})") from error
         self.address, self._timeout_s = address, timeout_s
         token = os.environ.get(REWARD_TOKEN)
         self._client = httpx.AsyncClient(

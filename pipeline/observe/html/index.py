@@ -238,6 +238,6 @@ def _steps(view: RunView, *, clock: Clock) -> dict[str, Column]:
 
 def _version() -> str:
     try:
-        return version("penstock")
+        return version("penstock-rl")
     except PackageNotFoundError:
         return "?"

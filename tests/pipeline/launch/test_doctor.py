@@ -14,12 +14,12 @@ from penstock.pipeline.launch.doctor import Package
 
 def test_a_missing_extra_is_a_warning_with_the_command_that_installs_it() -> None:
     found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", extra="data"), imports=True)
-    assert (found.level, found.do) == ("warn", "pip install 'penstock[data]'")
+    assert (found.level, found.do) == ("warn", "pip install '.[data]' in the checkout")
 
 
 def test_a_missing_package_that_every_role_needs_is_a_failure() -> None:
     found = doctor._package(Package(module="nowhere", name="no-such-package-penstock", purpose="tests", extra=""), imports=True)
-    assert (found.level, found.do) == ("fail", "pip install penstock")
+    assert (found.level, found.do) == ("fail", "make install in Penstock's folder")
 
 
 def test_a_version_other_than_the_pinned_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
