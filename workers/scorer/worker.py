@@ -305,15 +305,15 @@ class Scorer:
             self.session.dead_letters.write(group.prompt_record, error)
             self._faults.failed(result.reason)
             return self._group(group, "failed", result.reason, ())
-        score = Score.of(result.result)
+        score, samples = Score.of(result.result), group.ordered()
         self._faults.partly(score.broken.values(), len(score.rewards))
-        for number, reason in score.broken.items():
-            self.session.reporter.say(f"sample {number} of group {group.group} has no reward: {reason}")
+        for position, reason in score.broken.items():
+            self.session.reporter.say(f"sample {samples[position].sample} of group {group.group} has no reward: {reason}")
         reporter = self.session.reporter
         reporter.add("groups")
         reporter.add("reward_s", result.seconds)
         reporter.add("no_reward", len(score.rewards) - len(score.scored))
-        outcome = verdict(group.ordered(), scoring.completions, score, algorithm=self.session.config.algorithm)
+        outcome = verdict(samples, scoring.completions, score, algorithm=self.session.config.algorithm)
         record = self._group(group, outcome.outcome, outcome.reason, outcome.samples)
         return replace(record, reward_ns=round(1e9 * result.seconds), metrics=outcome.metrics)
 
