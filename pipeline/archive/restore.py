@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.pipeline.archive.layout import Kind
+from penstock.pipeline.archive.layout import WORKER, Kind
 from penstock.pipeline.archive.relocation import signed
 from penstock.topics import groups
 from penstock.topics.wire.errors import Unusable
@@ -53,6 +53,9 @@ def _with_later_columns(kind: Kind, table: pa.Table) -> pa.Table:
         field = kind.codec.schema.field(theirs)
         if field.nullable and name not in table.column_names:
             table = table.append_column(name, pa.nulls(len(table), field.type))
+    for fact in kind.facts:  # what they say follows from the payload
+        if fact.name not in table.column_names and fact.name != WORKER.name:
+            table = table.append_column(fact.name, pa.nulls(len(table), fact.type))
     return table
 
 

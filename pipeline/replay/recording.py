@@ -17,7 +17,6 @@ from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.learner.ledger_history import Past
 from penstock.pipeline.runtime.ledger_follower import LedgerState
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
-from penstock.pipeline.runtime.registration.trust import require_own
 from penstock.pipeline.runtime.topic_reader import drain
 from penstock.topics.ledger import Entry
 from penstock.topics.runs import RunRecord
@@ -47,7 +46,9 @@ class Recording:
     def open(cls, log: Log, run: str) -> Self:
         """Read what is there. Raises `PenstockError` for a run that is not registered or whose ledger has lost its beginning."""
         found = registration(log, run)
-        record = require_own(found)
+        record = found.record
+        if record is None:
+            raise PenstockError(f"no run {run!r} on this broker; see `penstock runs`")
         recording = cls(log, run, found, record, from_json(record.config), json.loads(record.info), LedgerState(run))
         places = [(f"{run}.ledger", 0), (f"{run}.weights", 0)]
         for (topic, partition), begin in log.begin_offsets(places).items():

@@ -114,14 +114,14 @@ def registration(log: Log, run: str, *, key_file: Path | None = None) -> Registr
 
     `key_file` has the run's key if the state directory has none.
     """
-    key, made = key_of(run, key_file), _own(log, run)
+    key, status = key_of(run, key_file), next((state for state in all_runs(log) if state.run == run), None)
+    made = [] if status is None else _own(log, run)  # the topics of a run that was deleted may be about to go
     fitting = None if key is None else newest((record for _, record in made), key)
     record = fitting or (made[-1][1] if made else None)
     foreign = [offset for offset, other in made if key is not None and newest([other], key) is None]
-    status = next((state for state in all_runs(log) if state.run == run), None)
     return Registration(
         run=run,
-        record=status if record is None or status is None else topic.with_status(record, status),
+        record=topic.with_status(record, status) if record is not None and status is not None else status,
         own=record is not None,
         keyed=key is not None,
         signed=fitting is not None,
