@@ -30,7 +30,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos mutated newest security sbom audit-packages check format lock clean help
+.PHONY: demo real install model unit test test-all coverage chaos mutated fuzz newest security sbom audit-packages check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -41,6 +41,7 @@ help:
 	@echo "make test      the default tests, against a real broker;  make test-all adds the slow ones"
 	@echo "make coverage  the default tests once more, and which files they cover to less than $(COVERED_AT_LEAST) %"
 	@echo "make mutated   10,000 mutated configurations and data files through penstock run --dry-run; 15 minutes on two quiet cores"
+	@echo "make fuzz      200,000 damaged records, requests and archives by coverage; RUNS=… for others; needs pip install atheris"
 	@echo "make chaos     40 kills over all roles and the broker in one run, compared with the undisturbed one; 15 minutes"
 	@echo "make newest    the tests of the log with the newest release of kafka-python, whatever requirements.lock names"
 	@echo "make security  the security cases of ../shared/cases/security, if that folder is there"
@@ -127,6 +128,10 @@ format: install
 lock: $(STAMP)/environment
 	$(UV) pip compile requirements.in --override overrides.txt --generate-hashes --no-emit-index-url --no-annotate \
 	  --python-version 3.11 --quiet -o requirements.lock
+
+# Needs `pip install atheris`, which no test does.
+fuzz:
+	@$(BIN)/python benchmarks/fuzz.py -runs=$(or $(RUNS),200000)
 
 clean:
 	rm -rf $(VENV) $(MODEL) $(SMOLLM2) $(LOG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ from penstock.infra.errors import TrackingError
 from penstock.infra.mlflow.database import make_database
 from penstock.infra.mlflow.registry import Kept, inputs, register
 from penstock.topics.wire.secrets import without_password
+from penstock.topics.wire.visible import visible
 
 RUN_TAG = "penstock.run"
 POSITION_TAG = "penstock.position"
@@ -117,7 +118,7 @@ class MlflowRun:
                 shown = without_password(self.target.uri)
                 raise TrackingError(f"MLflow at {shown} had two runs for {self.target.run}; the first one stays")
             if reason is not None:
-                self._client.set_tag(self.run_id, REASON_TAG, reason)
+                self._client.set_tag(self.run_id, REASON_TAG, visible(reason))
             self._client.set_terminated(self.run_id, status=status, end_time=end_ms)
             for path in artifacts:
                 self._client.log_artifact(self.run_id, str(path))

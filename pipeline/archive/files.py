@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from penstock.infra.checkpoints.files import sync
 from penstock.pipeline.archive.layout import Kind, kind_of
+from penstock.topics.catalogue import check_run_id
 
 FORMAT = 1
 NOTE = "export.json"
@@ -88,11 +89,18 @@ class Archive:
             stored = json.loads((self.path / NOTE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path / NOTE} is not JSON: {error}") from error
-        if stored.get("format") != FORMAT:
-            raise ValueError(f"{self.path / NOTE}: format {stored.get('format')!r}, this version reads {FORMAT}")
-        note = Note(**stored)
+        form = stored.get("format") if isinstance(stored, dict) else None
+        if form != FORMAT:
+            raise ValueError(f"{self.path / NOTE}: format {form!r}, this version reads {FORMAT}")
+        try:
+            note = Note(**stored)
+            check_run_id(note.run)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.path / NOTE}: {error}") from error
+        if not isinstance(note.partitions, dict) or not isinstance(note.begins, dict) or not isinstance(note.ends, dict):
+            raise ValueError(f"{self.path / NOTE}: partitions, begins and ends have to be objects")
         for topic, count in note.partitions.items():
             if not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
                 raise ValueError(f"{self.path / NOTE}: {topic} with {count!r} partitions, a topic has 1 to {MOST_PARTITIONS}")

@@ -4,11 +4,10 @@ The rule: it says nothing that is not in the plain data; times are seconds after
 """
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.pipeline.observe.records.format import first_of
+from penstock.pipeline.observe.records.format import clock, first_of
 from penstock.pipeline.observe.report.rebases import rebased_line
 
 SHOWN_TEXT = 100
@@ -215,7 +214,7 @@ def _after(moment: float | None, zero: float | None) -> str:
 
 
 def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
+    return clock("%Y-%m-%d %H:%M:%S", moment) + f".{int(moment % 1 * 1000):03d}"
 
 
 def _number(value: float | None) -> str:

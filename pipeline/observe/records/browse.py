@@ -143,7 +143,7 @@ def view(record: Record, *, run: str) -> dict[str, Any]:
 def _refused(record: Record, run: str) -> dict[str, Any]:
     letter = dead_letters.read(record, run=run)[1]
     # What ended the processes that decoded it is not decoded here either.
-    refused = None if letter.kind == KILLER else view(dead_letters.to_record(letter), run=run)
+    refused = None if letter.kind == KILLER or letter.topic == record.topic else view(dead_letters.to_record(letter), run=run)
     return {"refused": refused, "claims_group": dead_letters.claimed_group(letter)}
 
 

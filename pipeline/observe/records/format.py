@@ -27,12 +27,20 @@ def as_json_line(record: Record, *, run: str) -> str:
 def as_line(record: Record, *, run: str, texts: TokenTexts | None = None) -> str:
     """A record as one line: when, where, what its headers say, and the gist of its payload; `texts` decodes the tokens of samples."""
     seen = view(record, run=run)
-    clock = time.strftime("%H:%M:%S", time.localtime(seen["time_s"]))
+    moment = clock("%H:%M:%S", seen["time_s"])
     topic = record.topic.rpartition(".")[2]
     hidden = HIDDEN | {"outcome"} if topic == "rollouts" else HIDDEN
     shown = " ".join(f"{name}={value}" for name, value in seen["headers"].items() if name not in hidden)
     gist = f"UNUSABLE {seen['unusable']}" if seen["unusable"] else _gist(topic, seen["payload"], texts)
-    return f"{clock} {record.partition}/{record.offset} {shown}  {gist}".rstrip()
+    return f"{moment} {record.partition}/{record.offset} {shown}  {gist}".rstrip()
+
+
+def clock(form: str, time_s: float) -> str:
+    """The local time; of one that no calendar has, which a record may name, its seconds."""
+    try:
+        return time.strftime(form, time.localtime(time_s))
+    except (ValueError, OverflowError, OSError):
+        return f"{time_s:.0f} s"
 
 
 def _gist(topic: str, payload: dict[str, Any], texts: TokenTexts | None) -> str:
@@ -84,7 +92,7 @@ def _quoted(text: str) -> str:
 
 def as_page(seen: Mapping[str, Any]) -> str:
     """A record over many lines, long lists cut short."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seen["time_s"]))
+    when = clock("%Y-%m-%d %H:%M:%S", seen["time_s"])
     lines = [
         f"{seen['topic']} partition {seen['partition']} offset {seen['offset']}, {when}, key {seen['key']}, {seen['bytes']} bytes",
         "headers",
