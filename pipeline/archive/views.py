@@ -46,9 +46,10 @@ order by 1, 3, 4
 """
 
 REWARDS = """
-select policy_version_min as version, round(sum(reward_mean * (samples - no_reward)) / sum(samples - no_reward), 12) as reward,
-       sum(samples - no_reward)::bigint as samples, count(*) as groups
-from groups where outcome in ('scored', 'filtered') and reward_mean is not null
+select policy_version_min as version, round(sum(reward_mean * rewarded) / sum(rewarded), 12) as reward,
+       sum(rewarded)::bigint as samples, count(*) as groups
+from (select *, samples - coalesce(no_reward, 0) as rewarded from groups)
+where outcome in ('scored', 'filtered') and reward_mean is not null
 group by 1 order by 1
 """
 

@@ -202,7 +202,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_leaves_the_weights(ope
     train(backend, 1)
     before = digest(backend.weights())
     backend.backward(batch, lambda logprobs: (logprobs.sum() * float("nan"), {}))
-    with pytest.raises(Diverged, match=r"gradient of optimizer step 1 has the norm nan"):
+    with pytest.raises(Diverged, match=r"gradient of optimizer step 1 has the norm (nan|inf)"):
         backend.step(denominator=4.0)
     assert digest(backend.weights()) == before
 

@@ -99,7 +99,7 @@ def test_a_length_penalty_counts_what_the_policy_generated(said: str, right: flo
 def test_headers_and_measures_count_what_the_policy_generated() -> None:
     sample = played(*TALK)
     assert rollouts.headers(sample, run="r").tokens == 5
-    scored: Any = SimpleNamespace(samples=[SimpleNamespace(rollout=sample, reward=1.0)], rewards=(1.0,))
+    scored: Any = SimpleNamespace(samples=[SimpleNamespace(rollout=sample, reward=1.0)], rewards=(1.0,), metrics=None)
     assert group_measures([scored])["completion_tokens_mean"] == 5.0
     single = Rollout(**{name: getattr(sample, name) for name in Rollout.__slots__} | {"turns": None, "segments": None, "messages": None})
     assert (generated(single) == single.token_ids).all()
