@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from penstock.topics.catalogue import TOPICS
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS
 from penstock.topics.wire.checked import MAX_COUNT, json_object, require_names
 from penstock.topics.wire.codec import Codec
 from penstock.topics.wire.columns import Payload, as_row
@@ -49,7 +49,7 @@ def decode(value: Payload) -> State:
     require_names(row, "worker")
     for name, offset in json_object(row["positions"], "positions").items():
         topic, _, partition = name.rpartition("/")
-        known = topic in TOPICS and partition.isascii() and partition.isdigit() and len(partition) < 7
+        known = topic in (*TOPICS, RUNS_TOPIC) and partition.isascii() and partition.isdigit() and len(partition) < 7
         require(known and type(offset) is int and 0 <= offset <= MAX_COUNT, f"positions have {name[:60]!r}, expected TOPIC/PARTITION")
     return State(**row)
 

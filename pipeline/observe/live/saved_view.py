@@ -17,7 +17,7 @@ from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import RATE_WINDOW, Ended, GroupFacts, Opened, StepFacts, Tally, WorkerView, WorkingTime
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.scheduling.id_set import IdSet
-from penstock.topics.catalogue import STATE
+from penstock.topics.catalogue import RUNS_TOPIC, STATE, topic_name
 from penstock.topics.ledger import Entry
 from penstock.topics.metrics import Measurement
 from penstock.topics.upkeep import state
@@ -71,11 +71,13 @@ def newest(log: Log, run: str) -> Saved:
         try:
             found = state.read(record, run=run)[1]
             positions = {_partition(run, name): int(offset) for name, offset in json.loads(found.positions).items()}
+            if not all(number < (log.partitions(topic) or 0) for topic, number in positions):
+                continue
             ends = log.end_offsets(positions)
             if all(ends[place] >= offset for place, offset in positions.items()):  # else records were lost that it has seen
                 begins = log.begin_offsets(positions)
                 return from_json(run, found.view), {place: max(begins[place], offset) for place, offset in positions.items()}
-        except (Unusable, ValueError, KeyError, TypeError, AttributeError):
+        except (Unusable, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
     return RunView(run=run), {}
 
@@ -190,4 +192,4 @@ def _as_sets(plain: Any) -> Any:
 
 def _partition(run: str, name: str) -> Partition:
     topic, _, number = name.rpartition("/")
-    return (topic if "." in topic else f"{run}.{topic}"), int(number)
+    return (topic if topic == RUNS_TOPIC else topic_name(run, topic)), int(number)

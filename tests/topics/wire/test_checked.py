@@ -151,6 +151,12 @@ def test_a_run_whose_id_is_no_run_id_does_not_exist_for_a_reader(run: str) -> No
             runs.read(stored)
 
 
+def test_the_positions_of_a_state_are_in_the_run_and_in_the_register() -> None:
+    positions = '{"groups/0": 3, "metrics/11": 0, "penstock.runs/0": 9}'
+    found = replace(GENUINE["state"], positions=positions)
+    assert state.decode(state.encode(found)) == found
+
+
 @pytest.mark.parametrize("name", ["feeder", "rollout-0", "rollout-host-1f3a", "scorer-10", "http-2.x", "a" * 128])
 def test_names_of_workers_are_names(name: str) -> None:
     assert is_name(name)
