@@ -30,7 +30,7 @@ export UV_NO_PROGRESS ?= 1
 # Without cached bytecode every process compiles torch and transformers anew, for half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo real install model unit test test-all coverage chaos mutated fuzz newest security sbom audit-packages check format lock clean help
+.PHONY: demo real install model unit test test-all coverage chaos hostile mutated fuzz newest security sbom audit-packages check format lock clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:
 
@@ -87,6 +87,9 @@ coverage: install
 
 chaos: install model
 	$(BIN)/python benchmarks/chaos.py examples/exact.toml --kills 40 --stops 7 --set run.steps=160 $(ARGS)
+
+hostile: install
+	$(BIN)/python benchmarks/hostile_children.py $(ARGS)
 
 mutated: install
 	$(BIN)/python benchmarks/mutated_inputs.py --count 10000 $(ARGS)

@@ -60,12 +60,13 @@ def _watched(tree: ProcessTree, exceeded: Callable[[], str], lifeline: int, wake
             tree.reap()
             if tree.status is not None:
                 return 0.0
-        if (began := time.monotonic()) >= next_s:
+        if time.monotonic() >= next_s:
+            began = time.process_time()
             if reason := exceeded():
                 with contextlib.suppress(OSError):
                     os.write(lifeline, reason.encode())
                 return 0.0
-            next_s = time.monotonic() + max(EVERY_S, (time.monotonic() - began) / SHARE)
+            next_s = time.monotonic() + max(EVERY_S, (time.process_time() - began) / SHARE)
 
 
 def _exceeded(tree: ProcessTree, section: str, most_gb: float, most_processes: int) -> str:
