@@ -18,7 +18,7 @@ from penstock.infra.backends.arithmetic import choose_device
 from penstock.infra.backends.base import LossFunction, StepResult
 from penstock.infra.backends.batch import TokenBatch
 from penstock.infra.backends.common import LocalModel, checked_denominator, checked_norm, saving, strict_or_error
-from penstock.infra.backends.deepspeed import options, shards
+from penstock.infra.backends.deepspeed import options, shards, stored
 from penstock.infra.backends.ranks.process_group import import_deepspeed, join_process_group
 from penstock.infra.errors import BackendError
 from penstock.infra.tensors.stream import TensorBytes
@@ -186,6 +186,7 @@ class DeepSpeedBackend(LocalModel):
     def _load_whole(self, directory: str | Path) -> Mapping[str, Any]:
         """For stage 0, of whose state every process has all; the settings stay those of the current run."""
         settings = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        stored.check(Path(directory) / TAG)
         path, state = self.engine.load_checkpoint(str(directory), tag=TAG)
         if path is None:
             raise BackendError(f"there is no trainer state in {directory}")

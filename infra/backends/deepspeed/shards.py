@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from penstock.infra.backends.deepspeed import stored
 from penstock.infra.errors import BackendError
 
 MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
@@ -25,13 +26,13 @@ class Shards:
         models, optimizers = sorted(directory.glob("*_model_states.pt")), list(directory.glob("*_optim_states.pt"))
         if not models or not optimizers:
             raise BackendError(f"there is no trainer state in {directory}")
-        self.common = _mapped(models[0])
+        self.common = stored.read(models[0])
         """What rank 0 wrote of the model and of the run."""
         self.step: torch.Tensor | None = None
         """AdamW's count of steps; None where there are no moments."""
         self._pieces: dict[str, list[tuple[Mapping[str, torch.Tensor], int, int]]] = defaultdict(list)
         """Parameter -> its pieces in order: the flat states that it lies in, where, and how long it is."""
-        parts = [_mapped(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
+        parts = [stored.read(file)["optimizer_state_dict"] for file in sorted(optimizers, key=_rank_of)]
         for rank, part in enumerate(parts):
             flat = part["fp32_flat_groups" if "fp32_flat_groups" in part else "single_partition_of_fp32_groups"]
             states = part["optimizer_state_dict" if "fp32_flat_groups" in part else "base_optimizer_state"]["state"]
@@ -145,7 +146,3 @@ def _publish(optimizer: Any) -> None:
 
 def _rank_of(file: Path) -> int:
     return int(file.name.split("zero_pp_rank_")[1].split("_")[0])
-
-
-def _mapped(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
