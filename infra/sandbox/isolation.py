@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import shutil
 import subprocess
 from typing import Literal
@@ -15,8 +16,10 @@ PROBE_S = 30.0
 
 
 @functools.cache
-def chosen_isolation(isolate: Isolation, section: str) -> Literal["none", "landlock", "bwrap"]:
+def chosen_isolation(isolate: Isolation | None, section: str) -> Literal["none", "landlock", "bwrap"]:
     """The isolation that `isolate` stands for on this machine. Raises `ConfigError` if it is "bwrap" and bwrap does not work."""
+    if isolate is None:
+        return "landlock" if os.geteuid() else "none"
     if isolate in ("none", "landlock"):
         return isolate
     fault = bwrap_fault()

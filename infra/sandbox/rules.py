@@ -38,7 +38,8 @@ class ChildRules:
     """Of one child with all that it has started."""
     file_gb: float = 64.0
     """Of one file."""
-    isolate: Isolation = "landlock"
+    isolate: Isolation | None = None
+    """None: "landlock" for an ordinary user, "none" for root."""
 
 
 REWARD, ENVIRONMENT = ChildRules(section="reward"), ChildRules(section="environment")

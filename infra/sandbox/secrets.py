@@ -8,9 +8,11 @@ import os
 import sys
 from pathlib import Path
 
+from penstock.infra.sandbox.keeper.confined import CAPABILITIES
 from penstock.infra.sandbox.rules import child_environment
 
 PR_SET_DUMPABLE = 4
+_CAPABILITY_VERSION = 0x20080522
 ENV_START, ENV_END = 47, 48
 """Fields of /proc/PID/stat after the name: the addresses between which the kernel reads `environ`."""
 
@@ -19,7 +21,7 @@ def hide_secrets(*, memory: bool = True) -> None:
     """Blank the values in `/proc/self/environ` that children do not get; `os.environ` keeps them.
 
     With `memory`, other processes of the user cannot read this one's memory and descriptors, nor attach a debugger, unless
-    `PENSTOCK_DEBUG` is set.
+    `PENSTOCK_DEBUG` is set. A process of root gives up capabilities instead: those that its children do not have either.
     """
     if sys.platform != "linux":
         return
@@ -27,7 +29,20 @@ def hide_secrets(*, memory: bool = True) -> None:
     if secret:
         os.environ.update(secret)  # setenv copies: the C library's variables point to the copies, not to what is blanked
         _blank({os.fsencode(name) for name in secret})
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(not memory or bool(os.environ.get("PENSTOCK_DEBUG"))), 0, 0, 0)
+    closed = memory and not os.environ.get("PENSTOCK_DEBUG")
+    if closed and os.geteuid() == 0:
+        _limit_capabilities()
+        closed = False
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(not closed), 0, 0, 0)
+
+
+def _limit_capabilities() -> None:
+    """Keep the capabilities of a container only; a command that this process starts as root has all of them again."""
+    libc, header = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    held = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: capabilities 0 to 31, then 32 to 63
+    if libc.capget(header, held) == 0:
+        kept = sum(1 << capability for capability in CAPABILITIES)
+        libc.capset(header, (ctypes.c_uint32 * 6)(*(word & kept for word in held[:3]), 0, 0, 0))
 
 
 def _blank(names: set[bytes]) -> None:

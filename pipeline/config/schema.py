@@ -95,7 +95,9 @@ class ChildSection(Section):
     )
     max_processes: Positive = Field(512, description="processes of a child with all that it has started")
     file_gb: PositiveFloat = Field(64.0, description="size of a file that a child process writes")
-    isolate: Isolation = Field("landlock", description="none, landlock, bwrap, or auto: bwrap if it works, else landlock")
+    isolate: Isolation | None = Field(
+        None, description="none, landlock, bwrap, or auto: bwrap if it works, else landlock; for root none, else landlock"
+    )
 
     def _rules(self, section: str, *also: str) -> ChildRules:
         return ChildRules(
