@@ -22,7 +22,7 @@ from penstock.pipeline.launch.check import trial
 from penstock.pipeline.launch.check.arithmetic import arithmetic
 from penstock.pipeline.launch.check.disk import Growth, delta_share
 from penstock.pipeline.launch.check.memory import Shape, adapter_bytes, by_turns, estimates, offloaded, shape_of
-from penstock.pipeline.launch.check.reward_signal import refuse_equal_and_low, scale_of
+from penstock.pipeline.launch.check.reward_signal import equal_and_low, scale_of
 from penstock.pipeline.launch.create import check_inputs
 from penstock.pipeline.launch.placement import place, visible_gpus
 from penstock.pipeline.observe.records.runs import size
@@ -83,7 +83,9 @@ def check(config: Config, *, tell: Tell, samples: bool, say: Callable[[str], Non
         note("reward", f"of the first {len(scores)} rows' own answers: {', '.join(map(_score, scores))}")
     drawn = _samples(config, info, note, say) if samples else []
     sampled = [sample["reward"] for sample in drawn if sample["reward"] is not None]
-    refuse_equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
+    problem = equal_and_low(sampled, scale_of(config, [*sampled, *(reward for score in scores for reward in score.scored)]))
+    if problem:
+        note("warning", problem)
     return Checked(lines, info, drawn)
 
 
