@@ -91,7 +91,7 @@ class InProcess:
 
 
 @contextlib.contextmanager
-def in_process(_target: str, init: Mapping[str, Any], *, timeout_s: float) -> Iterator[InProcess]:
+def in_process(_target: str, init: Mapping[str, Any], *, timeout_s: float, **_: Any) -> Iterator[InProcess]:
     """In place of `trial._children`."""
     assert timeout_s > 0
     yield InProcess(init)

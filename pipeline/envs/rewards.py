@@ -320,6 +320,13 @@ def episodes_of(samples: Sequence[Any]) -> list[dict[str, Any]] | None:
 
 
 def _find(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
+    try:
+        return _named(name, base_dir)
+    except PluginError as error:
+        raise PluginError(f"reward.functions: {error}") from error
+
+
+def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
     plain, options = split_options(name)
     if plain not in BUILTINS and ":" not in plain:
         builtins = ", ".join(BUILTINS)
