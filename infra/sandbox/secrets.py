@@ -8,10 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-from penstock.infra.sandbox.keeper.confined import CAPABILITIES
+from penstock.infra.sandbox.keeper.confined import CAPABILITIES, PR_SET_DUMPABLE, prctl
 from penstock.infra.sandbox.rules import child_environment
 
-PR_SET_DUMPABLE = 4
 _CAPABILITY_VERSION = 0x20080522
 ENV_START, ENV_END = 47, 48
 """Fields of /proc/PID/stat after the name: the addresses between which the kernel reads `environ`."""
@@ -29,11 +28,10 @@ def hide_secrets(*, memory: bool = True) -> None:
     if secret:
         os.environ.update(secret)  # setenv copies: the C library's variables point to the copies, not to what is blanked
         _blank({os.fsencode(name) for name in secret})
-    closed = memory and not os.environ.get("PENSTOCK_DEBUG")
-    if closed and os.geteuid() == 0:
+    closed, root = memory and not os.environ.get("PENSTOCK_DEBUG"), os.geteuid() == 0
+    if closed and root:
         _limit_capabilities()
-        closed = False
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(not closed), 0, 0, 0)
+    prctl(PR_SET_DUMPABLE, int(root or not closed))
 
 
 def _limit_capabilities() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -350,6 +351,19 @@ def a_reply(**changes):
     return replies.Reply(**(fields | changes))
 
 
+MODULES: dict[str, Any] = {
+    "prompts": prompts,
+    "rollouts": rollouts,
+    "calls": calls,
+    "replies": replies,
+    "weights": weights,
+    "ledger": ledger,
+    "metrics": metrics,
+    "dead-letters": dead_letters,
+    "runs": runs,
+    "state": state,
+}
+"""Topic -> the module that reads and writes its records; groups, of several parts, are not among them."""
 EXAMPLES = {
     "prompts": a_prompt(),
     "rollouts": a_rollout(),

@@ -9,27 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics import dead_letters, groups, rollouts, runs, weights
 from penstock.topics.samples import Turn, reward_of
-from penstock.topics.turns import calls, replies
-from penstock.topics.upkeep import state
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
-from tests.support.strategies import EXAMPLES, a_group, a_prompt, a_rollout, group_records
+from tests.support.strategies import EXAMPLES, MODULES, a_group, a_prompt, a_rollout, group_records
 
-MODULES = {
-    "prompts": prompts,
-    "rollouts": rollouts,
-    "calls": calls,
-    "replies": replies,
-    "weights": weights,
-    "ledger": ledger,
-    "metrics": metrics,
-    "dead-letters": dead_letters,
-    "runs": runs,
-    "state": state,
-}
 NAMES = sorted(MODULES)
 
 

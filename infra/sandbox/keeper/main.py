@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from penstock.infra.sandbox.keeper.confined import become, prctl
+from penstock.infra.sandbox.keeper.confined import PR_SET_DUMPABLE, become, prctl
 from penstock.infra.sandbox.keeper.process_tree import ProcessTree, memory_gb
 
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 1.0
 """Time that is left to what still runs at an orderly end."""
 EVERY_S, SHARE = 0.25, 0.01

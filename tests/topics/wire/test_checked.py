@@ -6,29 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics import groups, ledger, rollouts, runs, weights
 from penstock.topics.catalogue import check_run_id
-from penstock.topics.turns import calls, replies
 from penstock.topics.upkeep import owners, state
 from penstock.topics.upkeep.owners import Owner
 from penstock.topics.wire.checked import is_name, whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
-from tests.support.strategies import EXAMPLES, a_group
+from tests.support.strategies import EXAMPLES, MODULES, a_group
 
-MODULES: dict[str, Any] = {
-    "prompts": prompts,
-    "rollouts": rollouts,
-    "calls": calls,
-    "replies": replies,
-    "weights": weights,
-    "ledger": ledger,
-    "metrics": metrics,
-    "dead-letters": dead_letters,
-    "runs": runs,
-    "state": state,
-    "owners": owners,
-}
+READERS = {**MODULES, "owners": owners}
 GENUINE = {**EXAMPLES, "owners": Owner(writer="trainer", token="t", kind="taken", host="here", time_ns=1)}
 DEEP = "[" * 100_000
 NAMES = ["", ".", "..", "../x", "a/b", "/etc", "a b", "a\n", "\x1b[2J", "é", "x" * 200, "-rf"]
@@ -82,7 +69,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "changes"), REFUSED, ids=lambda value: str(value)[:40])
 def test_a_value_that_cannot_be_is_refused_in_one_line(name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = MODULES[name]
+    module = READERS[name]
     if name == "weights":
         monkeypatch.setattr(weights, "_flaw", lambda _: None)
     value = module.encode(replace(GENUINE[name], **changes))
