@@ -160,8 +160,8 @@ def test_a_daemon_ends_with_the_owner_of_the_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "rules", "words"),
     [
-        ("memory", {"memory_gb": 0.2}, r"used 0.3 GB of memory and was killed: environment\.memory_gb is 0\.2"),
-        ("processes", {"max_processes": 20}, r"had 31 processes and was killed: environment\.max_processes is 20"),
+        ("memory", {"memory_gb": 0.2}, r"used 0\.\d+ GB of memory and was killed: environment\.memory_gb is 0\.2"),
+        ("processes", {"max_processes": 20}, r"had \d+ processes and was killed: environment\.max_processes is 20"),
         ("file", {"file_gb": 0.01}, r"\[Errno 27\] File too large"),
     ],
 )
@@ -169,8 +169,7 @@ def test_what_exceeds_a_limit_fails_with_the_key_and_the_next_call_is_answered(
     pool: Pool, tmp_path: Path, what: str, rules: dict[str, Any], words: str
 ) -> None:
     ours = pool(**rules)
-    text = re.sub(r"used 0\.3\d* GB", "used 0.3 GB", str(result(ours, do=what, path=str(tmp_path / "file"))))
-    assert re.fullmatch(words, text)
+    assert re.fullmatch(words, str(result(ours, do=what, path=str(tmp_path / "file"))))
     assert isinstance(result(ours, do="nothing"), int)
 
 
