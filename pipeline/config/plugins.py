@@ -1,7 +1,7 @@
 """A user's own functions, by name: `package.module:function` or `path/file.py:function`.
 
-The rule: a user's code comes last. Its files load under a private module name and its folder goes to the end of `sys.path`,
-so a folder of theirs that is called `workers` never stands in for ours.
+The rule: a user's code comes last. Its folder goes to the end of `sys.path`, and a file whose name means another module loads under a
+private one, so a folder of theirs that is called `workers` never stands in for ours.
 """
 
 import difflib
@@ -153,18 +153,29 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     _append_to_path(file.parent)
-    module_spec = importlib.util.spec_from_file_location(name, file, loader=_ThisSource(name, str(file), source))
+    own_name = _import_name(file) or name
+    module_spec = importlib.util.spec_from_file_location(own_name, file, loader=_ThisSource(own_name, str(file), source))
     assert module_spec is not None, f"no loader for {file}"
     assert module_spec.loader is not None, f"no loader for {file}"
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
+    sys.modules |= {name: module, own_name: module}
     try:
         module_spec.loader.exec_module(module)
     # The boundary to a user's module: whatever it raises becomes one line.
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        for known in {name, own_name}:
+            sys.modules.pop(known, None)
         raise PluginError(f"{spec!r} fails while it is imported: {one_line(error)}") from error
     return module
+
+
+def _import_name(file: Path) -> str | None:
+    """The name by which an import finds this file, so that processes which its functions start find them; None if it finds another."""
+    try:
+        found = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+    except (ImportError, ValueError):
+        return None
+    return file.stem if found is not None and found.origin == str(file) else None
 
 
 def _load_module(spec: str, where: str, base_dir: str | Path | None) -> ModuleType:

@@ -198,7 +198,7 @@ class Rewards:
             doing(f"reward {name}")
             asyncio.set_event_loop(_loop())  # for functions that call get_event_loop()
             try:
-                returned.append(function(**arguments))
+                returned.append(_call(function, arguments))
             # The boundary to a user's function: its failure is the group's.
             except BaseException as error:
                 raise broke(name, error, function) from error
@@ -350,7 +350,7 @@ def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]
         return dict(given)
     kinds = inspect.Parameter
     for parameter in parameters.values():
-        required = parameter.default is kinds.empty and parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        required = parameter.default is kinds.empty and parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
         if required and parameter.name not in given:
             hint = nearest(parameter.name, given)
             raise _MissingColumn(
@@ -359,6 +359,13 @@ def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
         return dict(given)
     return {key: value for key, value in given.items() if key in parameters}
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call a function by keywords, by position where it allows nothing else."""
+    first = [one for one in (_parameters(function) or {}).values() if one.kind is one.POSITIONAL_ONLY]
+    by_position = [arguments.pop(one.name, one.default) for one in first]
+    return function(*by_position, **arguments)
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

@@ -86,8 +86,7 @@ def _plain(value: Any) -> Any:
         return value
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False, default=str)
-    except (TypeError, ValueError):
-        text = str(value)
-    if len(text) > MOST_CHARACTERS:
-        return f"{text[:MOST_CHARACTERS]}…"
-    return text if isinstance(value, str) else json.loads(text)
+        plain = text if isinstance(value, str) else json.loads(text)
+    except Exception:  # the boundary to a user's object: NaN, a circle, a key that is no text, a `__str__` that raises
+        plain = text = shown(value)
+    return plain if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

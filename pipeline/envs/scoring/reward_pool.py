@@ -124,7 +124,7 @@ class RewardPool(Generic[Key]):
     def _rest(self, key: Key, group: _Group) -> Done[Key] | Failed[Key] | None:
         """Score those that did not fail alone together."""
         if not group.alone:
-            return self._failed(key, next(iter(group.broken.values()), group.reason))
+            return self._failed(key, group.reason)
         members = tuple(sorted(group.alone))
         if len(members) == 1:
             return self._done(key, group, group.alone[members[0]], members)

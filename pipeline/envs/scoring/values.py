@@ -1,7 +1,8 @@
 """Checks the return value of a reward function: one number or None for each completion, and named parts.
 
 A completion's value is a number, None, or an object of names to such values: `{"format": 1.0, "answer": 0.5}` counts as their sum,
-1.5, and each part is recorded under its name. An object whose values are all None counts as None.
+1.5, and each part is recorded under its name. An object whose values are all None counts as None. One object of names to lists,
+`{"format": [1.0, 0.0], "answer": [0.5, 0.5]}`, means the same for all completions.
 """
 
 from collections.abc import Mapping
@@ -22,17 +23,29 @@ Parts = dict[str, float | None]
 
 def checked(name: str, returned: Any, count: int) -> tuple[list[float | None], list[Parts]]:
     """The values for `count` completions and their named parts, from what the function `name` returned. Raises `RewardError`."""
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    values = _rows(returned) if isinstance(returned, Mapping) else _plain(returned)
     if not isinstance(values, (list, tuple)):
         raise RewardError(f"reward {name} returned a {type(returned).__name__}, expected a list of {count} numbers")
     if len(values) != count:
-        raise RewardError(f"reward {name} returned {len(values)} values for {count} completions")
+        raise RewardError(f"reward {name} returned {len(values)} values for {count} completion{'s' * (count != 1)}")
     parts = [_parts(name, value, number) for number, value in enumerate(values)]
     totals = [
         _sum(name, own, number) if isinstance(value, Mapping) else _number(f"reward {name} returned", value, f"completion {number}")
         for number, (value, own) in enumerate(zip(values, parts, strict=True))
     ]
     return totals, parts
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _rows(columns: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
+    """The named parts of each completion, from a list for each name; None if these are no lists of one length."""
+    lists = [_plain(column) for column in columns.values()]
+    if not all(isinstance(column, (list, tuple)) for column in lists) or len({len(column) for column in lists}) != 1:
+        return None
+    return [dict(zip(columns, row, strict=True)) for row in zip(*lists, strict=True)]
 
 
 def bounded(total: float, what: str) -> float:

@@ -1,5 +1,6 @@
 """A user's functions: found by name, loaded apart from ours, and every failure one line."""
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -23,14 +24,32 @@ def test_a_function_of_a_module_and_of_a_file_is_loaded(tmp_path: Path) -> None:
     assert load(f"{tmp_path}/mine.py:double")(4) == 8
 
 
-def test_a_file_loads_once_under_a_private_name_and_anew_when_it_changes(tmp_path: Path) -> None:
+def test_a_file_loads_once_and_anew_when_it_changes(tmp_path: Path) -> None:
     file = written(tmp_path, "mine.py", "def f():\n    return 1\n")
     first = load(f"{file}:f")
     assert load(f"{file}:f") is first
-    assert first.__module__.startswith("penstock_plugin_")
-    assert "mine" not in sys.modules
     written(tmp_path, "mine.py", "def f():\n    return 2\n")
     assert load(f"{file}:f")() == 2
+
+
+def test_a_file_has_the_name_by_which_processes_of_its_functions_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for number in (1, 2):
+        file = written(tmp_path, "only_here.py", f"def f():\n    return {number}\n")
+        found = load(f"{file}:f")
+        assert pickle.loads(pickle.dumps(found))() == number
+    del sys.modules["only_here"]
+
+
+@pytest.mark.parametrize("name", ["json.py", "penstock.py", "typing.py", "two words.py", "__main__.py", "class.py"])
+def test_a_file_whose_name_means_another_module_has_a_private_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = sys.modules.get(name.removesuffix(".py"))
+    found = load(f"{written(tmp_path, name, 'def f():' + chr(10) + '    return 1' + chr(10))}:f")
+    assert found() == 1
+    if known is not None:
+        assert found.__module__.startswith("penstock_plugin_")
+        assert sys.modules[name.removesuffix(".py")] is known
 
 
 def test_a_users_own_penstock_folder_does_not_shadow_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,15 @@ def number(completions, **kwargs):
 def trl_style(completions, completion_ids, trainer_state, **kwargs):
     return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
 
+def by_position(prompts, completions, level, /):
+    return [float(level[0] + len(text)) for text in completions]
+
+def mostly_by_position(completions, level=1, /, *others, prompts, **kwargs):
+    return [float(level[0] + len(text) + len(others)) for text in completions]
+
+def without_a_column(completions, missing=2, level=5, /):
+    return [float(level[0] + missing + len(text)) for text in completions]
+
 def weighty(completions, completion_lengths, *, each=1.0):
     return [each * length for length in completion_lengths]
 
@@ -97,6 +106,18 @@ def test_a_function_gets_the_columns_it_names_and_misses_are_told_before_the_run
     with pytest.raises(RewardError, match=r"wants the column 'level', the data has answer, levle, .*did you mean 'levle'"):
         resolve(["mine.py:named"], base_dir=folder).check({"answer": 1, "levle": 2})
     resolve(["mine.py:named", "exact_match"], base_dir=folder).check({"answer": 1, "level": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards"), [("by_position", (4.0, 5.0)), ("mostly_by_position", (4.0, 5.0)), ("without_a_column", (6.0, 7.0))]
+)
+def test_parameters_that_are_positional_only_get_their_columns_by_position(folder: Path, name: str, rewards: tuple[float, ...]) -> None:
+    assert scored(folder, [name], ["a", "bb"], level=3).rewards == rewards
+
+
+def test_a_positional_only_parameter_without_a_column_is_told_before_the_run(folder: Path) -> None:
+    with pytest.raises(RewardError, match="wants the column 'level'"):
+        resolve(["mine.py:by_position"], base_dir=folder).check({"answer": 1})
 
 
 def test_a_function_that_asks_for_token_ids_lengths_and_the_trainers_state_gets_them(folder: Path) -> None:

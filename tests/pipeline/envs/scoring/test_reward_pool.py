@@ -13,7 +13,7 @@ from penstock.pipeline.envs.rewards import Score
 from penstock.pipeline.envs.scoring.reward_pool import RewardPool
 
 MINE = """
-import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time
+import asyncio, ctypes, multiprocessing, os, re, signal, subprocess, sys, threading, time
 
 async def one(text):
     await asyncio.sleep(0.001)
@@ -56,6 +56,17 @@ def forgets(completions, **_):  # an alarm that rings when the function has retu
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     return [1.0] * len(completions)
+
+def length(text):
+    return float(len(text))
+
+def spawns(completions, **_):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(length, completions)
+
+def forks(completions, **_):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.map(length, completions)
 
 def prints(completions, **_):
     print("[0, {}]")
@@ -123,6 +134,9 @@ def logs(completions, log_extra, log_metric, **_):
     log_metric("longest", max(map(len, completions)))
     return [{"form": 1.0, "size": None if text == "none" else float(len(text))} for text in completions]
 
+def short(completions, **_):
+    return [1.0] if len(completions) > 1 else []
+
 def some(completions, **_):
     return [None if text == "none" else 1.0 for text in completions]
 """
@@ -180,6 +194,14 @@ def test_functions_run_as_their_authors_wrote_them(score: Scorer, beside: tuple[
         assert found.components[1] == (1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, *(1.0 for _ in beside))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["spawns", "forks"])
+def test_functions_may_start_processes_of_their_own(score: Scorer, name: str) -> None:
+    found = score(name, completions=["ab", "c"])
+    assert isinstance(found, Score), found
+    assert found.rewards == (2.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -233,6 +255,7 @@ def test_an_async_function_that_breaks_costs_its_own_sample(score: Scorer, text:
 def test_a_group_in_which_every_sample_breaks_fails_with_the_reason(score: Scorer) -> None:
     assert str(score("risky", completions=["leave", "leave"])).startswith("reward mine.py:risky broke: SystemExit: bye (mine.py line ")
     assert str(score("risky", completions=["exit"])) == "reward mine.py:risky died with exit status 3"
+    assert score("short", completions=["a", "b", "c"]) == "reward mine.py:short returned 1 values for 3 completions"
 
 
 class Recorded:

@@ -94,6 +94,47 @@ def test_named_parts_count_as_their_sum_and_those_that_are_none_do_not_apply() -
     assert parts == [{"form": 1.0, "answer": 0.5}, {"form": None, "answer": 0.25}, {"form": None}, {}, {}]
 
 
+@pytest.mark.parametrize("column", [list, tuple, np.array, torch.tensor])
+def test_a_list_for_each_name_is_the_named_parts_of_all_completions(column: Any) -> None:
+    numbers, parts = checked("f", {"form": column([1.0, 0.0, 1.0]), "answer": [None, 0.5, 2]}, 3)
+    assert numbers == [1.0, 0.5, 3.0]
+    assert parts == [{"form": 1.0, "answer": None}, {"form": 0.0, "answer": 0.5}, {"form": 1.0, "answer": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ({"form": [1.0], "answer": [0.0]}, "returned 1 values for 2 completions"),
+        ({"form": [1.0, 0.0], "answer": [0.0]}, "returned a dict, expected a list of 2 numbers"),
+        ({"form": 1.0}, "returned a dict, expected a list of 2 numbers"),
+        ({}, "returned a dict, expected a list of 2 numbers"),
+        ({"form": [1.0, "x"]}, "returned 'x' for 'form' of completion 1"),
+        ({1: [1.0, 0.0]}, "returned {1: 1.0} for completion 0, expected at most 64 names to numbers"),
+    ],
+)
+def test_names_without_a_number_for_each_completion_are_refused(returned: Any, words: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        checked("f", returned, 2)
+    assert words in str(caught.value)
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (float("nan"), "nan"), (float("-inf"), "-inf"), ([1.0, float("nan")], "[1.0, nan]"), (CIRCLE, "[[...]]"), (Odd(), "a Odd"),
+        ({"a": Odd()}, "a dict"), ({(1, 2): 3}, "{(1, 2): 3}"), ({1, 1}, "{1}"), (b"ab", "b'ab'"), ("", ""), (2**60, 2**60), (1 + 0j, "(1+0j)"),
+    ],
+)  # fmt: skip
+def test_whatever_is_logged_for_a_sample_is_kept_as_json_or_as_its_text(value: Any, kept: Any) -> None:
+    logged = Logged(1)
+    logged.functions("f")["log_extra"]("x", [value])
+    assert json.loads(json.dumps(logged.rows, allow_nan=False)) == [{"x": kept}]
+
+
 def test_columns_and_metrics_are_kept_by_name_as_json() -> None:
     logged = Logged(2)
     log = logged.functions("f")
