@@ -81,13 +81,14 @@ class DropLimit:
     def _causes(self, dropped: int, *, steps_done: int) -> str:
         """The causes of the drops, and advice if most groups had equal rewards."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.inbox.drop_causes.most_common(SHOWN_CAUSES) if count)
-        reason, equal = self.inbox.last_reason(), self._equal()
-        text = (f": {causes}" if causes else "") + (f"; the last one: {reason}" if reason else "")
+        reasons, equal = self.inbox.newest_reasons(), self._equal()
+        text = (f": {causes}" if causes else "") + (f"; the last one: {reasons[-1]}" if reasons else "")
         return text + (self._advice(equal, steps_done=steps_done) if 2 * len(equal) > dropped else "")
 
     def _equal(self) -> list[float]:
-        """Mean rewards of the groups filtered for equal rewards; none if the newest was filtered for lack of trained tokens."""
-        return [] if self.inbox.last_reason() == UNTRAINED else self.inbox.filtered_rewards
+        """Mean rewards of the groups filtered for equal rewards; none if most of the newest were filtered for lack of trained tokens."""
+        reasons = self.inbox.newest_reasons()
+        return [] if 2 * reasons.count(UNTRAINED) > len(reasons) else self.inbox.filtered_rewards
 
     def _advice(self, equal: list[float], *, steps_done: int) -> str:
         scale, mean, selector = self.inbox.scale, fmean(equal), self.inbox.selector

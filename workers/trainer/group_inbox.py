@@ -3,10 +3,11 @@
 The rule: the first whole record of a group counts; a record that cannot be used is a dead letter, one that repeats is a duplicate.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Final
 
 from penstock.pipeline.learner.training_samples import untrainable
 from penstock.pipeline.scheduling.reward_scale import RewardScale
@@ -17,6 +18,9 @@ from penstock.topics.groups import Group, GroupAssembler
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.headers import Headers
 from penstock.topics.wire.record import Record
+
+NEWEST: Final = 8
+"""Dropped groups whose records are kept, for their reasons."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,8 +41,8 @@ class GroupInbox:
     filtered_rewards: list[float] = field(default_factory=list)
     """Mean reward of each group filtered since the last step."""
     scale: RewardScale = field(default_factory=RewardScale)
-    _dropped: list[Record] = field(default_factory=list)
-    """The newest outcome without a group to train."""
+    _dropped: deque[list[Record]] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    """The records of the newest groups that a scorer dropped."""
     ended_before: int = 0
     """Groups with a lower number had ended when this trainer began, and are passed over."""
     _groups: dict[int, Group] = field(default_factory=dict)
@@ -74,7 +78,7 @@ class GroupInbox:
             cause = " for lack of rewards" if lacking else "" if mean is None else f" at reward {mean:.3g}"
             self.drop_causes[headers.outcome + cause] += 1
             self.filtered_rewards += [mean] if headers.outcome == "filtered" and mean is not None and not lacking else []
-            self._dropped = records
+            self._dropped.append(records)
         elif group is not None and not self.selector.is_settled(group.group):
             self.scale.see(group.rewards)
             self._groups[group.group] = group
@@ -86,13 +90,14 @@ class GroupInbox:
             self._groups.pop(stale.group, None)
         return None if candidate is None else (candidate, self._groups.pop(candidate.group))
 
-    def last_reason(self) -> str | None:
-        """Why the newest dropped group was dropped, from its payload; None if a scorer has dropped none."""
-        if not self._dropped:
-            return None
+    def newest_reasons(self) -> list[str]:
+        """Why the newest groups that a scorer dropped were dropped, from their payloads; unreadable ones are left out."""
+        return [reason for records in self._dropped if (reason := self._reason(records))]
+
+    def _reason(self, records: list[Record]) -> str | None:
         try:
-            with self.decoding(self._dropped[-1]):
-                return groups.read(self._dropped, run=self.run)[1].reason
+            with self.decoding(records[-1]):
+                return groups.read(records, run=self.run)[1].reason
         except Unusable:
             return None
 

@@ -90,12 +90,28 @@ def test_groups_that_all_have_the_full_reward_end_the_run_as_solved(filtered: li
     assert f"the full reward is {high:.3g}" in passed.reason
 
 
-def test_groups_without_a_trained_token_are_no_sign_of_a_solved_task(monkeypatch: pytest.MonkeyPatch) -> None:
+EQUAL = "every sample has the reward 1"
+
+
+@pytest.mark.parametrize("reasons", [[UNTRAINED] * 8, [EQUAL, *[UNTRAINED] * 7], [*[UNTRAINED] * 7, EQUAL], [EQUAL, UNTRAINED, UNTRAINED]])
+def test_groups_without_a_trained_token_are_no_sign_of_a_solved_task(monkeypatch: pytest.MonkeyPatch, reasons: list[str]) -> None:
     drops = limit_of(8, scale=RewardScale(0.0, 1.0))
     drop(drops, *[0.95] * 9)
-    monkeypatch.setattr(GroupInbox, "last_reason", lambda _: UNTRAINED)
+    monkeypatch.setattr(GroupInbox, "newest_reasons", lambda _: reasons)
     text = str(reason(drops, steps_done=14))
-    assert text.endswith(f"9 filtered at reward 0.95; the last one: {UNTRAINED}"), "no advice on the prompts' difficulty"
+    assert text.endswith(f"9 filtered at reward 0.95; the last one: {reasons[-1]}"), "no advice on the prompts' difficulty"
+
+
+@pytest.mark.parametrize("reasons", [[], [EQUAL] * 8, [*[EQUAL] * 7, UNTRAINED], [UNTRAINED, *[EQUAL] * 7], [EQUAL, UNTRAINED]])
+def test_one_group_without_a_trained_token_does_not_hide_that_the_task_is_solved(
+    monkeypatch: pytest.MonkeyPatch, reasons: list[str]
+) -> None:
+    drops = limit_of(8, scale=RewardScale(0.0, 1.0))
+    drop(drops, *[0.95] * 9)
+    monkeypatch.setattr(GroupInbox, "newest_reasons", lambda _: reasons)
+    passed = drops.passed(steps_done=14)
+    assert passed is not None
+    assert passed.solved
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ CIRCLE.append(CIRCLE)
     ("value", "kept"),
     [
         (float("nan"), "nan"), (float("-inf"), "-inf"), ([1.0, float("nan")], "[1.0, nan]"), (CIRCLE, "[[...]]"), (Odd(), "a Odd"),
-        ({"a": Odd()}, "a dict"), ({(1, 2): 3}, "{(1, 2): 3}"), ({1, 1}, "{1}"), (b"ab", "b'ab'"), ("", ""), (2**60, 2**60), (1 + 0j, "(1+0j)"),
+        ({"a": Odd()}, "a dict"), ({(1, 2): 3}, "{(1, 2): 3}"), ({1}, "{1}"), (b"ab", "b'ab'"), ("", ""),
+        (2**60, 2**60), (1 + 0j, "(1+0j)"),
     ],
 )  # fmt: skip
 def test_whatever_is_logged_for_a_sample_is_kept_as_json_or_as_its_text(value: Any, kept: Any) -> None:
