@@ -41,7 +41,7 @@ def rest(): time.sleep(600)
 def deaf():
     for number in (1, 2, 3, 15): signal.signal(number, signal.SIG_IGN)
 def popen(**options): subprocess.Popen(SLEEP, stdin=-3, stdout=-3, stderr=-3, **options)
-def others(payload): return [*payload["pids"], os.getppid()]
+def others(payload): return [*payload["pids"], *[pid for pid in [os.getppid()] if pid > 1]]  # 1: the first process of its own namespace
 
 def attempt(action, name):
     try: return [name] if action() in (None, True) else []

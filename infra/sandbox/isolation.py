@@ -1,4 +1,4 @@
-"""Isolation of child processes from other processes of the same user: `isolate` of a section."""
+"""Isolation of child processes from other processes of the same user: `isolate` and `isolate_network` of a section."""
 
 import functools
 import logging
@@ -8,35 +8,48 @@ import subprocess
 from typing import Literal
 
 from penstock.infra.errors import ConfigError
-from penstock.infra.sandbox.rules import Isolation
+from penstock.infra.paths import state_path
+from penstock.infra.sandbox.rules import ChildRules
 
-BWRAP = ("bwrap", "--unshare-user", "--unshare-pid", "--dev-bind", "/", "/", "--proc", "/proc", "--die-with-parent", "--")
-"""A command in its own user and process id namespaces; files, devices and network stay."""
+_BWRAP = (
+    *("bwrap", "--unshare-user", "--unshare-pid", "--unshare-ipc", "--die-with-parent", "--cap-drop", "ALL"),
+    *("--dev-bind", "/", "/", "--proc", "/proc"),
+)
 PROBE_S = 30.0
 
 
 @functools.cache
-def chosen_isolation(isolate: Isolation | None, section: str) -> Literal["none", "landlock", "bwrap"]:
-    """The isolation that `isolate` stands for on this machine. Raises `ConfigError` if it is "bwrap" and bwrap does not work."""
-    if isolate is None:
+def chosen_isolation(rules: ChildRules) -> Literal["none", "landlock", "bwrap"]:
+    """The isolation that these rules stand for on this machine. Raises `ConfigError` if they need bwrap and it does not work."""
+    if rules.isolate is None:
         return "landlock" if os.geteuid() else "none"
-    if isolate in ("none", "landlock"):
-        return isolate
-    fault = bwrap_fault()
+    if rules.isolate in ("none", "landlock"):
+        return rules.isolate
+    fault, section = bwrap_fault(rules), rules.section
     if fault is None:
         return "bwrap"
-    if isolate == "bwrap":
+    if rules.isolate_network:
+        raise ConfigError(f"{section}.isolate_network = true: {fault}; or set it to false")
+    if rules.isolate == "bwrap":
         raise ConfigError(f'{section}.isolate = "bwrap": {fault}; or set {section}.isolate = "landlock"')
     logging.getLogger("penstock").warning('%s.isolate = "auto": %s; "landlock" is used', section, fault)
     return "landlock"
 
 
-def bwrap_fault() -> str | None:
+def bwrap_command(rules: ChildRules) -> tuple[str, ...]:
+    """What precedes a command in its own user, process id and IPC namespaces: devices and files stay, without the embedded broker's."""
+    broker = state_path() / "broker"
+    hidden = ("--tmpfs", str(broker)) if broker.is_dir() else ()
+    return (*_BWRAP, *hidden, *(["--unshare-net"] if rules.isolate_network else []), "--")
+
+
+def bwrap_fault(rules: ChildRules) -> str | None:
     """Why bubblewrap does not work on this machine; None if it does."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed: apt-get install bubblewrap"
+    command = [*bwrap_command(rules), "true"]
     try:
-        done = subprocess.run([*BWRAP, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, check=False)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"bwrap does not start: {error}"
     lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

@@ -40,6 +40,8 @@ class ChildRules:
     """Of one file."""
     isolate: Isolation | None = None
     """None: "landlock" for an ordinary user, "none" for root."""
+    isolate_network: bool = False
+    """Children have no network; needs bwrap."""
 
 
 REWARD, ENVIRONMENT = ChildRules(section="reward"), ChildRules(section="environment")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import IMPORT_ROOT
-from penstock.infra.sandbox.isolation import BWRAP, chosen_isolation
+from penstock.infra.sandbox.isolation import bwrap_command, chosen_isolation
 from penstock.infra.sandbox.rules import ChildRules, child_environment
 
 # -P and this first line: our packages come first, whatever the working directory or the user's PYTHONPATH holds.
@@ -56,10 +56,10 @@ class Lifeline:
 
 def keeper_of(command: Sequence[str], rules: ChildRules, lifeline: Lifeline) -> list[str]:
     """The command of the process that runs `command` by these rules. Raises `ConfigError` for an isolation that this machine lacks."""
-    isolation = chosen_isolation(rules.isolate, rules.section)
+    isolation = chosen_isolation(rules)
     memory_gb = _machine_gb() / 2 if rules.memory_gb is None else rules.memory_gb
     settings = (lifeline.theirs.fileno(), rules.section, memory_gb, rules.max_processes, rules.file_gb, isolation)
-    return [*KEEPER, *map(str, settings), *(BWRAP if isolation == "bwrap" else ()), *command]
+    return [*KEEPER, *map(str, settings), *(bwrap_command(rules) if isolation == "bwrap" else ()), *command]
 
 
 def spawn(target: str, rules: ChildRules) -> "tuple[subprocess.Popen[bytes], Lifeline]":

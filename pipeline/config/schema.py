@@ -98,6 +98,7 @@ class ChildSection(Section):
     isolate: Isolation | None = Field(
         None, description="none, landlock, bwrap, or auto: bwrap if it works, else landlock; for root none, else landlock"
     )
+    isolate_network: bool = Field(False, description="its processes have no network; needs isolate = bwrap or auto")
 
     def _rules(self, section: str, *also: str) -> ChildRules:
         return ChildRules(
@@ -107,6 +108,7 @@ class ChildSection(Section):
             max_processes=self.max_processes,
             file_gb=self.file_gb,
             isolate=self.isolate,
+            isolate_network=self.isolate_network,
         )
 
 

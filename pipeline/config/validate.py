@@ -15,6 +15,8 @@ from penstock.pipeline.scheduling.schedule import MODES
 
 MAX_SAMPLES = MAX_TURNS = 1 << 12
 """Group, sample and turn are one number of 63 bits, from which a turn's random numbers follow."""
+NETWORKED = ("http:", "https:", "openenv:", "agent:")
+"""Starts of names whose child processes need the network: an agent reaches the policy at an address of this machine."""
 
 Check = Callable[[Config], str | None]
 
@@ -226,6 +228,19 @@ def _reward_addresses(config: Config) -> str | None:
     return None
 
 
+def _isolated_network(config: Config) -> str | None:
+    addresses = filter(is_address, (*config.reward.functions, *config.eval_reward.functions))
+    remote = {"reward": next(addresses, None), "environment": config.environment.source}
+    for section, children in (("reward", config.reward), ("environment", config.environment)):
+        if not children.isolate_network:
+            continue
+        if children.isolate not in ("bwrap", "auto"):
+            return f'{section}.isolate_network: needs {section}.isolate = "bwrap" or "auto"'
+        if (name := remote[section]) and name.startswith(NETWORKED):
+            return f"{section}.isolate_network: what {name.partition(':')[0]}: names is reached over the network; set it to false"
+    return None
+
+
 def _eval_weights(config: Config) -> str | None:
     weights, functions = config.eval.weights, config.eval.functions
     if weights is not None and len(weights) != len(functions or ()):
@@ -359,6 +374,7 @@ CHECKS: tuple[Check, ...] = (
     _samples,
     _reward_weights,
     _reward_addresses,
+    _isolated_network,
     _eval_weights,
     _eval_sources,
     _initial_state,

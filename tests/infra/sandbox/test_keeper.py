@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
 HOSTILE = """
-import os, signal, sys, time
+import ctypes, os, resource, signal, socket, sys, time
+
+libc = ctypes.CDLL(None)
 
 def left(note):
     with open(note, "a") as file:
@@ -41,6 +45,8 @@ def serve(init):
         deaf = lambda: [signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]
         if what == "setsid": forked(os.setsid, start)
         if what == "daemon": forked(os.setsid, lambda: forked(start))
+        if what == "closed": forked(os.setsid, lambda: forked(lambda: os.closerange(0, 256), start))
+        if what == "subreaper": libc.prctl(36, 1, 0, 0, 0); forked(os.setsid, lambda: libc.prctl(1, 0, 0, 0, 0), lambda: forked(start))
         if what == "deaf": forked(os.setsid, deaf, lambda: forked(os.setsid, start))
         if what == "group": forked(lambda: os.setpgid(0, 0), start)
         if what == "stopped": forked(os.setsid, lambda: open(note, "a").write(f"{os.getpid()} ") and None, lambda: os.kill(os.getpid(), 19))
@@ -52,6 +58,25 @@ def serve(init):
         if payload.get("hang"): time.sleep(600)
         if payload.get("exit"): os._exit(3)
         if what == "memory": block = bytearray(300 << 20); time.sleep(600)
+        if what == "memory of many":
+            for _ in range(12): forked(lambda: (bytearray(b"x") * (30 << 20), time.sleep(600)))
+            time.sleep(600)
+        if what == "core":
+            resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+            os.chdir(os.path.dirname(payload["path"]))
+            os.abort()
+        if what == "descriptors":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+            kept = []
+            while True: kept.append(open("/dev/null"))
+        if what == "raise":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 50, 1 << 50))
+        if what == "append":
+            with open(payload["path"], "ab", buffering=0) as file:
+                while True: file.write(bytes(1 << 20))
+        if what == "seek":
+            with open(payload["path"], "wb", buffering=0) as file:
+                file.seek(1 << 40); file.write(b"x")
         if what == "processes":
             for _ in range(30): forked(lambda: time.sleep(600))
             time.sleep(600)
@@ -61,6 +86,11 @@ def serve(init):
                     file.truncate(20_000_000)
             except OSError as error:
                 return str(error)
+        if what == "connect":
+            try: socket.create_connection(("127.0.0.1", payload["port"]), 30).close(); return "connected"
+            except OSError: return [name for _, name in socket.if_nameindex()]
+        if what == "unmount": libc.umount2(payload["path"].encode(), 2)
+        if what in ("list", "unmount"): return sorted(os.listdir(payload["path"]))
         if what == "garbage":
             for descriptor in range(3, 30):
                 try: os.write(descriptor, payload["bytes"].encode())
@@ -68,7 +98,7 @@ def serve(init):
             time.sleep(600)
         if what == "reach":
             done = []
-            for pid in payload["pids"] + [os.getppid()]:
+            for pid in payload["pids"] + [pid for pid in [os.getppid()] if pid > 1]:  # 1: the first of its own namespace
                 for number in (0, 19, 15):
                     try: os.kill(pid, number); done.append(f"signal {number}")
                     except OSError: pass
@@ -115,9 +145,9 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("what", "end"),
     [
-        *((what, "exit") for what in ("setsid", "daemon", "deaf", "group", "stopped", "chain")),
-        ("deaf", "close"),
-        *(pytest.param(what, "close", marks=pytest.mark.slow) for what in ("setsid", "daemon", "group", "stopped", "chain")),
+        *((what, "exit") for what in ("setsid", "daemon", "closed", "subreaper", "deaf", "group", "stopped", "chain")),
+        *((what, "close") for what in ("closed", "deaf")),
+        *(pytest.param(what, "close", marks=pytest.mark.slow) for what in ("setsid", "daemon", "subreaper", "group", "stopped", "chain")),
     ],
 )
 def test_nothing_that_a_function_starts_outlives_its_child(pool: Pool, tmp_path: Path, what: str, end: str) -> None:
@@ -161,8 +191,14 @@ def test_a_daemon_ends_with_the_owner_of_the_pool(tmp_path: Path) -> None:
     ("what", "rules", "words"),
     [
         ("memory", {"memory_gb": 0.2}, r"used 0\.\d+ GB of memory and was killed: environment\.memory_gb is 0\.2"),
+        ("memory of many", {"memory_gb": 0.2}, r"used 0\.\d+ GB of memory and was killed: environment\.memory_gb is 0\.2"),
         ("processes", {"max_processes": 20}, r"had \d+ processes and was killed: environment\.max_processes is 20"),
         ("file", {"file_gb": 0.01}, r"\[Errno 27\] File too large"),
+        ("append", {"file_gb": 0.01}, r"OSError: \[Errno 27\] File too large .*"),
+        ("seek", {"file_gb": 0.01}, r"OSError: \[Errno 27\] File too large .*"),
+        ("raise", {"file_gb": 0.01}, r"ValueError: not allowed to raise maximum limit .*"),
+        ("descriptors", {}, r"OSError: \[Errno 24\] Too many open files: .*"),
+        ("core", {}, r"died with signal SIGABRT"),
     ],
 )
 def test_what_exceeds_a_limit_fails_with_the_key_and_the_next_call_is_answered(
@@ -171,6 +207,7 @@ def test_what_exceeds_a_limit_fails_with_the_key_and_the_next_call_is_answered(
     ours = pool(**rules)
     assert re.fullmatch(words, str(result(ours, do=what, path=str(tmp_path / "file"))))
     assert isinstance(result(ours, do="nothing"), int)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("core")]
 
 
 @pytest.mark.parametrize(
@@ -189,16 +226,40 @@ def _landlock() -> bool:
         return bool(asked.stdout.read() == b"True\n")
 
 
+def _skip_without(isolate: Isolation) -> None:
+    if isolation.bwrap_fault(ChildRules(section="reward", isolate_network=True)) if isolate == "bwrap" else not _landlock():
+        pytest.skip(f"{isolate} does not work here")
+
+
 @pytest.mark.parametrize("isolate", ["landlock", "bwrap"])
 def test_an_isolated_child_reaches_neither_its_owner_nor_its_keeper_nor_a_sibling(pool: Pool, isolate: Isolation) -> None:
-    if isolation.bwrap_fault() if isolate == "bwrap" else not _landlock():
-        pytest.skip(f"{isolate} does not work here")
+    _skip_without(isolate)
     with child(["sleep", "600"]) as bystander:
         ours, sibling = pool(isolate=isolate), pool(isolate=isolate)
         pids = [os.getpid(), bystander.pid, result(sibling, do="nothing")]
         reached = result(ours, do="reach", pids=pids if isolate == "landlock" else pids[:2])
-        assert isolate == "bwrap" or reached == []
+        assert reached == []
         assert bystander.poll() is None
+
+
+@pytest.mark.parametrize(("isolate", "network"), [("bwrap", True), ("bwrap", False), ("auto", False)])
+def test_a_child_has_the_network_unless_it_is_isolated(pool: Pool, isolate: Isolation, network: bool) -> None:
+    _skip_without("bwrap")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = result(pool(isolate=isolate, isolate_network=not network), do="connect", port=server.getsockname()[1])
+    assert answer == ["lo"] if not network else answer == "connected"
+
+
+def test_under_bwrap_the_files_of_the_embedded_broker_are_hidden(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _skip_without("bwrap")
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "broker").mkdir(parents=True)
+    (tmp_path / "home" / "broker" / "password").write_text("hunter2")
+    (tmp_path / "home" / "seen").write_text("")
+    ours = pool(isolate="bwrap")
+    assert result(ours, do="list", path=str(tmp_path / "home")) == ["broker", "seen"]
+    assert result(ours, do="list", path=str(tmp_path / "home" / "broker")) == []
+    assert result(ours, do="unmount", path=str(tmp_path / "home" / "broker")) == []
 
 
 @pytest.mark.parametrize(("isolate", "section"), [("bwrap", "reward"), ("bwrap", "environment"), ("auto", "reward")])
@@ -207,17 +268,41 @@ def test_bwrap_where_it_does_not_work_is_a_line_and_auto_does_without(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     isolation.chosen_isolation.cache_clear()
+    rules = ChildRules(section=section, isolate=isolate)
     if isolate == "bwrap":
         with pytest.raises(ConfigError, match=rf'^{section}\.isolate = "bwrap": bwrap is not installed: apt-get install bubblewrap'):
-            isolation.chosen_isolation(isolate, section)
+            isolation.chosen_isolation(rules)
     else:
-        assert [isolation.chosen_isolation(isolate, section) for _ in range(3)] == ["landlock"] * 3
+        assert [isolation.chosen_isolation(rules) for _ in range(3)] == ["landlock"] * 3
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == ['reward.isolate = "auto"']
+        with pytest.raises(ConfigError, match=r"^reward\.isolate_network = true: bwrap is not installed: apt-get .*; or set it to false$"):
+            isolation.chosen_isolation(replace(rules, isolate_network=True))
     isolation.chosen_isolation.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("section", "keys", "words"),
+    [
+        ("reward", {}, 'needs reward.isolate = "bwrap" or "auto"'),
+        ("reward", {"isolate": "none"}, 'needs reward.isolate = "bwrap" or "auto"'),
+        ("environment", {"isolate": "landlock"}, 'needs environment.isolate = "bwrap" or "auto"'),
+        (
+            "reward",
+            {"isolate": "auto", "functions": ["exact_match", "http://judge:8000/x"]},
+            "what http: names is reached over the network",
+        ),
+        ("environment", {"isolate": "bwrap", "source": "openenv:ws://game:80"}, "what openenv: names is reached over the network"),
+        ("environment", {"isolate": "bwrap", "source": "agent:python a.py"}, "what agent: names is reached over the network"),
+    ],
+)
+def test_an_isolated_network_needs_bwrap_and_code_that_does_without(section: str, keys: dict[str, Any], words: str) -> None:
+    base = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}}
+    with pytest.raises(ConfigError, match=rf"{section}\.isolate_network: {re.escape(words)}"):
+        from_table({**base, section: {**keys, "isolate_network": True}})
+
+
 def test_the_limits_are_keys_of_both_sections() -> None:
-    keys = {"memory_gb": 2.0, "max_processes": 7, "file_gb": 1.5, "isolate": "none"}
+    keys = {"memory_gb": 2.0, "max_processes": 7, "file_gb": 1.5, "isolate": "auto", "isolate_network": True}
     base = {"run": {"steps": 1}, "model": {"path": "/m"}, "data": {"source": "tiny:successor"}}
     config = from_table({**base, "reward": keys, "environment": {**keys, "max_processes": 9}})
     assert config.reward.rules() == ChildRules(section="reward", **keys)  # type: ignore[arg-type]
