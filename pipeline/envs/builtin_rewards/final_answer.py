@@ -9,11 +9,13 @@ _TAIL = 8_000
 """Characters at the end of a completion in which an answer without a mark is looked for."""
 _MARKDOWN = re.compile(r"\*\*(?=\W|$)|(?<![\w)])\*\*|^\s*(?:```\w*|[*•] )", re.MULTILINE)
 _MONEY = re.compile(r"\\\$|\$(?=\d[\d,.]*(?:[\s.,;:?!)*/=+-]|$))(?![^$\n]{1,500}[^\s$]\$)")
+_WIDE = str.maketrans({"\u3002": ". ", "\uff0c": ", ", "\uff1a": ":", "\uff1b": "; ", "\uff01": "!", "\uff1f": "?", "\u6216": " or "})
+"""Chinese punctuation, and the word "or"."""
 _SYMBOLS = re.compile("[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff]")
 _EMPHASIS = re.compile(r"(?<![\w*])([*_'])([^\s*_']{1,100})\1(?![\w*])")
 _ANNOUNCED = re.compile(
     r"\b(?:answers?|option|choice)\b(?:[^\n.:=]{0,60}?\b(?:is|are|equals)\b|[ *_]*[:=]|\s[-–—]\s|[ *_]*\n)[\s:*_]*(?=[^\s.*_:])"
-    r"|\b(?:options?|choices?|choose|select|pick)\s(?:option\s)?(?=\(?[A-J]\)?\.?$)",
+    r"|\u7b54\u6848[^\n.:=\d]{0,10}?[\u662f\u4e3a\u70ba:][\s:*_]*|\b(?:options?|choices?|choose|select|pick)\s(?:option\s)?(?=\(?[A-J]\)?\.?$)",
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"[A-Za-z', ]{0,100}\b(?:is|are|equals|answer:)(?=[\s:])[\s:]*(.*)", re.DOTALL | re.IGNORECASE)
@@ -60,14 +62,14 @@ def final_answers(text: str) -> list[str]:
 
 
 def _in_prose(text: str) -> list[str]:
-    text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.strip()))
+    text = re.sub(r"\b([ap])\.m\.", r"\1m", re.sub(_BOX.pattern + r"\{?", "", text.translate(_WIDE).strip()))
     text = _SYMBOLS.sub("", _MONEY.sub("", text)).replace(" or so", "").replace(" and a half", " and one half")
     text = _JOINED_BY.sub(", ", _EMPHASIS.sub(r"\2", _MARKDOWN.sub("", text)).strip())
     text = _NEXT_NUMBER.sub(r"\1~", _OR.sub(lambda match: f" {match['and'] or 'or'} ", text))
     whole = [text] if "\n" not in text else []
-    if not re.search(r"[A-Za-z]{2}", text):
-        return whole
     announced = list(_ANNOUNCED.finditer(text))
+    if not announced and not re.search(r"[A-Za-z]{2}", text):
+        return whole
     if announced:
         start, end = announced[-1].span()
         before, tail = _SENTENCE_END.split(text[max(0, start - 200) : start])[-1], _sentences(text[end:])[0]
@@ -87,13 +89,15 @@ def last_box(text: str) -> str | None:
             opened.append(match.start())
         elif match[0] == "}" and opened:
             closed[opened.pop()] = match.start()
-    for match in reversed(list(_BOX.finditer(text))):
-        if match.end() in closed:
-            return text[match.end() + 1 : closed[match.end()]]
-        bare = re.match(r"[^\s$.,{]+", text[match.end() : match.end() + 50])
-        if bare:
-            return bare[0]
-    return None
+    last, end = None, -1
+    for match in _BOX.finditer(text):
+        start = match.end()
+        bare = re.compile(r"[^\s$.,{]+").match(text, start, start + 50)
+        if closed.get(start, -1) > end:
+            last, end = text[start + 1 : closed[start]], closed[start]
+        elif bare and bare.end() > end:
+            last, end = bare[0], bare.end()
+    return last
 
 
 def _sentences(text: str) -> list[str]:

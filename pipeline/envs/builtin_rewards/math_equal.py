@@ -7,9 +7,10 @@ from typing import Any
 from penstock.pipeline.envs.builtin_rewards.math_parser import MAX_CHARACTERS, Tree
 from penstock.pipeline.envs.builtin_rewards.math_reading import Group, Quantity, Reading, Relation, read
 from penstock.pipeline.envs.builtin_rewards.math_text import compact, normalised
-from penstock.pipeline.envs.builtin_rewards.math_values import proportional, same_value, value
+from penstock.pipeline.envs.builtin_rewards.math_values import proportional, renamed, same_value, symbols, value
 
 _CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?(?:\(?([A-J])(?:\)|[.:](?=\s|$))(?:\s.*)?|\(([a-j])\)|([A-J]))", re.DOTALL)
+_FUNCTION = re.compile(r"[a-zA-Z] ?\( ?([a-z]) ?\)")
 _MAX_ITEMS = 30
 
 
@@ -62,7 +63,11 @@ def _same_relation(first: Relation, second: Relation) -> bool:
         return False
     if first.difference is None or second.difference is None:
         return compact(first.left) == compact(second.left) and _same(first.right, second.right)
-    return _holds(proportional, first.difference, second.difference, positive=first.operator.startswith("<"))
+    other = second.difference
+    variables = [_FUNCTION.fullmatch(relation.left) for relation in (first, second)]
+    if variables[0] and variables[1] and variables[0][1] not in symbols(other):
+        other = renamed(other, variables[1][1], variables[0][1])
+    return _holds(proportional, first.difference, other, positive=first.operator.startswith("<"))
 
 
 def _same_group(first: Group, second: Group) -> bool:
@@ -91,13 +96,19 @@ def _same_items(first: Sequence[Reading], second: Sequence[Reading], *, repeated
 
 def _same_quantity(first: Quantity, second: Quantity) -> bool:
     if first.tree is None or second.tree is None:
-        return compact(first.text) == compact(second.text)
+        return compact(first.text) == compact(second.text) or _same_digits(first.text, second.text)
     if first.unit and second.unit:
         scaled = [("mul", quantity.tree, quantity.unit[2]) for quantity in (first, second) if quantity.unit]
         return first.unit[:2] == second.unit[:2] and _holds(same_value, *scaled)
     if _holds(same_value, first.tree, second.tree):
         return True
     return _same_without_sign(first, second) or _same_without_sign(second, first)
+
+
+def _same_digits(first: str, second: str) -> bool:
+    """True if one of them is the other one with a base, as `1011_2` is `1011`."""
+    digits = [re.fullmatch(r"(\d[\dA-F]*)(?:_\{?(\w+)\}?)?", compact(text)) for text in (first, second)]
+    return all(digits) and len({match[1] for match in digits if match}) == 1 and any(match[2] is None for match in digits if match)
 
 
 def _same_without_sign(first: Quantity, second: Quantity) -> bool:

@@ -10,17 +10,21 @@ from penstock.pipeline.envs.builtin_rewards.math_values import symbols
 
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DATE_OR_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?(?: ?[ap]m)?|\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}", re.IGNORECASE)
-_RELATION = re.compile(r"(\\(?:le|ge|ne|in|approx)\b|<=|>=|!=|=|<|>)")
-_OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\in": "="}
+_RELATION = re.compile(r"(\\(?:le|ge|ne|in|approx|equiv)\b|<=|>=|!=|=|<|>)")
+_OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\equiv": "=", r"\in": "="}
 _SEPARATOR = re.compile(r",|;|\\cup\b|\band\b|\bor\b")
 _MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\w+\}", re.DOTALL)
-_LETTER = r"(?:\\[a-zA-Z]+|[A-Za-z]+)'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
+_LETTER = (
+    r"(?:(?:m ?)?\\[a-zA-Z]+(?: ?[A-Za-z]+| ?\{[A-Z]+\})?|\\frac ?\{d ?\w?\} ?\{d ?\w\}|[A-Za-z]+)"
+    r"'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
+)
 _NAME = re.compile(rf"{_LETTER}(?: ?[-+] ?{_LETTER})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")
 _UNIT = re.compile(
     r"(.*(?:[\d)}]|\\pi(?! *hr?\b)))\s*(?:(?=[a-zA-Z]{2})|(?<=\s))([a-zA-Z]+°?)(?: ?\^ ?\{?(-?\d)\}?)?"
     r"((?:\.?(?:\s+|\s*(?:/|\\times) ?)[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?)*)",
     re.DOTALL,
 )
+_MODULO = re.compile(r"(.*?\S) ?\(?(?:\\[bp]?mod|mod) ?\{?(\w+)\}?\)?")
 _RATIO = re.compile(r"^([^:]+?)(?::| to )([^:]+)$")
 _PRODUCT = re.compile(r"(?=.{2,3}$)(?:[b-df-hj-np-tv-z]+|[a-z]*[xzq][a-z]*|[abc]{2})")
 """Letters that are a product of symbols and no word."""
@@ -107,6 +111,8 @@ def _list(items: tuple[Reading, ...]) -> Reading:
 
 
 def _relation(sides: list[str], depth: int) -> Reading:
+    if sides[-2] == r"\approx" and not _NAME.fullmatch(sides[-3].strip()):
+        return read("".join(sides[:-2]), depth + 1)
     operators = [_OPERATORS.get(operator, operator) for operator in sides[1::2]]
     values = [side.strip() for side in sides[::2]]
     interval = _interval(values, operators, depth)
@@ -125,7 +131,10 @@ def _relation(sides: list[str], depth: int) -> Reading:
 
 
 def _interval(values: list[str], operators: list[str], depth: int) -> Group | None:
-    """The interval of `x > a` or `a < x < b`; None if the relation is none of these."""
+    """The interval of `x > a` or `a < x < b`, the two of `x != a`; None if the relation is none of these."""
+    if operators == ["!="] and re.fullmatch("[a-zA-Z]", values[0]):
+        excluded, below, above = read(values[1], depth + 1), read(r"-\infty"), read(r"\infty")
+        return Group("", (Group("(", (below, excluded), ")"), Group("(", (excluded, above), ")")), "")
     if any(operator not in ("<", "<=", ">", ">=") for operator in operators) or len({operator[0] for operator in operators}) != 1:
         return None
     if operators[0].startswith(">"):
@@ -167,12 +176,15 @@ def _closes_at_end(text: str) -> bool:
 
 def _quantity(text: str) -> Quantity | None:
     """An expression with or without a unit; None if the text is words."""
+    modulo = _MODULO.fullmatch(text)
+    if modulo:
+        return Quantity(modulo[1], tree_of(modulo[1]), (f"modulo {modulo[2]}", 1, Fraction(1)))
     unit = _UNIT.fullmatch(text)
     if unit and not _has_words(unit[1], 2):
         tree = tree_of(unit[1])
         if (
             tree is not None
-            and (len(unit[2]) > 1 or unit[2] in UNITS or (unit[2] == "a" and unit[4]))
+            and (len(unit[2]) > 1 or (unit[2] in UNITS and not symbols(tree)) or (unit[2] == "a" and unit[4]))
             and not _KNOWN_WORD.fullmatch(unit[2])
         ):
             name = unit[2] if unit[2] in UNITS else unit[2].lower().removesuffix("s")
@@ -202,9 +214,9 @@ def _is_date(text: str) -> bool:
 
 
 def _words_of(text: str) -> tuple[str, ...]:
-    """The words in lower case without articles and leading zeros; a date's in one order."""
+    """The words in lower case and the singular without articles and leading zeros; a date's in one order."""
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|\b(?:the|an?)\s", "", re.sub(r"\\[a-zA-Z]+", " ", text).lower())
-    words = [word.lstrip("0") or "0" for word in re.findall(r"[^\W\d_]+|\d+", plain)]
+    words = [re.sub(r"(?<=[a-z]{3})s$", "", word.lstrip("0")) or "0" for word in re.findall(r"[^\W\d_]+|\d+", plain)]
     if _is_date(text):
         return tuple(sorted(word[:3] if word[:3] in _MONTHS else word for word in words))
     return tuple(words)

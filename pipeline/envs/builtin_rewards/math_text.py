@@ -52,7 +52,9 @@ UNITS = {
 """Base unit and size in it of the units that are known."""
 ROW_END = "\N{RETURN SYMBOL}"
 _DROPPED = r"left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|mathopen|mathclose|rm|bf|it|scriptstyle"
-_TEXT = re.compile(r"\\(?:text\w*|math[a-z]+|boldsymbol|mbox|hbox|operatorname\*?|overrightarrow|vec)\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text\w*|math[a-z]+|boldsymbol|mbox|hbox|operatorname\*?|boxed|fbox|overrightarrow|vec)\s*\{([^{}]*)\}")
+_FONT = re.compile(r"\\(?:math(?:bb|bf|cal|it|rm|sf)|boldsymbol) ?(?=[A-Za-z]\b)")
+_COMPOUND = re.compile(r"(\d[\d.]*) ([a-z]+\.?),? (?:and )?(\d[\d.]*) ([a-z]+)\b")
 _SUPERSCRIPT = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degrees?")
 _PLAIN = {"infinity": r"\infty", "degrees": "°", "degree": "°", "sqrt": r"\sqrt"}
 
@@ -73,11 +75,11 @@ def normalised(text: str, *, thousands: bool = True) -> str:
     text = re.sub(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?![\d/]| \d)", lambda match: match[0].replace(" ", ""), text)
     if thousands:
         text = re.sub(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda match: match[0].replace(",", ""), text)
-    text = re.sub(rf"\\(?:{_DROPPED})(?![a-zA-Z])\.?|\\[,;:> ]|~", " ", text).replace("\\%", "%").replace("\\#", "#")
+    text = re.sub(rf"\\(?:{_DROPPED})(?![a-zA-Z])\.?|\\[,;:> ]|~", " ", text).replace("\\%", "%").replace("\\#", "#").replace("{:}", ":")
     text = _SUPERSCRIPT.sub("°", text)
     for _ in range(3):
         text = _TEXT.sub(r" \1 ", text)
-    text = re.sub(r"\\([a-zA-Z]+)", _named, text)
+    text = re.sub(r"\\([a-zA-Z]+)", _named, _FONT.sub("", text))
     text = re.sub(r"(?<!\\)\b(?:infinity|per ?cent(?:age(?! point))?|pct|degrees?|sqrt)\b", lambda match: _PLAIN.get(match[0], "%"), text)
     text = re.sub(r"° *([CF]\b|[Cc]elsius|[Ff]ahrenheit)", lambda match: f" {match[1][0]}°", text)
     for pattern in _CHOOSE:
@@ -91,6 +93,7 @@ def normalised(text: str, *, thousands: bool = True) -> str:
     text = _SCALED.sub(lambda match: str(Fraction(match[1].rstrip(".")) * _SCALES[match[2].lower()]), text)
     text = re.sub(r"(?<![\d.}^_)/])(\d+)\s+(?:and\s+)?(\d+)/(\d+)(?!\d)", r"(\1+\\frac{\2}{\3})", text)
     text = re.sub(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r"\\times ", text).replace("**", "^")
+    text = _COMPOUND.sub(_added, text)
     return re.sub(r"\s+", " ", text).rstrip(" .,;:").lstrip(" ,;:=")
 
 
@@ -117,6 +120,16 @@ def _spelled(match: re.Match[str]) -> str:
         if _SCALES.get(word, 0) >= 1000:
             total, part = total + part, 0
     return f"{total + part}" + (f"/{_PARTS[match[2].lower()]}" if match[2] else "")
+
+
+def _added(match: re.Match[str]) -> str:
+    """Two amounts of one kind, the larger unit first, in the larger unit: `2 hours and 30 minutes` is `5/2 hours`."""
+    (first, size), (second, small) = (
+        UNITS.get(unit) or UNITS.get(unit.removesuffix("s"), (unit, Fraction(0))) for unit in match.group(2, 4)
+    )
+    if first != second or size <= small or not all(re.fullmatch(r"\d+(\.\d+)?", number) for number in match.group(1, 3)):
+        return match[0]
+    return f"{Fraction(match[1]) + Fraction(match[3]) * small / size} {match[2]}"
 
 
 def _chosen(match: re.Match[str]) -> str:

@@ -68,6 +68,13 @@ def symbols(tree: Tree) -> set[str]:
     return {tree[1]} if tree[0] == "symbol" else set().union(*map(symbols, tree[1:]))
 
 
+def renamed(tree: Tree, old: str, new: str) -> Tree:
+    """The tree with the symbol `new` in place of `old`."""
+    if isinstance(tree, Fraction) or tree[0] == "symbol":
+        return ("symbol", new) if tree == ("symbol", old) else tree
+    return (tree[0], *(renamed(part, old, new) for part in tree[1:]))
+
+
 def _pairs(first: Tree, second: Tree, base: Value = _MP.e) -> Iterator[tuple[Value, Value]]:
     names = (symbols(first) | symbols(second)) - {LOG_BASE[1]}
     for number in range(len(_SIGNS) if names else 1):

@@ -26,6 +26,62 @@ def test_all_pairs_are_judged_as_a_mathematician_does() -> None:
 
 
 RIGHT: dict[str, list[tuple[str, Any]]] = {
+    "the last box is the one that ends last": [
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{x = \boxed{3}}", "3"),
+        (r"\boxed{5} is wrong, so \boxed{\frac{\boxed{7}}{2}}", "3.5"),
+        (r"\boxed{2} and \boxed{\sqrt{\boxed{4}}}", "2"),
+        (r"\boxed 5, then \boxed 6.", "6"),
+    ],
+    "Chinese phrases and punctuation": [
+        ("\u56e0\u6b64\uff0c\u7b54\u6848\u662f 42\u3002", "42"),
+        ("\u7b54\u6848\uff1a17", "17"),
+        ("\u6700\u7ec8\u7b54\u6848\u4e3a$\\frac12$\u3002\u9a8c\u7b97\u5b8c\u6bd5\u3002", "0.5"),
+        ("\u7efc\u4e0a\u6240\u8ff0\uff0c\u7b54\u6848\u4e3a\uff1a$2\\sqrt{3}$\u3002", r"2\sqrt3"),
+        ("\u7b54\u6848\u662f 3 \u6216 4\u3002", "3, 4"),
+        ("\u6240\u4ee5\u6700\u7ec8\u7b54\u6848\u662f\\boxed{\\frac{3}{5}}\u3002", "0.6"),
+    ],
+    "remainders, numerals with a base, functions of another variable": [
+        (r"\boxed{2 \pmod 7}", "2"),
+        (r"\boxed{2 \bmod 7}", "2"),
+        (r"\boxed{x \equiv 2 \pmod{7}}", "2"),
+        (r"\boxed{n \equiv 1 \pmod{4}}", r"n\equiv 1 \pmod 4"),
+        (r"\boxed{1011}", "1011_2"),
+        (r"\boxed{1011_{2}}", "1011_2"),
+        (r"\boxed{f(t) = t^2+1}", "f(x)=x^2+1"),
+        (r"\boxed{f(t) = at}", "f(x) = ax"),
+    ],
+    "names on the left side of an equation": [
+        (r"\boxed{\angle ABC = 30^\circ}", "30"),
+        (r"\boxed{m\angle B=35^{\circ}}", "35"),
+        (r"\boxed{\det A = -2}", "-2"),
+        (r"\boxed{\overline{AB} = 3}", "3"),
+        (r"\boxed{\frac{dy}{dx} = 2x}", "2x"),
+    ],
+    "a value and its approximation": [
+        (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}"),
+        (r"\boxed{x = \sqrt2 \approx 1.41}", r"\sqrt2"),
+        (r"\boxed{x \approx 3.14}", "3.14"),
+    ],
+    "all numbers but one": [
+        (r"\boxed{x \neq -2}", r"(-\infty,-2)\cup(-2,\infty)"),
+        (r"\boxed{x \ne 1}", r"x \neq 1"),
+        (r"\boxed{(-\infty,1)\cup(1,\infty)}", r"x \ne 1"),
+    ],
+    "two units in one amount": [
+        ("The answer is 12 dollars and 50 cents.", "12.50"),
+        ("2 hours and 30 minutes", "150 minutes"),
+        ("She needs 2 hours 30 minutes.", "2.5"),
+        ("5 feet 6 inches", "66 inches"),
+        ("1 minute 30 seconds", "90 seconds"),
+    ],
+    "letters that are symbols and no units, fonts without braces, plurals, ratios": [
+        (r"\boxed{\pi r^2 h}", r"\pi h r^2"),
+        (r"\boxed{5\text{ h}}", "5"),
+        (r"\boxed{k\pi, k\in\mathbb{Z}}", r"k\pi,\ k\in\mathbb Z"),
+        (r"\boxed{\text{no solution}}", r"\text{No solutions}"),
+        (r"\boxed{3{:}2}", "3:2"),
+    ],
     "a sentence that ends in an exclamation mark has no factorial": [
         ("It's 42!", "42"),
         ("The answer is 42!", "42"),
@@ -169,6 +225,31 @@ def test_answers_that_are_right_of_the_kind(kind: str) -> None:
 
 
 WRONG: dict[str, list[tuple[str, Any]]] = {
+    "Chinese phrases and punctuation": [
+        ("\u7b54\u6848\u662f 3 \u6216 4\u3002", "3"),
+        ("\u7b54\u6848\u662f 43\u3002", "42"),
+        ("\u7b54\u6848\u5728\u7b2c 42 \u9875\uff0c\u662f 17\u3002", "42"),
+    ],
+    "remainders, numerals with a base, functions of another variable": [
+        (r"\boxed{2 \pmod 7}", r"2 \pmod 5"),
+        (r"\boxed{n \equiv 1 \pmod{4}}", r"n\equiv 3 \pmod 4"),
+        (r"\boxed{12_5}", "12_6"),
+        (r"\boxed{11}", "1011_2"),
+        (r"\boxed{x_1}", "x"),
+        (r"\boxed{g(t) = 3t}", "f(x) = 3x"),
+        (r"\boxed{g(t) = 3x}", "g(x) = 3t"),
+        (r"\boxed{f(x) = xt}", "f(t) = t^2"),
+    ],
+    "approximations, all numbers but one, two units, words": [
+        (r"\boxed{\frac{22}{7} \approx 3.14}", "3.14"),
+        (r"\boxed{x \ne 1}", r"x \neq 2"),
+        (r"\boxed{x \ne 1}", "1"),
+        ("12 dollars and 50 cents", "50"),
+        ("5 km and 3 hours", "5"),
+        ("3 apples and 4 pears", "7"),
+        (r"\boxed{\text{is}}", "i"),
+        (r"\boxed{\angle ABC = 30^\circ}", "60"),
+    ],
     "several answers or none": [
         ("either 3 or 4", "4"),
         ("It's 41, 42, or 43.", "43"),
