@@ -1,9 +1,12 @@
-"""Child processes of a test, killed at the end of their block: a test that fails leaves none, and waits for none."""
+"""Child processes of a test: killed at the end of their block, and whether a process still runs."""
 
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import psutil
 
 
 @contextmanager
@@ -14,3 +17,21 @@ def child(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[
             yield process
         finally:
             process.kill()
+
+
+def runs(pid: int) -> bool:
+    """True if the process exists and is no zombie; a process may end between any two looks at it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_in_time(*pids: int, within_s: float = 120.0) -> bool:
+    """Waits until none of the processes runs; False if one still does after `within_s`."""
+    end = time.monotonic() + within_s
+    while any(map(runs, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from penstock.infra.errors import ConfigError
@@ -18,7 +17,7 @@ from penstock.infra.sandbox.keeper.confined import scope_signals
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules, Isolation
 from penstock.pipeline.config.load import from_table
-from tests.support.children import child
+from tests.support.children import child, end_in_time, runs
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
@@ -138,10 +137,6 @@ def result(pool: ChildPool[Any], **payload: Any) -> Any:
     raise AssertionError("the call does not end")
 
 
-def runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize(
     ("what", "end"),
     [
@@ -183,8 +178,7 @@ def test_a_daemon_ends_with_the_owner_of_the_pool(tmp_path: Path) -> None:
         assert owner.stdout is not None
         pids = [int(owner.stdout.readline()), int((tmp_path / "note").read_text())]
         assert all(map(runs, pids))
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if runs(pid)], timeout=60)
-    assert not alive, gone
+    assert end_in_time(*pids)
 
 
 @pytest.mark.parametrize(

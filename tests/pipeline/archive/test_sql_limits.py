@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import psutil
 import pytest
 
 from penstock.infra.memory.log import MemoryLog
@@ -18,7 +17,7 @@ from penstock.pipeline.archive import database, sql
 from penstock.pipeline.archive.database import Limits
 from penstock.pipeline.cli import main
 from penstock.pipeline.cli.look import sql as command
-from tests.support.children import child
+from tests.support.children import child, end_in_time
 from tests.support.paths import ROOT
 
 ENDLESS = "select count(*) from range(10000000) a, range(10000000) b where a.range + b.range = 7"
@@ -58,7 +57,7 @@ def test_ctrl_c_ends_a_question_that_is_being_computed() -> None:
         assert word == "computing"
         asking.send_signal(signal.SIGINT)
         assert asking.communicate(timeout=180)[0] == "interrupted\n"
-        assert not psutil.pid_exists(int(computing))
+        assert end_in_time(int(computing))
 
 
 def test_the_command_says_in_one_line_that_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

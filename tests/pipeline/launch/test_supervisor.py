@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from penstock.infra.errors import PenstockError
@@ -26,7 +25,7 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts, WorkerView
 from penstock.topics.ledger import Entry
-from tests.support.children import child
+from tests.support.children import child, end_in_time
 
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
@@ -106,7 +105,7 @@ def test_a_killed_worker_is_replaced_at_once_and_the_list_and_the_log_say_so(tmp
         log = (tmp_path / "logs" / "scorer-0.log").read_text()
         assert "scorer-0: start 1\n" in log
         assert "scorer-0: start 2, scorer-0 was killed by SIGKILL before\n" in log
-    assert not any(psutil.pid_exists(pid) for pid in [*before.values(), *after.values()])
+    assert end_in_time(*before.values(), *after.values())
     assert not (tmp_path / "workers.json").exists()
 
 
@@ -254,7 +253,7 @@ def test_who_does_not_end_when_asked_is_killed(tmp_path: Path):
     before = pids(tmp_path)
     crew.stop(limit_s=0.3)
     assert [line.split()[0] for line in said if line.endswith(" s and was killed")] == ["rollout-0"]
-    assert not any(psutil.pid_exists(pid) for pid in before.values())
+    assert end_in_time(*before.values())
 
 
 def test_a_second_ctrl_c_kills_what_is_left_at_once(tmp_path: Path):
@@ -268,7 +267,7 @@ def test_a_second_ctrl_c_kills_what_is_left_at_once(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         crew.stop(limit_s=60.0, look=interrupted)
-    assert not any(psutil.pid_exists(pid) for pid in before.values())
+    assert end_in_time(*before.values())
 
 
 ATTENDED = """
