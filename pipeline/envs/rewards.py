@@ -335,6 +335,8 @@ def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
             f"{nearest(plain, BUILTINS)}"
         )
     function = BUILTINS[plain] if plain in BUILTINS else load(plain, base_dir=base_dir)
+    if plain in BUILTINS:
+        options = {**(function.__kwdefaults__ or {}), **options}
     if options:
         try:
             inspect.signature(function).bind_partial(**options)
@@ -344,10 +346,11 @@ def _named(name: str, base_dir: str | Path | None) -> Callable[..., Any]:
 
 
 def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The items of `given` that the function takes: everything under `**columns`, else what its signature names."""
+    """The items of `given` that the function takes: everything under `**columns`, else what its signature names; its options are fixed."""
+    given = {key: value for key, value in given.items() if key not in getattr(function, "keywords", ())}
     parameters = _parameters(function)
     if parameters is None:
-        return dict(given)
+        return given
     kinds = inspect.Parameter
     for parameter in parameters.values():
         required = parameter.default is kinds.empty and parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
@@ -357,7 +360,7 @@ def _arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]
                 f"reward {name} wants the column {parameter.name!r}, the data has {', '.join(given)}{hint}", column=parameter.name
             )
     if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(given)
+        return given
     return {key: value for key, value in given.items() if key in parameters}
 
 

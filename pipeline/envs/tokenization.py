@@ -17,11 +17,9 @@ from penstock.pipeline.envs.chat_template import chat_template_of
 from penstock.pipeline.envs.conversation.messages import TemplateRefused
 from penstock.pipeline.envs.conversation.model_files import encode_prompt, light_tokenizer, model_folder, stop_ids_of
 from penstock.pipeline.envs.conversation.template import ChatTemplate, template_of
-from penstock.pipeline.envs.datasets.messages import tools_of
+from penstock.pipeline.envs.datasets.messages import TOOLS, tools_of
 from penstock.pipeline.envs.datasets.rows import DataError, Row
 
-TOOLS = "tools"
-"""The column with a row's tools."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 

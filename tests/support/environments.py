@@ -95,7 +95,9 @@ class Policy:
         return Draw(ids, np.full(len(ids), -0.5, np.float32), np.full(len(ids), 3, np.int32), "stop")
 
 
-def play(source: str, rows: list[Mapping[str, Any]], *, draw: Any, processes: int = 1, **limits: Any) -> tuple[list[Trajectory], list[str]]:
+def play(
+    source: str, rows: list[Mapping[str, Any]], *, draw: Any, processes: int = 1, template: Any = None, **limits: Any
+) -> tuple[list[Trajectory], list[str]]:
     """The trajectories of these rows, driven side by side; and what was said of losses."""
     said: list[str] = []
 
@@ -104,7 +106,7 @@ def play(source: str, rows: list[Mapping[str, Any]], *, draw: Any, processes: in
         try:
             episodes = [
                 Episode(
-                    request=request_for(row, group=group), sample=0, seed=4, template=characters(), sessions=sessions,
+                    request=request_for(row, group=group), sample=0, seed=4, template=template or characters(), sessions=sessions,
                     limits=replace(LIMITS, **limits), draw=draw, on_loss=said.append,
                 )
                 for group, row in enumerate(rows)

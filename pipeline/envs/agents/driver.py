@@ -23,6 +23,7 @@ from penstock.pipeline.envs.agents.draw import Draw, Drawing
 from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import ChatTemplate, Conversation, TemplateRefused
 from penstock.pipeline.envs.conversation.messages import text_of
+from penstock.pipeline.envs.datasets.messages import TOOLS, tools_of
 
 BACKOFF_S = 0.5
 """Before the first retry; doubles with each."""
@@ -140,7 +141,8 @@ class Episode:
             tools = await self._reset()
         except TemplateRefused as error:
             raise EnvironmentBroken("reset", f"no template takes its words: {error}") from error
-        self._conversation = Conversation(self.template, tools or None, history=limits.history)
+        shown = tools or self._tools_of_row()
+        self._conversation = Conversation(self.template, shown or None, history=limits.history, reads_calls=bool(tools))
         malformed = 0
         for _ in range(limits.max_turns):
             try:
@@ -202,6 +204,10 @@ class Episode:
             else:
                 self.course.messages.append(message)
         return list(observed["tools"])
+
+    def _tools_of_row(self) -> Sequence[Mapping[str, Any]] | None:
+        """The tools in the row's column, for an environment that has none and reads calls of them in the policy's text."""
+        return tools_of(self.request.row.get(TOOLS)) if isinstance(self.template, ChatTemplate) else None
 
     async def _judged(self, finish: Literal["stop", "length"], turn: int) -> Trajectory:
         """The end of an unbroken trajectory: with the reward of the whole, if its environment gives one."""

@@ -124,11 +124,12 @@ class Conversation:
 
     `tools` are in the OpenAI shape. `history`: "exact" keeps every token once drawn in the context, thinking too; "template" renders each
     context as the deployed model would see it, so that a template that strips thinking begins a segment at every turn.
+    `reads_calls`: calls of tools are taken out of the texts of answers.
     Several questions may be open at a time; side conversations become segments of their own.
     """
 
-    def __init__(self, template: Template, tools: Tools | None = None, *, history: History = "exact") -> None:
-        self._template, self._tools, self._exact = template, tools, history == "exact"
+    def __init__(self, template: Template, tools: Tools | None = None, *, history: History = "exact", reads_calls: bool = True) -> None:
+        self._template, self._tools, self._exact, self._reads_calls = template, tools, history == "exact", reads_calls
         self._turns: list[_Turn] = []
         self._heard: dict[bytes, list[_Turn]] = {}
         self._asked = 0
@@ -181,7 +182,8 @@ class Conversation:
             )
         if ended := _stopped(ids.tolist(), stop, self._template):
             ids, nats, policy, finish = ids[: ended[0]], nats[: ended[0]], policy[: ended[0]], "stop"
-        said = self._template.parse(ids.tolist(), context.token_ids[-16:].tolist(), context.tools, self._tool_calls)
+        tools = context.tools if self._reads_calls else None
+        said = self._template.parse(ids.tolist(), context.token_ids[-16:].tolist(), tools, self._tool_calls)
         if ended:
             _cut(said.message, ended[1])
         self._tool_calls += len(said.message.get("tool_calls", ()))

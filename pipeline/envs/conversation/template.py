@@ -196,6 +196,8 @@ class ChatTemplate:
         text, mark, _ = self._text([*before, {**last, "content": f"{last['content']}{_ANSWER}"}], tools, turn=False).rpartition(_ANSWER)
         if not mark:
             raise TemplateRefused("the chat template leaves out the last message, which the policy is to continue")
+        if not text.endswith(last["content"].lstrip()):
+            raise TemplateRefused("the chat template changes the last message, which the policy is to continue: give it as it renders it")
         return text
 
     def _text(self, messages: list[dict[str, Any]], tools: Tools | None, *, turn: bool = True) -> str:

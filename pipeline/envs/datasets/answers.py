@@ -6,11 +6,15 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 OWN = "columns"
 """Name under which a reward function finds the columns whose names the run's facts have."""
 GROUND_TRUTH = "ground_truth"
 """Key of the answer in the dicts of data sets made for verl."""
 FORMS = 'text, a number, a list of these, or {"ground_truth": …}'
+WRITTEN_DIGITS = 12
+"""A fraction of more digits that is a 32-bit float was one in the data: nobody writes these digits."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 
@@ -59,13 +63,13 @@ def _alternatives(answer: Any) -> Iterator[str | int | float]:
     if isinstance(answer, Mapping) and GROUND_TRUTH in answer:
         answer = answer[GROUND_TRUTH]
     if not isinstance(answer, list | tuple):
-        yield _single(answer)
+        yield from _written(_single(answer))
         return
     if not answer:
         raise AnswerError("an empty list")
     for each in answer:
         try:
-            yield _single(each)
+            yield from _written(_single(each))
         except AnswerError as error:
             raise AnswerError(f"a list with {error}") from error
 
@@ -77,6 +81,19 @@ def _single(answer: Any) -> str | int | float:
     if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
         return answer
     raise AnswerError(_named(answer))
+
+
+def _written(answer: str | int | float) -> Iterator[str | int | float]:
+    """The answer; before it, if it is a fraction and was a 32-bit float, the number of fewest digits that such a float holds as this one.
+
+    Example:
+        list(_written(0.10000000149011612))  # -> [0.1, 0.10000000149011612]
+    """
+    if isinstance(answer, float) and not answer.is_integer() and len(_decimal(answer).as_tuple().digits) > WRITTEN_DIGITS:
+        short = np.float32(answer)
+        if short == answer:
+            yield float(str(short))
+    yield answer
 
 
 def _named(answer: Any) -> str:

@@ -1,7 +1,9 @@
 """Answers: every form that data sets have is accepted or refused with its name, and facts of the run are never hidden by columns."""
 
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,10 +89,47 @@ def test_numbers_are_compared_by_value_and_texts_by_their_characters(text: str, 
     assert is_answer(text, answer) is right
 
 
+@pytest.mark.parametrize("text", ["0.1", "-2.7", "3.14159", "1234.56", "1e-7", "0.1234567"])
+def test_an_answer_in_a_column_of_32_bit_floats_is_the_number_that_a_person_wrote(text: str) -> None:
+    (answer,) = pa.array([float(text)], pa.float32()).to_pylist()
+    for form in (answer, [answer], {"ground_truth": answer}):
+        assert is_answer(text, form) and is_answer(str(answer), form)
+        assert not is_answer(f"{text}1" if "e" not in text else "1.1e-7", form)
+        assert math_verify([text], [form]) == [1.0]
+
+
+@pytest.mark.parametrize("number", [123456792.0, 1234567.125, 0.1, 1 / 3, 2.0**100, 1e300])
+def test_a_64_bit_float_is_no_other_number_of_fewer_digits(number: float) -> None:
+    assert is_answer(str(number), number)
+    assert not is_answer(f"{number:.7g}", number) or float(f"{number:.7g}") == number
+
+
 @settings(deadline=None)
 @given(st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text().filter(str.strip)))
 def test_every_accepted_text_is_the_answer(answer: Any) -> None:
     assert all(is_answer(text, answer) for text in accepted(answer))
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "rewards"),
+    [
+        ("soft_overlong", {"longest": 5}, [-0.5, -1.0]),
+        ("soft_overlong", {"cache": "x", "longest": None}, [-0.5, -1.0]),
+        ("soft_overlong?cache=4", {"cache": 7}, [-0.75, -1.0]),
+        ("own.py:scaled", {"scale": 3}, [3.0, 3.0]),
+        ("own.py:scaled?scale=2", {"scale": 3}, [2.0, 2.0]),
+        ("own.py:scaled?scale=2", {"scale": [3], "level": 1}, [2.0, 2.0]),
+    ],
+)
+def test_a_column_does_not_change_an_option_of_a_reward(tmp_path: Path, reward: str, columns: dict[str, Any], rewards: list[float]) -> None:
+    (tmp_path / "own.py").write_text(
+        "def scaled(completions, scale, **columns):\n"
+        "    return [float(scale[0] if isinstance(scale, list) else scale) for _ in completions]\n"
+    )
+    judges = resolve([reward], base_dir=tmp_path, max_completion_length=10)
+    judges.check(columns)
+    score = judges.score(["x", "y"], prompt="p", messages=None, columns=columns, completion_ids=[[1] * 9, [1] * 10])
+    assert list(score.rewards) == rewards
 
 
 def test_math_verify_takes_the_best_of_the_accepted_answers() -> None:

@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.topics.samples import cause_of, reward_of
+from tests.support.chat_families import template, tokenizer
 from tests.support.environments import Policy, counting, play
+from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 
 
 def test_a_trajectory_trains_what_was_drawn_and_nothing_else(tmp_path: Path) -> None:
@@ -100,3 +103,31 @@ def test_half_a_character_of_an_environment_is_replaced_and_counted_and_its_cont
     assert said == []
     assert json.loads(trajectory.messages)[1]["content"] == "a \ufffd"
     assert trajectory.token_ids.tolist().count(2) == 2  # the policy's own
+
+
+ECHO = """
+class Echo:
+    def reset(self, **row):
+        return "go"
+
+    def step(self, text):
+        return f"heard {text}", 1.0, True
+"""
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), None, "", []])
+def test_the_tools_of_a_row_are_shown_to_the_policy_of_a_text_environment_which_reads_its_calls_as_text(tmp_path: Path, tools: Any) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    policy = ScriptedPolicy(lambda _: CALL)
+    (trajectory,), said = play(
+        f"{tmp_path / 'echo.py'}:Echo", [{"tools": tools}], draw=policy, template=template(FAMILY), turn_tokens=200, trajectory_tokens=2000
+    )
+    assert said == []
+    assert json.loads(trajectory.messages)[-2:] == [
+        {"role": "assistant", "content": CALL, "generated": True},
+        {"role": "user", "content": f"heard {CALL}"},
+    ]
+    ((asked, _, _),) = policy.asked.values()
+    assert ("weather" in tokenizer(FAMILY).decode(asked)) is bool(tools)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.envs.conversation import Context, Conversation, Segment
+from penstock.pipeline.envs.conversation import Context, Conversation, Segment, TemplateRefused
 from tests.support.chat_families import FAMILIES, answer, ids_of, source, stop_ids, template, tokenizer, version_of
 
 ADD = {
@@ -269,3 +269,17 @@ def test_the_text_of_a_template_is_what_transformers_renders(name: str) -> None:
         eos_token=FAMILIES[name].stops[0],
     )
     assert template(name).render(messages, None) == ids_of(name, rendered[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "begun", ["<think>\nx\n</think>\n\nThe", "<think>x</think>The", "x</think>y", "</think>", "so: ", "<think>\n", " so", ""]
+)
+def test_a_begun_answer_is_continued_as_it_is_or_refused(name: str, begun: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
+    changes = {"deepseek_r1": "</think>" in begun, "qwen3": "</think>" in begun and "\n</think>\n\n" not in begun}
+    if changes.get(name):
+        with pytest.raises(TemplateRefused, match="the chat template changes the last message, which the policy is to continue"):
+            template(name).rendered(messages, None)
+    else:
+        assert template(name).rendered(messages, None)[0].endswith(begun.lstrip())
