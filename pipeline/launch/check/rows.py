@@ -29,8 +29,11 @@ class RowReader:
         self._config, self._say, self.renderer = config, say, Renderer.of(config)
         self.replaced = ReplacedText()
         self.kinds: list[Row] = []
-        """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind."""
+        """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
+
+    Among them is one with another answer than the first row, if there is one."""
         self._seen: set[object] = set()
+        self._same_answer = True
         self._noted: set[str] = set()
         self._further, self._read, self._total, self._due_s = 0, 0, 0, time.monotonic() + PROGRESS_EVERY_S
 
@@ -77,7 +80,9 @@ class RowReader:
 
     def _keep_kind(self, row: Row) -> None:
         kind = row.prompt is None, frozenset((name, type(value)) for name, value in row.columns.items())
-        first = row.index < PER_SOURCE
+        varies = self._same_answer and self.kinds and row.columns.get("answer") not in (None, self.kinds[0].columns.get("answer"))
+        self._same_answer = self._same_answer and not varies
+        first = row.index < PER_SOURCE or bool(varies)
         if first or (kind not in self._seen and self._further < MOST_KINDS):
             self.kinds.append(row)
             self._further += not first

@@ -112,10 +112,18 @@ def test_null_and_empty_answers_are_right_where_no_built_in_reward_judges_them(r
 
 
 def test_rewards_are_tried_on_the_first_rows_and_on_one_of_each_kind(read: Read) -> None:
-    other = [{**GOOD, "level": None}, {**GOOD, "level": 2}, {"prompt": "p", "answer": "a"}, {**GOOD, "level": None}]
+    other = [{**GOOD, "level": None}, {**GOOD, "level": 2}, {"prompt": "p", "answer": GOOD["answer"]}, {**GOOD, "level": None}]
     reader, _ = read([GOOD, GOOD, GOOD, *other, *[{**GOOD, f"column{n}": 1} for n in range(20)]], reward="rew.py:free")
     assert [row.origin.rpartition(":")[2] for row in reader.kinds] == ["1", "2", "4", "6", "8", "9", "10", "11", "12", "13"]
     assert len(reader.kinds) == rows.PER_SOURCE + rows.MOST_KINDS
+
+
+@pytest.mark.parametrize("same", [1, 2, 5, 40])
+def test_rewards_are_tried_on_two_rows_whose_answers_differ_wherever_these_are(read: Read, same: int) -> None:
+    many = [*[{"prompt": "p", "answer": "yes"}] * same, {"prompt": "q", "answer": "no"}, {"prompt": "r", "answer": "no"}]
+    reader, _ = read(many, reward="rew.py:free")
+    assert {row.columns["answer"] for row in reader.kinds} == {"yes", "no"}
+    assert len(reader.kinds) <= rows.PER_SOURCE + 1
 
 
 def test_columns_that_no_reward_gets_or_that_have_a_name_of_the_run_are_told_once(read: Read, tmp_path: Path) -> None:
