@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.infra.backends.processor import this_cpu
 from penstock.infra.paths import state_directory
-from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, with_paths
+from penstock.pipeline.config.load import Config, ConfigError, from_table, load, override, to_json, with_paths
+from penstock.pipeline.config.security import refuse_secrets
 from penstock.pipeline.launch import launcher
 from penstock.pipeline.launch.broker_keeper import connect
 from penstock.pipeline.launch.check.preflight import check
@@ -33,10 +34,10 @@ def configured(
 ) -> Config:
     """The configuration of a file, of tables or of an object, with a reward that is a function. Raises `ConfigError`."""
     named = [] if reward is None else [f"reward.functions={json.dumps([spec_of(reward)])}"]
-    if isinstance(config, Mapping):
-        return override(from_table(with_paths(config, Path.cwd())), [*overrides, *named])
-    if isinstance(config, Config):
-        return override(config, [*overrides, *named])
+    if isinstance(config, Mapping | Config):
+        made = config if isinstance(config, Config) else from_table(with_paths(config, Path.cwd()))
+        refuse_secrets(json.loads(to_json(made)))
+        return override(made, [*overrides, *named])
     return load(str(config), [*overrides, *named], gpus=len(visible_gpus()), cpu=this_cpu())
 
 

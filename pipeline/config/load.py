@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -20,7 +19,7 @@ from penstock.pipeline.config.cpu_defaults import with_cpu_defaults
 from penstock.pipeline.config.device_defaults import on_gpu, with_device_defaults
 from penstock.pipeline.config.fields import Resolve, Section
 from penstock.pipeline.config.run_config import Config
-from penstock.pipeline.config.security import refuse_password
+from penstock.pipeline.config.security import refuse_secrets
 from penstock.pipeline.config.validate import first_mistake
 from penstock.topics.wire.secrets import without_passwords
 
@@ -54,7 +53,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, gpus: int = 0, cpu:
     _make_absolute(table, file.resolve().parent)
     for override in overrides:
         _apply(table, override)
-    _refuse_passwords(table)
+    refuse_secrets(table)
     filled = with_device_defaults(table, gpus=gpus)
     return from_table(with_cpu_defaults(filled, cpu=cpu, on_gpu=on_gpu(filled.get("trainer", {}), gpus)))
 
@@ -64,7 +63,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     table = json.loads(to_json(config))
     for text in overrides:
         _apply(table, text)
-    _refuse_passwords(table)
+    refuse_secrets(table, recorded=json.loads(to_json(config)))
     changed = from_table(table)
     return changed.model_copy(
         update={"kafka": changed.kafka.model_copy(update={"security": config.kafka.security | changed.kafka.security})}
@@ -104,23 +103,6 @@ def from_table(table: Mapping[str, Any]) -> Config:
 def to_json(config: Config) -> str:
     """The configuration for the log, with every default written out and without `kafka.security`."""
     return config.model_dump_json()
-
-
-def _refuse_passwords(table: Mapping[str, Any]) -> None:
-    kafka, mlflow = table.get("kafka"), table.get("mlflow")
-    security = kafka.get("security") if isinstance(kafka, dict) else None
-    for key in security if isinstance(security, dict) else ():
-        refuse_password(key, where=f"kafka.security.{key}")
-    uri = mlflow.get("tracking_uri") if isinstance(mlflow, dict) else None
-    if isinstance(uri, str) and _has_password(uri):
-        raise ConfigError("mlflow.tracking_uri: holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead")
-
-
-def _has_password(uri: str) -> bool:
-    try:
-        return urlsplit(uri).password is not None
-    except ValueError as error:
-        raise ConfigError(f"mlflow.tracking_uri = {uri!r}: {error}") from error
 
 
 def _one_line(error: ValidationError) -> str:

@@ -1,10 +1,11 @@
-"""Kafka credentials of a process: those given to it, over those in PENSTOCK_SECURITY.
+"""Secrets of a process: Kafka credentials, and the refusal of a configuration with a password or token in it.
 
-The rule: a password comes from the environment alone; it stands in no configuration, no record and no list of processes.
+A password comes from the environment alone; it is in no configuration, no record and no list of processes.
 """
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,3 +30,54 @@ def refuse_password(key: str, *, where: str) -> None:
     """Raise `ConfigError` for a setting that others could read where it stands."""
     if key in PASSWORDS:
         raise ConfigError(f"{where}: a password may stand here for others to read; set {VARIABLE}='{{\"{key}\": …}}' instead")
+
+
+_TOKENS = r"(?:api|auth|access|hf)[_-]?token"
+_KEYS = r"api[_-]?key|passw(?:or)?d|secret[_-]?key|client[_-]?secret|(?:secret[_-]?)?access[_-]?key"
+_NAMES = rf"token|[\w-]*(?:{_KEYS}|{_TOKENS})"
+_SECRET_NAME = re.compile(_NAMES, re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?:https?|wss?)://[^\s/@]*@|//[^\s/@]*:[^\s/@]*@"  # before the host of an address
+    rf"|(?<![\w-])-*(?:{_NAMES})=(?!\$)[^\s&]"  # an option, a variable
+    rf"|(?<![\w-])--(?:{_NAMES})\s+(?![\s$-])",  # a word of a command
+    re.IGNORECASE,
+)
+INSTEAD = {
+    "data.source": "set HF_TOKEN instead",
+    "eval.source": "set HF_TOKEN instead",
+    "reward.functions": "set PENSTOCK_REWARD_TOKEN, or a variable that reward.pass_env names",
+    "eval.functions": "set PENSTOCK_REWARD_TOKEN, or a variable that reward.pass_env names",
+    "environment.source": "set a variable that environment.pass_env names",
+    "kafka.bootstrap": f"set {VARIABLE} instead",
+    "mlflow.tracking_uri": "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, instead",
+    "rollout.vllm": "set HF_TOKEN instead",
+}
+"""Keys whose values have addresses, options or commands -> what to do with a secret in one."""
+
+
+def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | None = None) -> None:
+    """Raise `ConfigError` for a password or token in a configuration, which the log would keep; values in `recorded` are kept already.
+
+    Example:
+        refuse_secrets({"kafka": {"bootstrap": "me:secret@host:9092"}})  # raises ConfigError
+    """
+    for setting in _mapping(_mapping(table.get("kafka")).get("security")):
+        refuse_password(setting, where=f"kafka.security.{setting}")
+    for key, instead in INSTEAD.items():
+        section, _, name = key.partition(".")
+        value = _mapping(table.get(section)).get(name)
+        if value != _mapping((recorded or {}).get(section)).get(name) and _holds_secret(value, address=key == "kafka.bootstrap"):
+            raise ConfigError(f"{key}: holds a password or token, which the log would keep; {instead}")
+
+
+def _holds_secret(value: Any, *, address: bool) -> bool:
+    if isinstance(value, Mapping):
+        named = any(_SECRET_NAME.fullmatch(str(name)) and isinstance(inner, str) for name, inner in value.items())
+        return named or any(_holds_secret(inner, address=False) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_secret(inner, address=address) for inner in value)
+    return isinstance(value, str) and (bool(_SECRET.search(value)) or (address and "@" in value))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

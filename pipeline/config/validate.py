@@ -221,10 +221,21 @@ def _reward_weights(config: Config) -> str | None:
 
 
 def _reward_addresses(config: Config) -> str | None:
-    for name in (*config.reward.functions, *config.eval_reward.functions):
+    keyed = (*(("reward", name) for name in config.reward.functions), *(("eval", name) for name in config.eval.functions or ()))
+    for section, name in keyed:
         if is_address(name) and "@" in urlsplit(name).netloc:
             host = urlsplit(name).hostname
-            return f"reward.functions: the address of {host} holds a password, which the log would keep; set PENSTOCK_REWARD_TOKEN instead"
+            return (
+                f"{section}.functions: the address of {host} holds a password, which the log would keep; set PENSTOCK_REWARD_TOKEN instead"
+            )
+    return None
+
+
+def _tracking_uri(config: Config) -> str | None:
+    try:
+        urlsplit(config.mlflow.tracking_uri or "")
+    except ValueError as error:
+        return f"mlflow.tracking_uri = {config.mlflow.tracking_uri!r}: {error}"
     return None
 
 
@@ -375,6 +386,7 @@ CHECKS: tuple[Check, ...] = (
     _reward_weights,
     _reward_addresses,
     _isolated_network,
+    _tracking_uri,
     _eval_weights,
     _eval_sources,
     _initial_state,

@@ -40,8 +40,8 @@ def write_model(architecture: str | Path, tensors: Iterable[TensorBytes], direct
     held = list(tensors)
     dtype = getattr(torch, held[0].dtype)
     try:
-        config = transformers.AutoConfig.from_pretrained(architecture, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        config = transformers.AutoConfig.from_pretrained(architecture, local_files_only=True, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         copy_into(model, held)
     except (OSError, ValueError) as error:
         raise BackendError(

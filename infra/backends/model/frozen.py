@@ -25,7 +25,7 @@ def open_model(settings: BackendSettings, *, device: torch.device, path: str | N
     transformers.utils.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, settings.dtype), local_files_only=True, attn_implementation="sdpa"
+            path, dtype=getattr(torch, settings.dtype), local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
         )
     except (OSError, ValueError, ImportError) as error:
         raise BackendError(f"cannot open the model in {path}: {str(error).splitlines()[0]}") from error

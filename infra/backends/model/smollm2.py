@@ -43,11 +43,13 @@ def _convert(weights: Path, directory: Path) -> None:
     from safetensors.torch import save_file
 
     transformers.utils.logging.disable_progress_bar()
-    read = transformers.AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        weights.parent, gguf_file=weights.name, dtype=torch.float32, trust_remote_code=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, trust_remote_code=False)
     config = read.config
     del config.quantization_config  # it would make every reader look for the quantised file
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.load_state_dict(read.state_dict())
     config.update({"architectures": [type(model).__name__]})
     for part in (config, read.generation_config, tokenizer):

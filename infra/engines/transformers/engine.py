@@ -240,7 +240,9 @@ def load_model(directory: str | Path, *, dtype: DType = "auto", device: str = "c
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError) as error:
         raise EngineError(f"cannot load the model in {path} ({_one_line(error)}): {advice}") from error
     if found["missing_keys"]:

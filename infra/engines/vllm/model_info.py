@@ -66,7 +66,7 @@ def parameter_shapes(directory: Path, hf_config: Any) -> dict[str, tuple[int, ..
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise EngineRefused(f"transformers cannot tell the parameters of the model in {directory} ({words}): {ADVICE}") from error

@@ -97,7 +97,7 @@ def _full_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     # The boundary to a library that reads a user's files: its errors have no common type.
     except Exception as error:
         raise ConfigError(f"model.path: cannot load the tokenizer in {folder}: {one_line(error)}") from error

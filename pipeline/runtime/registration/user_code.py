@@ -12,10 +12,17 @@ from penstock.pipeline.config.plugins import split_options
 
 DATA_SCHEMES = frozenset({"hf", "reasoning-gym", "tiny"})
 """Schemes of data sources that load rows and no code."""
+ROW_FORMATS = frozenset({"arrow", "csv", "json", "parquet", "text"})
+"""`hf:` names without a slash that only read rows; others are formats as well, of which some unpickle or connect."""
 GAME_SCHEMES = frozenset({"gymnasium", "textarena", "tiny"})
 """Schemes of environments whose name is one of a package's own."""
 TRUSTING = "trust_remote_code"
 """Option of several libraries that makes them run code from a model's or a data set's folder."""
+
+_BACKENDS = {"all2all_backend", "attention_backend", "distributed_executor_backend", "model_impl", "tokenizer_mode"}
+_KINDS = {"cudagraph_mode", "dtype", "kv_cache_dtype", "quantization", "rope_type", "runner", "scheduling_policy"}
+VLLM_CHOICES = frozenset(_BACKENDS | _KINDS)
+"""Arguments of vLLM whose texts are choices of its own, if they have no `.`, `:` or `/`."""
 
 Named = tuple[str, str]
 """A key of the configuration, and the code that it names."""
@@ -53,7 +60,7 @@ def _named(config: Config) -> Iterator[Named]:
         if function is not None and split_options(function)[0] not in known:
             yield f"algorithm.{key}", function
     for option, value in config.rollout.vllm.items():
-        if _names_code(option, value):
+        if _names_code(option, value, choices=VLLM_CHOICES):
             yield f"rollout.vllm.{option}", str(value)
     if trainer.backend == "deepspeed":  # its checkpoints are pickles
         folders = {"initial_state": trainer.initial_state, "checkpoint_dir": trainer.checkpoint_dir}
@@ -63,8 +70,9 @@ def _named(config: Config) -> Iterator[Named]:
 def _loads_code(source: str) -> bool:
     """True for a data source that is neither of a known scheme nor a file of rows."""
     plain, options = split_options(source)
-    scheme, colon, _ = plain.partition(":")
-    return TRUSTING in options or bool(colon and scheme not in DATA_SCHEMES)
+    scheme, colon, name = plain.partition(":")
+    other_format = scheme == "hf" and "/" not in name and name not in ROW_FORMATS
+    return TRUSTING in options or other_format or bool(colon and scheme not in DATA_SCHEMES)
 
 
 def _is_own_environment(source: str) -> bool:
@@ -74,12 +82,15 @@ def _is_own_environment(source: str) -> bool:
     return scheme not in GAME_SCHEMES or ":" in name or any(_names_code(option, value) for option, value in options.items())
 
 
-def _names_code(option: str, value: Any) -> bool:
-    """True for an option that may name a module, a class or a file, or lets a library run what it finds."""
+def _names_code(option: str, value: Any, *, choices: Collection[str] | None = None) -> bool:
+    """True for an option that may name a module, a class or a file, or lets a library run what it finds.
+
+    `choices`: the options whose texts are choices of the library, if not all are.
+    """
     if isinstance(value, dict):
-        return any(_names_code(str(name), inner) for name, inner in value.items())
+        return any(_names_code(str(name), inner, choices=choices) for name, inner in value.items())
     if isinstance(value, list | tuple):
-        return any(_names_code(option, inner) for inner in value)
+        return any(_names_code(option, inner, choices=choices) for inner in value)
     if isinstance(value, str):
-        return option == TRUSTING or any(sign in value for sign in ".:/")
+        return option == TRUSTING or any(sign in value for sign in ".:/") or (choices is not None and option not in choices)
     return option == TRUSTING and bool(value)

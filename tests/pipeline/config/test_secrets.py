@@ -1,13 +1,16 @@
-"""Passwords that earlier releases left in records come out of no reader."""
+"""A configuration with a password or token is refused; those that earlier releases left in records come out of no reader."""
 
 import json
 
 import pytest
 
+from penstock.infra.errors import ConfigError
+from penstock.launched import configured
 from penstock.pipeline.archive.layout import KINDS
 from penstock.pipeline.archive.restore import to_records
 from penstock.pipeline.archive.rows import to_table
 from penstock.pipeline.config.load import from_json, from_table, override, to_json
+from penstock.pipeline.config.security import refuse_secrets
 from penstock.topics import ledger, runs
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.topics.wire.secrets import without_passwords
@@ -62,3 +65,62 @@ def test_credentials_do_not_serialise_and_survive_an_override() -> None:
     del config.kafka.security["sasl_plain_password"]
     assert override(config, ["run.steps=3"]).kafka.security == {"security_protocol": "SASL_SSL"}
     assert from_json(json.dumps(OLD)).kafka.security == {}
+
+
+HELD = [
+    ("reward", "functions", ["exact_match", "http://me:hush@judge/score"]),
+    ("reward", "functions", ["rewards.py:f?api_key=hush"]),
+    ("eval", "functions", ["https://judge/score?token=hush"]),
+    ("environment", "source", "openenv:ws://me:hush@host:1"),
+    ("environment", "source", "openenv:wss://hush@host:1"),
+    ("environment", "source", "agent:solve --api-key=hush"),
+    ("environment", "source", "agent:solve --token hush"),
+    ("environment", "source", "agent:env OPENAI_API_KEY=hush solve"),
+    ("data", "source", "hf:org/name?token=hush"),
+    ("data", "source", ["rows.jsonl", "hf:org/name?hf_token=hush"]),
+    ("eval", "source", "hf:org/name?auth_token=hush"),
+    ("kafka", "bootstrap", "me:hush@host:9092"),
+    ("kafka", "bootstrap", "host:9092,hush@host:9092"),
+    ("mlflow", "tracking_uri", "postgresql+x://me:hush@host/db"),
+    ("mlflow", "tracking_uri", "https://hush@host/"),
+    ("mlflow", "tracking_uri", "https://host/?access_token=hush"),
+    ("rollout", "vllm", {"hf_token": "hush"}),
+    ("rollout", "vllm", {"model_loader_extra_config": {"s3_secret_access_key": "hush"}}),
+]
+
+
+@pytest.mark.parametrize(("section", "name", "value"), HELD, ids=lambda value: str(value)[:50])
+def test_a_secret_in_a_configuration_is_refused_with_its_key_and_is_not_quoted(section: str, name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_secrets({section: {name: value}})
+    assert str(caught.value).startswith(f"{section}.{name}: holds a password or token, which the log would keep; ")
+    assert "hush" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("reward", "functions", ["http://judge:8000/score?level=3", "f.py:f?max_tokens=9&stop_token=x"]),
+        ("environment", "source", "agent:solve --api-key $API_KEY --token-limit 3 --password-file pw"),
+        ("environment", "source", "agent:mail me@host"),
+        ("data", "source", ["/rows/a@b.jsonl", "hf:org/name@main"]),
+        ("kafka", "bootstrap", "host:9092,[::1]:9093"),
+        ("mlflow", "tracking_uri", "postgresql://me@host/db"),
+        ("mlflow", "tracking_uri", "sqlite:////home/me@host/mlflow.db"),
+        ("rollout", "vllm", {"hf_token": True, "max_num_batched_tokens": 512}),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_addresses_options_and_commands_without_a_secret_are_accepted(section: str, name: str, value: object) -> None:
+    refuse_secrets({section: {name: value}})
+
+
+def test_a_run_that_was_recorded_with_a_secret_goes_on_and_takes_no_other_one() -> None:
+    table = {**CONFIG, "environment": {"source": "agent:solve --token hush"}}
+    recorded = from_table(table)
+    assert override(recorded, ["run.steps=9"]).environment.source == recorded.environment.source
+    with pytest.raises(ConfigError, match=r"environment.source: holds"):
+        override(recorded, ['environment.source="agent:other --token hush"'])
+    with pytest.raises(ConfigError, match=r"environment.source: holds"):
+        configured(table, [], None)

@@ -14,6 +14,9 @@ PLAIN: dict[str, dict[str, Any]] = {
     "reward": {"functions": ["exact_match"]},
 }
 
+CONNECTOR = ("rollout.vllm.kv_transfer_config", "{'kv_connector_module_path': 'evil'}")
+OVERRIDES = ("rollout.vllm.hf_overrides", "{'auto_map': {'AutoConfig': 'evil'}}")
+
 
 def named(**sections: dict[str, Any]) -> list[tuple[str, str]]:
     return user_code(from_table({**PLAIN, **{name: {**PLAIN.get(name, {}), **table} for name, table in sections.items()}}))
@@ -27,6 +30,9 @@ def named(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ("data", {"source": ["tiny:successor", "my.package:rows"]}, "data.source", "my.package:rows"),
         ("data", {"source": "newscheme:x"}, "data.source", "newscheme:x"),
         ("data", {"source": "hf:org/name?trust_remote_code=true"}, "data.source", "hf:org/name?trust_remote_code=true"),
+        ("data", {"source": "hf:pandas?data_files=rows.pkl"}, "data.source", "hf:pandas?data_files=rows.pkl"),
+        ("data", {"source": ["hf:sql?con=x", "hf:csv?data_files=x"]}, "data.source", "hf:sql?con=x"),
+        ("eval", {"source": "hf:generator"}, "eval.source", "hf:generator"),
         ("eval", {"source": "os:listdir"}, "eval.source", "os:listdir"),
         ("eval", {"functions": ["/x/f.py:f"]}, "eval.functions", "/x/f.py:f"),
         ("reward", {"functions": ["exact_match", "os:system?command=id"]}, "reward.functions", "os:system?command=id"),
@@ -40,6 +46,11 @@ def named(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ("algorithm", {"advantage": "os:getcwd"}, "algorithm.advantage", "os:getcwd"),
         ("algorithm", {"advantage": "own.py:f?scale=2"}, "algorithm.advantage", "own.py:f?scale=2"),
         ("rollout", {"vllm": {"worker_cls": "evil.worker.Worker"}}, "rollout.vllm.worker_cls", "evil.worker.Worker"),
+        ("rollout", {"vllm": {"worker_extension_cls": "evil"}}, "rollout.vllm.worker_extension_cls", "evil"),
+        ("rollout", {"vllm": {"load_format": "pt"}}, "rollout.vllm.load_format", "pt"),
+        ("rollout", {"vllm": {"kv_transfer_config": {"kv_connector_module_path": "evil"}}}, *CONNECTOR),
+        ("rollout", {"vllm": {"hf_overrides": {"auto_map": {"AutoConfig": "evil"}}}}, *OVERRIDES),
+        ("rollout", {"vllm": {"reasoning_parser_plugin": "evil"}}, "rollout.vllm.reasoning_parser_plugin", "evil"),
         ("rollout", {"vllm": {"trust_remote_code": True}}, "rollout.vllm.trust_remote_code", "True"),
         ("rollout", {"vllm": {"logits_processors": ["evil:P"]}}, "rollout.vllm.logits_processors", "['evil:P']"),
         ("trainer", {"backend": "deepspeed", "initial_state": "/tmp/pickles", "initial_steps": 1}, "trainer.initial_state", "/tmp/pickles"),
@@ -55,6 +66,7 @@ def test_functions_commands_services_and_pickles_are_code(section: str, table: d
         ("data", {}),
         ("data", {"source": "/rows/train.jsonl"}),
         ("data", {"source": ["hf:org/name?config=main", "reasoning-gym:chain_sum?max_terms=3"]}),
+        ("data", {"source": ["hf:json?data_files=rows.json", "hf:parquet?data_files=x", "hf:/rows"]}),
         ("eval", {"source": "tiny:successor", "functions": ["exact_match"]}),
         ("environment", {"source": "tiny:lake"}),
         ("environment", {"source": "textarena:Wordle-v0?word_length=5"}),
@@ -62,7 +74,7 @@ def test_functions_commands_services_and_pickles_are_code(section: str, table: d
         ("algorithm", {"loss": "gspo", "advantage": "grpo"}),
         (
             "rollout",
-            {"vllm": {"tensor_parallel_size": 2, "quantization": "fp8", "trust_remote_code": False}},
+            {"vllm": {"tensor_parallel_size": 2, "quantization": "fp8", "trust_remote_code": False, "dtype": "bfloat16"}},
         ),
         ("trainer", {"initial_state": "/runs/x/start/backend", "initial_steps": 1}),
     ],
