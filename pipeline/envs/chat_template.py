@@ -73,8 +73,15 @@ def chat_template_of(folder: Path, chat_template: str) -> str | None:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     names = ("chat_template.json", "tokenizer_config.json")
     template = next((found for name in names if (found := json_file(folder / name).get("chat_template"))), None)
-    if isinstance(template, list):  # several named templates
-        template = next((named.get("template") for named in template if named.get("name") == "default"), None)
+    if isinstance(template, list):
+        template = {named.get("name"): named.get("template") for named in template}
+    if isinstance(template, dict):
+        if "default" not in template:
+            named = ", ".join(map(str, template))
+            raise ConfigError(
+                f"data.chat_template: {folder} has the templates {named} and none called default; write one to a Jinja file and name it"
+            )
+        template = template["default"]
     if isinstance(template, str):
         return template
     if chat_template == "on":

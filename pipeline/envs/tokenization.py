@@ -96,7 +96,7 @@ class Renderer:
         if self._template is None:
             return None
         messages = list(row.messages) if row.messages is not None else [{"role": "user", "content": row.prompt}]
-        if self._system is not None and not any(message.get("role") == "system" for message in messages):
+        if self._system is not None and not any(message.get("role") in ("system", "developer") for message in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
         return messages
 

@@ -43,15 +43,16 @@ def shortened(text: str, tokens: int, tokenizer: Any) -> str:
 
 
 def plain(message: Message, *, developer: bool = False) -> dict[str, Any]:
-    """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects.
+    """As chat templates expect it: text content, arguments of tool calls as objects where they are JSON objects, no null fields.
 
     `developer`: the template reads messages of that role, OpenAI's newer name of the system's.
     """
     role = message.get("role")
     if not isinstance(role, str):
         raise TemplateRefused('a message has no "role": give "system", "user", "assistant" or "tool"')
-    made = {**message, "role": "system" if role == "developer" and not developer else role, "content": text_of(message)}
-    made.pop("tool_calls", None)
+    role = "system" if role == "developer" and not developer else role
+    given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    made = {**given, "role": role, "content": text_of(message)}
     if calls := _calls(message):
         functions = [_function(call) for call in calls]
         made["tool_calls"] = [{**_beside(call), "type": "function", "function": said} for call, said in zip(calls, functions, strict=True)]

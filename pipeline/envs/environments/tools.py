@@ -59,8 +59,8 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, function: 
         result = await result if inspect.isawaitable(result) else result
     # A tool may raise anything: the policy reads it and may try otherwise.
     except Exception as error:
-        return f"error: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+        return f"error: {type(error).__name__}: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
 def _type_of(hint: Any) -> dict[str, Any]:

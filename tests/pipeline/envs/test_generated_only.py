@@ -73,6 +73,30 @@ def test_a_built_in_reward_scores_what_the_policy_said_last(parts: Any, right: f
         assert reward("mine.py:readme", played(*parts), chat=chat, directory=tmp_path, answer="efghi") == right
 
 
+BEGINNINGS = {
+    "a system prompt beside the agent's own question": ([{"role": "system", "content": "be brief"}, *PROMPT], []),
+    "an agent with a system prompt of its own": (PROMPT, [("system", "be brief"), ("user", "5d=")]),
+    "an agent that asks nothing of the prompt": (PROMPT * 5, [("user", "5d=")]),
+    "an agent without a user": (PROMPT, [("system", "efghi")]),
+    "examples in the prompt": ([*PROMPT, {"role": "assistant", "content": "efghi"}] * 3 + PROMPT, [("user", "a"), ("assistant", "efghi")]),
+    "an answer that was begun": ([*PROMPT, {"role": "assistant", "content": "so: "}], [("assistant", "so: ")]),
+}
+
+
+@pytest.mark.parametrize("said", ["efghi", "3"])
+@pytest.mark.parametrize(("prompt", "before"), BEGINNINGS.values(), ids=BEGINNINGS)
+def test_an_agents_completion_is_what_was_generated_whatever_the_prompt_and_the_agent_begin_with(
+    prompt: Any, before: Any, said: str, tmp_path: Path
+) -> None:
+    sample = played(*before, ("policy", said), ("user", "efghi"))
+    asked: Any = SimpleNamespace(prompt="go", columns=json.dumps({"answer": "efghi"}))
+    payload = payload_of(asked, [sample], [text_of(sample)], messages=json.dumps(prompt), steps_per_version=1)
+    (tmp_path / "mine.py").write_text(SPY)
+    for function in ("exact_match", "mine.py:readme"):
+        score = resolve([function], base_dir=tmp_path, max_completion_length=10).score(**json.loads(json.dumps(payload)))
+        assert score.rewards == (float(said == "efghi"),)
+
+
 TALK = [("system", "ZZ"), ("policy", "ab"), ("tool", "ZZZZ"), ("policy", "cde"), ("user", "ZZ")]
 
 

@@ -55,7 +55,23 @@ def test_the_template_gets_the_system_prompt_and_the_arguments_of_the_configurat
     assert quiet.render(row("hi"))[0] == "<s>system:Be brief.</s><s>user:hi</s><s>assistant:<think></think>"
     talk = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "hi"}]
     assert quiet.render(row(None, talk))[0].startswith("<s>system:Be long.</s><s>user:hi</s>")
+    talk[0]["role"] = "developer"  # OpenAI's newer name of the system
+    assert quiet.render(row(None, talk))[0].startswith("<s>system:Be long.</s><s>user:hi</s>")
     assert Renderer(folder).render(row("hi"))[0] == "<s>user:hi</s><s>assistant:"
+
+
+@pytest.mark.parametrize("named", [list, dict])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+def test_of_several_templates_the_default_is_taken_and_none_without_it(tmp_path: Path, file: str, named: Any) -> None:
+    def write(**templates: str) -> Path:
+        value = templates if named is dict else [{"name": name, "template": template} for name, template in templates.items()]
+        (folder / file).write_text(json.dumps({"chat_template": value}))
+        return folder
+
+    folder = model(tmp_path / "m")
+    assert Renderer(write(rag="no", default=THINKING)).render(row("hi"))[0] == "<s>user:hi</s><s>assistant:"
+    with pytest.raises(ConfigError, match="has the templates rag, tool_use and none called default; write one to a Jinja file"):
+        Renderer(write(rag="no", tool_use=THINKING))
 
 
 @pytest.mark.parametrize("settings", [{"system_prompt": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])

@@ -78,6 +78,38 @@ def test_the_policy_reads_what_its_tool_call_gave_and_what_was_wrong_with_it(too
     assert not observed.ended
 
 
+class Long:
+    """Tools with long results."""
+
+    def reset(self, **row: Any) -> str:
+        return "go"
+
+    def shows(self) -> str:
+        """Show."""
+        return "é\n" * 50_000
+
+    def breaks(self) -> str:
+        """Break."""
+        raise ValueError("é\n" * 50_000)
+
+    def lists(self) -> dict[str, str]:
+        """List."""
+        return {"é": "é\n" * 50_000}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("shows", "é\n" * 50_000), ("breaks", "error: ValueError: " + "é\n" * 50_000), ("lists", '{"é": "' + "é\\n" * 50_000 + '"}')],
+)
+def test_no_result_of_a_tool_is_cut_by_its_environment(name: str, said: str) -> None:
+    async def story() -> Any:
+        episode = ToolEpisode(Long())
+        await episode.reset(seed=1, row={})
+        return await episode.step({"role": "assistant", "content": None, "tool_calls": [call(name, "{}")]})
+
+    assert asyncio.run(story()).messages[0]["content"] == said
+
+
 def test_an_episode_of_tools_ends_with_a_turn_without_a_call_and_then_has_its_reward() -> None:
     async def story() -> Any:
         episode = ToolEpisode(Shop())

@@ -27,6 +27,13 @@ def test_text_in_parts_is_one_text_for_other_templates() -> None:
     assert rendered("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", [parts]) == "user: What is 3 + 4?"
 
 
+@pytest.mark.parametrize("key", ["name", "reasoning_content", "tool_call_id", "refusal", "audio", "function_call", "annotations"])
+def test_a_field_that_a_client_sends_as_null_is_not_there_for_the_template(key: str) -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if '" + key + "' in m %}{{ m." + key + " }}{% endif %};{% endfor %}"
+    messages = [USER, {"role": "assistant", "content": "7", key: None}, {"role": "user", key: None, "content": "Sure?"}]
+    assert rendered(source, messages) == "user: What is 3 + 4?;assistant: 7;user: Sure?;"
+
+
 @pytest.mark.parametrize(
     ("content", "arguments"),
     [
