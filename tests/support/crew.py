@@ -98,7 +98,7 @@ class Crew:
         for stop in self.stops.values():
             stop.set()
         for thread in self.threads.values():
-            thread.join(30.0)
+            thread.join(120.0)
         self.log.close()
 
     def _connect(self, role: str, name: str) -> Log:

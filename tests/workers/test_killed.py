@@ -83,7 +83,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
         crew.wait(lambda: crew.report()["status"] == "finished")
         for name in workers.running.keys() - {"scorer-0"}:
             assert workers.ended(name) == 0, workers.text(name)
-        zombie.join(30.0)
+        zombie.join(300.0)
         assert sorted([zombie.exitcode, workers.ended("scorer-0")]) == [0, HOPELESS], workers.text("scorer-0")
         assert "is at work already" in workers.text("scorer-0") or "another process writes as" in workers.text("scorer-0")
         assert "Traceback" not in workers.text("scorer-0")

@@ -43,7 +43,7 @@ class Watched:
         page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda asked: None if asked.url.startswith(path.as_uri()) else self.complaints.append(f"request: {asked.url}"))
         page.goto(path.as_uri(), wait_until="commit")
-        page.wait_for_selector("html[data-ready], html[data-failed]", state="attached", timeout=20_000)
+        page.wait_for_selector("html[data-ready], html[data-failed]", state="attached", timeout=120_000)
         return page
 
 
@@ -93,7 +93,7 @@ def shown(page: Any) -> int:
 
 
 def wait_for_shown(page: Any, count: int) -> None:
-    page.wait_for_function("count => document.getElementById('found').dataset.shown === String(count)", arg=count, timeout=5000)
+    page.wait_for_function("count => document.getElementById('found').dataset.shown === String(count)", arg=count, timeout=120_000)
 
 
 def test_a_recorded_run_loads_and_its_head_says_what_the_report_says(page: Any, recorded: RecordedRun) -> None:

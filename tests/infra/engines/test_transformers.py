@@ -260,6 +260,21 @@ def test_a_stop_text_without_a_tokenizer_is_refused_with_its_key(directory: Path
         drawn(TransformersEngine(directory), sampling=replace(SAMPLING, stop=("x",)))
 
 
+def test_an_engine_that_sleeps_has_no_weights_and_takes_their_memory_again(directory: Path) -> None:
+    engine = TransformersEngine(directory)
+
+    def sizes() -> list[int]:
+        return [parameter.untyped_storage().nbytes() for parameter in engine._parameters.values()]
+
+    awake = sizes()
+    engine.sleep()
+    assert sizes() == [0] * len(awake)
+    engine.wake()
+    assert sizes() == awake
+    engine.close()
+
+
+@pytest.mark.slow
 def test_the_memory_of_the_weights_is_free_while_an_engine_sleeps(tmp_path: Path) -> None:
     import transformers as hf
 

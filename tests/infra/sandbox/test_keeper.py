@@ -159,8 +159,8 @@ def test_nothing_that_a_function_starts_outlives_its_child(pool: Pool, tmp_path:
 
 
 def test_a_daemon_ends_with_a_call_that_hangs(pool: Pool, tmp_path: Path) -> None:
-    ours = pool(timeout_s=2.0)
-    assert result(ours, do="deaf", note=str(tmp_path / "note"), hang=True) == "took longer than 2 s and was killed"
+    ours = pool(timeout_s=8.0)  # a busy machine starts the daemon within that time
+    assert result(ours, do="deaf", note=str(tmp_path / "note"), hang=True) == "took longer than 8 s and was killed"
     assert not runs(int((tmp_path / "note").read_text()))
 
 

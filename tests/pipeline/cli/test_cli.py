@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from decimal import Decimal
 from importlib.util import find_spec
@@ -147,10 +146,8 @@ def test_a_malformed_address_is_a_usage_error_of_one_line(tmp_path: Path, capsys
         assert last_line(capsys).endswith("kafka.bootstrap 'nowhere' is not HOST:PORT[,HOST:PORT...]")
 
 
-def test_an_unreachable_broker_is_one_line_and_status_1_within_a_minute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.monotonic()
+def test_an_unreachable_broker_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", "--bootstrap", "127.0.0.1:1"]) == FAILED
-    assert time.monotonic() - started < 60
     line = last_line(capsys)
     assert "127.0.0.1:1" in line
     assert "penstock broker start" in line

@@ -39,7 +39,7 @@ def server() -> Iterator[Server]:
 def asked(server: Server, path: str, *, host: str | None = None, method: str = "GET") -> tuple[int, str, dict[str, str]]:
     """Status, page and headers of one request."""
     where = urlsplit(server.address)
-    connection = http.client.HTTPConnection(where.netloc, timeout=30)
+    connection = http.client.HTTPConnection(where.netloc, timeout=120)
     connection.request(method, path, headers={"Host": host or where.netloc})
     reply = connection.getresponse()
     return reply.status, reply.read().decode(), dict(reply.getheaders())
@@ -115,7 +115,7 @@ def test_of_two_curves_the_shorter_ends_where_its_versions_do() -> None:
 
 def until(true: Callable[[], bool]) -> None:
     """Wait for what another thread does."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 120
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -127,7 +127,7 @@ def until(true: Callable[[], bool]) -> None:
 )
 def test_while_a_question_is_computed_other_pages_answer_and_it_ends_with_its_browser(server: Server, query: str) -> None:
     where, free = urlsplit(server.address), server.runs.questions._value
-    with closing(http.client.HTTPConnection(where.netloc, timeout=30)) as asking:
+    with closing(http.client.HTTPConnection(where.netloc, timeout=120)) as asking:
         asking.request("GET", f"/secret/sql?id={RUN}&q={quote(query)}", headers={"Host": where.netloc})
         until(lambda: server.runs.questions._value == free - 1)
         assert asked(server, "/secret/")[0] == 200
@@ -160,7 +160,7 @@ def test_in_a_browser_the_list_leads_to_a_run_without_complaint_or_sideways_scro
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert back == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(13, 17, 23)")
         page.get_by_role("link", name="page with timeline and tokens").click()
-        page.wait_for_selector("html[data-ready]", state="attached", timeout=20_000)
+        page.wait_for_selector("html[data-ready]", state="attached", timeout=120_000)
         browser.close()
     assert [said for said in complaints if "favicon" not in said] == []
 

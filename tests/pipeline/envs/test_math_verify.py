@@ -430,11 +430,11 @@ LARGE = [
 
 @pytest.mark.parametrize("number", range(len(LARGE)))
 def test_what_cannot_be_computed_is_judged_in_bounded_time(number: int) -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     for completion in (rf"\boxed{{{LARGE[number]}}}", f"so ${LARGE[number]}$", LARGE[number]):
         assert verdict(completion, "1234567") == 0.0
         verdict(completion, LARGE[number])
-    assert time.monotonic() - begin < 30
+    assert time.process_time() - begin < 30
 
 
 def test_equal_powers_that_cannot_be_computed_are_equal() -> None:

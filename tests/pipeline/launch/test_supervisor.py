@@ -192,8 +192,10 @@ def test_what_a_worker_still_finishes_is_said_once_while_it_is_stopped(tmp_path:
     crew.start()
     until(lambda: at_work(crew))
     crew.stop(limit_s=1.0, look=lambda: {"trainer": "commits step 3", "feeder": "waiting for new weights"})
-    assert said[0] == "trainer: commits step 3"
-    assert re.fullmatch(r"trainer had not ended after \d+ s and was killed", said[1]) and len(said) == 2
+    finishes, killed = [line for line in said if line.startswith("trainer")]
+    assert finishes == "trainer: commits step 3"
+    assert re.fullmatch(r"trainer had not ended after \d+ s and was killed", killed)
+    assert not any(line.startswith("feeder:") for line in said)
 
 
 def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_stands_still(tmp_path: Path):
@@ -203,8 +205,8 @@ def test_a_worker_that_goes_on_while_it_is_stopped_has_more_time_than_one_that_s
     until(lambda: at_work(crew))
     steps = itertools.count()
     crew.stop(limit_s=0.3, look=lambda: {"trainer": f"training step 3, micro-batch {next(steps)}"})
-    found = re.fullmatch(r"trainer had not ended after (\d+) s and was killed", said[-1])
-    assert found and int(found[1]) >= round(LONGEST_STOP * 0.3)
+    (found,) = filter(None, (re.fullmatch(r"trainer had not ended after (\d+) s and was killed", line) for line in said))
+    assert int(found[1]) >= round(LONGEST_STOP * 0.3)
 
 
 def test_a_worker_begins_a_new_row_of_failures_only_if_it_served_while_the_run_moved(tmp_path: Path):
@@ -305,7 +307,7 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path)
         os.kill(left.pid, signal.SIGSTOP)
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
         run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
-        run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=1.0)
+        run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=8.0)  # a busy machine ends the first within that time
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None
         assert said == ["ending what an earlier launcher of run r left behind: rollout-0, rollout-2"]

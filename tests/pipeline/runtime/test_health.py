@@ -40,7 +40,7 @@ def url(health: Health, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
 
 def asked(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=10.0) as answer:
+        with urllib.request.urlopen(url, timeout=60.0) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

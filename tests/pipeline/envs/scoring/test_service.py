@@ -102,11 +102,11 @@ def test_a_service_that_stays_away_fails_the_group_in_time_with_what_it_said_las
         await asyncio.sleep(30)
         return Response()
 
-    with pytest.raises(RewardError, match=r"^reward http://.*/score: no rewards within 1 s \(reward.timeout_s\), asked \d times: 429 Too"):
-        scored(serve(busy), ["a"], timeout_s=1.0)
+    with pytest.raises(RewardError, match=r"/score: no rewards within 3 s \(reward.timeout_s\), asked (once|\d+ times): 429 Too"):
+        scored(serve(busy), ["a"], timeout_s=3.0)
     with pytest.raises(RewardError, match=r"no rewards within 0.4 s \(reward.timeout_s\), asked once: .*Timeout"):
         scored(serve(silent), ["a"], timeout_s=0.4)
-    with pytest.raises(RewardError, match=r"asked \d times: .*(connect|Connect)"):
+    with pytest.raises(RewardError, match=r"asked (once|\d+ times): .*(connect|Connect)"):
         scored("http://127.0.0.1:1/score", ["a"], timeout_s=1.5)
 
 
@@ -141,7 +141,7 @@ def test_one_child_has_many_groups_at_a_service_at_a_time(serve: Serve) -> None:
             await asyncio.sleep(0.005)
         return JSONResponse({"rewards": [1.0]})
 
-    with ChildPool[int](CHILD, size=1, timeout_s=20.0, init=spec([serve(meet)], concurrency=40)) as pool:
+    with ChildPool[int](CHILD, size=1, timeout_s=120.0, init=spec([serve(meet)], concurrency=40)) as pool:
         for number in range(40):
             pool.submit(number, payload(["a"], prompt="p", messages=None, columns={"number": number}))
         ended: list[Any] = []

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from penstock.pipeline.envs.agents.gateway.episode import AgentEpisode, command_
 from penstock.pipeline.envs.agents.gateway.server import Gateway
 from penstock.pipeline.envs.agents.record import EpisodeRequest, Trajectory
 from tests.support.chat_families import stop_ids, template
+from tests.support.children import runs
 from tests.support.scripted_policy import FAMILY, ScriptedPolicy
 
 ASK = """
@@ -112,17 +112,12 @@ def test_a_program_that_is_silent_is_killed_with_all_that_it_started(tmp_path: P
     file = tmp_path / "child"
     code += "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
     code += f"open({str(file)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
-    made = play(tmp_path, code, limits=replace(LIMITS, reset_timeout_s=6, step_timeout_s=6))
+    made = play(tmp_path, code, limits=replace(LIMITS, reset_timeout_s=8, step_timeout_s=8))
     assert made.finish == "abort" and "environment-timeout: " in made.turns[-1].finish and limit in made.turns[-1].finish
     deadline = time.monotonic() + 60
-    while _runs(int(file.read_text())) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not _runs(int(file.read_text()))
-
-
-def _runs(process: int) -> bool:
-    status = Path(f"/proc/{process}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    while runs(int(file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_time_in_which_the_policy_draws_is_not_the_agents() -> None:
@@ -174,12 +169,12 @@ def test_a_program_does_not_outlive_its_trajectory(tmp_path: Path, closed: bool)
             programs=asyncio.Semaphore(1), limits=LIMITS, draw=never,
         )  # fmt: skip
         running = asyncio.create_task(episode.run())
-        await asyncio.wait_for(asked.wait(), 30)
+        await asyncio.wait_for(asked.wait(), 120)
         if closed:
             await gateway.close()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert not _runs(int((tmp_path / "id").read_text()))
+        assert not runs(int((tmp_path / "id").read_text()))
         if not closed:
             await gateway.close()
 
