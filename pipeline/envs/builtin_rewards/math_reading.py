@@ -15,7 +15,7 @@ _OPERATORS = {r"\le": "<=", r"\ge": ">=", r"\ne": "!=", r"\approx": "=", r"\equi
 _SEPARATOR = re.compile(r",|;|\\cup\b|\band\b|\bor\b")
 _MATRIX = re.compile(r"\\begin ?\{(?:[bpvBV]?matrix|array)\}(?: ?\{[clr|]*\})?(.*)\\end ?\{\w+\}", re.DOTALL)
 _LETTER = (
-    r"(?:(?:m ?)?\\[a-zA-Z]+(?: ?[A-Za-z]+| ?\{[A-Z]+\})?|\\frac ?\{d ?\w?\} ?\{d ?\w\}|[A-Za-z]+)"
+    r"(?:(?:m ?)?\\[a-zA-Z]+(?: ?[A-Za-z]+| ?\{[A-Za-z]+\})?|\\frac ?\{d ?\w?\} ?\{d ?\w\}|[A-Za-z]+)"
     r"'?(?: ?_ ?(?:\w|\{[^{}]*\}))?(?: ?\^ ?\{-1\})?(?: ?\([\w, ]+\))?"
 )
 _NAME = re.compile(rf"{_LETTER}(?: ?[-+] ?{_LETTER})*|\([A-Za-z](?: ?, ?[A-Za-z])+\)")

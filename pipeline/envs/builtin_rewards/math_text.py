@@ -18,6 +18,7 @@ _NAMES = {"dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", 
 _NAMES |= {"leqslant": "le", "geqslant": "ge", "lt": "<", "gt": ">", "varnothing": "emptyset", "cdot": "times", "ast": "times"}
 _NAMES |= {"degree": "°", "vert": "|", "lvert": "|", "rvert": "|", "mid": "|", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]"}
 _NAMES |= {"langle": "(", "rangle": ")", "infin": "infty", "div": "/", "colon": ":", "quad": " ", "qquad": " ", "lor": "or", "vee": "or"}
+_NAMES |= {"dots": "ldots", "cdots": "ldots", "dotsc": "ldots"}
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"

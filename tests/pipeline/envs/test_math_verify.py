@@ -57,6 +57,7 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
         (r"\boxed{\det A = -2}", "-2"),
         (r"\boxed{\overline{AB} = 3}", "3"),
         (r"\boxed{\frac{dy}{dx} = 2x}", "2x"),
+        (r"\boxed{\overline{abc} = 123}", "123"),
     ],
     "a value and its approximation": [
         (r"\boxed{\frac{22}{7} \approx 3.14}", r"\frac{22}{7}"),
@@ -81,6 +82,7 @@ RIGHT: dict[str, list[tuple[str, Any]]] = {
         (r"\boxed{k\pi, k\in\mathbb{Z}}", r"k\pi,\ k\in\mathbb Z"),
         (r"\boxed{\text{no solution}}", r"\text{No solutions}"),
         (r"\boxed{3{:}2}", "3:2"),
+        (r"\boxed{1,2,\ldots,10}", r"1, 2, \dots, 10"),
     ],
     "a sentence that ends in an exclamation mark has no factorial": [
         ("It's 42!", "42"),
