@@ -84,7 +84,7 @@ def decode(value: Payload) -> RunRecord:
     require(is_run_id(row["run"]), f"run is {row['run'][:60]!r}, which is not a run id")
     _check_config(json_object(row["config"] or NOTHING, "config"))
     _check_info(json_object(row["info"] or NOTHING, "info"))
-    return RunRecord(**{**row, "config": without_passwords(row["config"])})
+    return RunRecord(**{**row, "config": without_passwords(row["config"] or NOTHING), "info": row["info"] or NOTHING})
 
 
 def _check_config(config: dict[str, Any]) -> None:

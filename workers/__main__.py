@@ -8,6 +8,7 @@ import sys
 
 from penstock.infra.sandbox.signals import keep_ignored_here
 from penstock.pipeline.runtime.main import main
+from penstock.pipeline.runtime.reporting.visible_output import visible_errors
 
 GC_OBJECTS = 100_000
 """New objects between two collections of garbage until a worker is ready; at Python's 700 they take a quarter of the imports of vLLM."""
@@ -15,6 +16,7 @@ GC_OBJECTS = 100_000
 if __name__ == "__main__":
     keep_ignored_here()
     gc.set_threshold(GC_OBJECTS)
-    status = main(sys.argv[1:])
+    with visible_errors():
+        status = main(sys.argv[1:])
     gc.freeze()  # otherwise the interpreter's end goes through a million objects of torch, which takes seconds
     sys.exit(status)

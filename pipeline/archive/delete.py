@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from penstock.infra.paths import run_directory, state_path
 from penstock.pipeline.observe.records.runs import folder_bytes, log_bytes
 from penstock.pipeline.observe.run_status import has_ended
 from penstock.pipeline.observe.run_view import load
-from penstock.pipeline.runtime.registration.run_registry import find
+from penstock.pipeline.runtime.registration.run_registry import all_runs, find
 from penstock.topics import metrics
 from penstock.topics.catalogue import RUNS_TOPIC, is_run_id, topic_name
 from penstock.topics.wire.errors import Unusable
@@ -73,6 +74,19 @@ def plan_deletion(log: Log, run: str, *, keep_model: bool = False) -> Deletion:
         bytes=freed,
         keep_model=keep_model,
     )
+
+
+def ended_before(log: Log, limit_s: float, *, busy: Collection[str]) -> list[str]:
+    """Runs without a record since `limit_s` (Unix time): neither a status nor one in their own topics, as anyone may write a status."""
+    old = [record.run for record in all_runs(log) if record.updated_ns / 1e9 < limit_s and record.run not in busy]
+    return [run for run in old if not _written_since(log, run, limit_s)]
+
+
+def _written_since(log: Log, run: str, limit_s: float) -> bool:
+    topics = [topic for name in ("run", "ledger") if log.partitions(topic := topic_name(run, name))]
+    places = [(topic, 0) for topic in topics]
+    first, ends = log.offsets_at(places, max(0, int(limit_s * 1000))), log.end_offsets(places)
+    return any(first[place] < ends[place] for place in places)
 
 
 def _at_work(log: Log, run: str) -> str | None:

@@ -70,7 +70,8 @@ def rm(
 ) -> None:
     """Remove runs: their topics, record and folder on this machine; says what is freed."""
     from penstock.infra.errors import ConfigError
-    from penstock.pipeline.archive.delete import delete, plan_deletion
+    from penstock.pipeline.archive.delete import delete, ended_before, plan_deletion
+    from penstock.pipeline.launch.attended import attended_runs
     from penstock.pipeline.observe.records.runs import size
     from penstock.pipeline.runtime.registration.run_registry import resolve
 
@@ -78,7 +79,11 @@ def rm(
         raise ConfigError("give either runs, or --older-than 7d")
     limit_s = None if older_than is None else seconds(older_than)
     with at(bootstrap, security) as log:
-        names = [resolve(log, text, executes=True) for text in run or ()] if limit_s is None else _older(log, limit_s)
+        names = (
+            [resolve(log, text, executes=True) for text in run or ()]
+            if limit_s is None
+            else ended_before(log, time.time() - limit_s, busy=attended_runs())
+        )
         plans = [plan_deletion(log, name, keep_model=keep_model) for name in dict.fromkeys(names)]
         for plan in plans:
             if yes:
@@ -92,14 +97,6 @@ def rm(
         print("no run is that old")
     else:
         print(f"{size(total)} {'freed' if yes else 'would be freed; --yes does it'}")
-
-
-def _older(log: Any, limit_s: float) -> list[str]:
-    from penstock.pipeline.launch.attended import attended_runs
-    from penstock.pipeline.runtime.registration.run_registry import all_runs
-
-    before, busy = time.time() - limit_s, attended_runs()
-    return [record.run for record in all_runs(log) if record.updated_ns / 1e9 < before and record.run not in busy]
 
 
 def seconds(text: str) -> float:

@@ -106,7 +106,7 @@ def _kind(record: Record, run: str) -> str | None:
     """The kind of a ledger's entry by its headers; None for a record that cannot be used."""
     try:
         return ledger.check(record, run=run).outcome
-    except Unusable:
+    except (Unusable, NewerSchema):
         return None
 
 
