@@ -28,7 +28,7 @@ from typing import Any
 import chaos_figures
 from command import PENSTOCK, launched
 
-from penstock.infra.broker import embedded, probe
+from penstock.infra.broker import embedded, login, probe
 from penstock.infra.kafka.log import KafkaLog
 from penstock.pipeline.runtime.ledger_follower import LedgerFollower
 
@@ -104,8 +104,9 @@ class Chaos:
     def _await_broker(self, event: dict[str, Any]) -> None:
         """Note when the killed broker serves again."""
         host, _, port = embedded.status(self.home).bootstrap.rpartition(":")
+        password = login.read(self.home / "broker")
         while time.time() - event["at"] < BROKER_LIMIT_S:
-            if embedded.status(self.home).running and probe.cluster_id(host, int(port), timeout_s=1.0):
+            if embedded.status(self.home).running and probe.cluster_id(host, int(port), timeout_s=1.0, login=password):
                 event["back_at"] = time.time()
                 return
             time.sleep(0.05)

@@ -39,6 +39,7 @@ from penstock.topics import rollouts
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.rollouts import Rollout
 from penstock.topics.runs import RunRecord
+from tests.support.bare_clients import c_client
 
 LIMIT = 20_000
 """[samples/s]"""
@@ -89,7 +90,7 @@ def fill(bootstrap: str, run: str, count: int) -> int:
     log.close()
     producer = Producer(
         {
-            "bootstrap.servers": bootstrap,
+            **c_client(bootstrap),
             "enable.idempotence": True,
             "linger.ms": 10,  # as `penstock.infra.kafka.settings.producer` and `KafkaLog.producer` have it, without compression as well
             "batch.size": 1_000_000,

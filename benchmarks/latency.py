@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.bare_clients import python_client
+
 LIMIT = 2.0
 WAIT_S = 30.0
 SAMPLES_TOPIC, GROUPS_TOPIC, WEIGHTS_TOPIC, MANIFESTS_TOPIC = "bare-samples", "bare-groups", "bare-weights", "bare-manifests"
@@ -195,7 +197,7 @@ def bare_chains(bootstrap: str, sizes: list[int]) -> Iterator[tuple[Callable[[],
     """The same two turns without Penstock, in processes of their own."""
     from kafka.admin import KafkaAdminClient, NewTopic
 
-    admin, large = KafkaAdminClient(bootstrap_servers=bootstrap), {"max.message.bytes": str(16 << 20)}
+    admin, large = KafkaAdminClient(**python_client(bootstrap)), {"max.message.bytes": str(16 << 20)}
     admin.create_topics([NewTopic(name, 1, 1, topic_configs=large) for name in TOPICS])
     admin.close()
     command, words = [sys.executable, __file__], ["--bytes", *map(str, sizes)]
@@ -223,7 +225,7 @@ def echo(bootstrap: str, nbytes: int) -> None:
     """For each record a record, written in a transaction with the offset of what was read."""
     from kafka import KafkaConsumer, OffsetAndMetadata
 
-    consumer = KafkaConsumer(SAMPLES_TOPIC, bootstrap_servers=bootstrap, group_id="bare", auto_offset_reset="earliest", **READING)
+    consumer = KafkaConsumer(SAMPLES_TOPIC, **python_client(bootstrap), group_id="bare", auto_offset_reset="earliest", **READING)
     producer, answer = transactional(bootstrap, "bare-echo"), os.urandom(nbytes)
     while True:
         for partition, records in consumer.poll(500).items():
@@ -239,7 +241,7 @@ def bare(bootstrap: str, sample_bytes: int, _group_bytes: int, version_bytes: in
     """For each line of the input one turn; prints its seconds."""
     from kafka import KafkaProducer
 
-    producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all", linger_ms=0, max_request_size=16 << 20)
+    producer = KafkaProducer(**python_client(bootstrap), acks="all", linger_ms=0, max_request_size=16 << 20)
     committing, samples, chunks = transactional(bootstrap, "bare-trainer"), os.urandom(sample_bytes), os.urandom(version_bytes)
     groups, manifests, weights = (reader(bootstrap, topic) for topic in (GROUPS_TOPIC, MANIFESTS_TOPIC, WEIGHTS_TOPIC))
     for line in sys.stdin:
@@ -274,7 +276,7 @@ def reader(bootstrap: str, topic: str) -> Any:
     """A reader of committed records, at the topic's end."""
     from kafka import KafkaConsumer, TopicPartition
 
-    consumer = KafkaConsumer(bootstrap_servers=bootstrap, group_id=None, isolation_level="read_committed", **READING)
+    consumer = KafkaConsumer(**python_client(bootstrap), group_id=None, isolation_level="read_committed", **READING)
     consumer.assign([TopicPartition(topic, 0)])
     consumer.seek_to_end()
     consumer.position(TopicPartition(topic, 0))
@@ -285,7 +287,7 @@ def transactional(bootstrap: str, name: str) -> Any:
     """A producer of transactions, with the pause between two questions that Penstock's has."""
     from kafka import KafkaProducer
 
-    producer = KafkaProducer(bootstrap_servers=bootstrap, transactional_id=name, acks="all", linger_ms=0, retry_backoff_ms=2)
+    producer = KafkaProducer(**python_client(bootstrap), transactional_id=name, acks="all", linger_ms=0, retry_backoff_ms=2)
     producer.init_transactions()
     return producer
 

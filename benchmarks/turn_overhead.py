@@ -35,6 +35,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.run_view import load
 from penstock.topics.turns import calls, replies
 from penstock.topics.wire.record import Record
+from tests.support.bare_clients import c_client
 
 LIMIT_S = 600.0
 WAITING = '''
@@ -88,7 +89,7 @@ def leave_to_system(bootstrap: str, run: str) -> None:
         )
         for topic in ("calls", "replies")
     ]
-    admin = AdminClient({"bootstrap.servers": bootstrap})  # whose requests end with it
+    admin = AdminClient(c_client(bootstrap))  # whose requests end with it
     for done in admin.incremental_alter_configs(resources).values():
         done.result(30.0)
 

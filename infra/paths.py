@@ -41,6 +41,15 @@ def run_directory(run: str) -> Path:
     return state_path() / "runs" / check_run_id(run)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a file that is complete or absent, and its user's alone whatever the umask and an older file of that name allow."""
+    part = path.with_name(f".{path.name}.new")
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
+
+
 def writable(directory: Path) -> Path:
     """Return `directory`, made if need be and closed to other users, after checking that a file can be written in it."""
     try:

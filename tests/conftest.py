@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from penstock.infra.broker import embedded
+from tests.support.bare_clients import python_client
 from tests.support.signals import guard_this_process
 
 # Examples are the same in every run, and a machine that is busy makes no example wrong.
@@ -92,7 +93,7 @@ def _delete_topics(bootstrap: str, prefix: str) -> None:
     from kafka import KafkaAdminClient
     from kafka.errors import UnknownTopicOrPartitionError
 
-    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    admin = KafkaAdminClient(**python_client(bootstrap))
     try:
         deadline = time.monotonic() + 120
         while left := [name for name in admin.list_topics() if name.startswith(prefix)]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from penstock.infra.broker.login import FILE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
 from penstock.topics.catalogue import topics_of
@@ -88,7 +89,9 @@ def test_the_foreign_client_is_short_and_imports_none_of_our_code() -> None:
     assert imported == {"sys", "collections", "pyarrow", "confluent_kafka"}
 
 
-def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of_a_group(broker: str, run_id: str) -> None:
+def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of_a_group(
+    broker: str, run_id: str, penstock_home: Path
+) -> None:
     teller = Teller(run_id)
     told = teller.group([1.0, 0.0, 0.5], version=0)
     whole = groups.decode(told[-1].value)
@@ -105,7 +108,13 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
         producer.send(record)
     producer.flush(30.0)
     log.close()
-    done = subprocess.run([sys.executable, str(EXAMPLE), broker, run_id], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), broker, run_id, str(penstock_home / "broker" / FILE)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {
         f"{run_id}.prompts: 2 records", f"{run_id}.rollouts: 5 records", f"{run_id}.groups: 5 records", f"{run_id}.ledger: 1 records",

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import re
+import secrets
 import shutil
 import subprocess
 import time
@@ -10,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.infra.broker import fencing, jars, ports, probe, process, settings
+from penstock.infra.broker import fencing, jars, login, ports, probe, process, settings
 from penstock.infra.broker.java import environment, find_java
+from penstock.infra.broker.login import Login
+from penstock.infra.broker.session import Refused
 from penstock.infra.errors import BrokerError
-from penstock.infra.paths import state_directory, state_path, writable
+from penstock.infra.paths import state_directory, state_path, writable, write_private
 
 # A broker is ready within 5 s on an idle machine, within 8 s after kill -9; recovery of a large log after a power cut takes longer.
 READY_TIMEOUT_S = 120.0
@@ -67,6 +70,10 @@ class _Files:
         return self.directory / "process.json"
 
     @property
+    def properties(self) -> Path:
+        return self.directory / "server.properties"
+
+    @property
     def identity(self) -> Path:
         return self.directory / "data" / "meta.properties"
 
@@ -102,6 +109,7 @@ def start(*, home: Path | None = None, port: int | None = None, progress: Callab
 def _start(files: _Files, port: int | None, progress: Callable[[str], None]) -> BrokerInfo:
     began = time.monotonic()
     files.log.parent.mkdir(parents=True, exist_ok=True)
+    login.started.add(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: progress("waiting for another start or stop of the broker")):
         if process.running(files.pid_file) is not None:
             chosen = ports.remembered(files.directory)
@@ -120,6 +128,7 @@ def stop(home: Path | None = None) -> bool:
     files = _Files(state_path() if home is None else home.absolute())
     if not files.directory.is_dir():
         return False
+    login.started.discard(files.directory)
     with process.locked(files.directory / "lock", waiting=lambda: None):
         fencing.end(files.directory)
         if process.running(files.pid_file) is None:
@@ -215,8 +224,8 @@ def _run(files: _Files, chosen: ports.Ports, java: list[str], since: int) -> boo
 
 
 def _write_properties(files: _Files, chosen: ports.Ports, *, data: str) -> None:
-    text = settings.server_properties(port=chosen.client, controller_port=chosen.controller, data=data)
-    (files.directory / "server.properties").write_text(text)
+    text = settings.server_properties(port=chosen.client, controller_port=chosen.controller, data=data, password=secrets.token_urlsafe())
+    write_private(files.properties, text)
 
 
 def _format(files: _Files, chosen: ports.Ports, java: list[str]) -> None:
@@ -241,13 +250,29 @@ def _await_ready(files: _Files, port: int) -> bool:
     """Return True once the broker answers with this storage's cluster id, False if it ends before."""
     cluster_id = re.search(r"^cluster\.id=(\S+)$", files.identity.read_text(), re.MULTILINE)
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while cluster_id is None or probe.cluster_id(settings.HOST, port, timeout_s=2.0) != cluster_id[1]:
+    while cluster_id is None or _cluster_id(files, port) != cluster_id[1]:
         if process.running(files.pid_file) is None:
             return False
         if time.monotonic() > deadline:
             raise BrokerError(f"the broker does not answer at {settings.HOST}:{port} after {READY_TIMEOUT_S:.0f} s: see {files.log}")
         time.sleep(_POLL_S)
     return True
+
+
+def _cluster_id(files: _Files, port: int) -> str | None:
+    """The cluster id of the broker that serves at this port; a broker that does not know the password is given it."""
+    own = settings.own_password(_text(files.properties))
+    user = login.read(files.directory) if own is None else login.ensure(files.directory)
+    try:
+        return probe.cluster_id(settings.HOST, port, timeout_s=2.0, login=user)
+    except Refused:
+        if own is None:
+            raise BrokerError("the broker that runs asks for no password: `penstock broker stop`, then start it again") from None
+        since = process.log_bytes(files.pid_file)
+        # Another program at the port must not get this password: the log proves that the port is the broker's as long as it runs.
+        if user is not None and since is not None and f"connections on {settings.HOST}:{port}" in _text(files.log, since=since):
+            probe.set_password(settings.HOST, port, user, by=Login(settings.OWN_USER, own), timeout_s=2.0)
+        return None
 
 
 def _errors(files: _Files, since: int) -> str:

@@ -9,12 +9,14 @@ what was aborted.
 """
 
 import re
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from penstock.infra.broker import process, settings
 from penstock.infra.broker.ports import Ports
+from penstock.infra.paths import write_private
 
 LIMIT_S = 30.0
 """A controller that has not fenced the broker by then is ended anyway."""
@@ -28,8 +30,8 @@ _RECORD = re.compile(r"Replayed [^\n]*?(?:RegisterBrokerRecord|BrokerRegistratio
 
 def strike_off(directory: Path, ports: Ports, java: list[str], *, log: Path) -> bool:
     """Run the controller of the broker in `directory` until it has fenced the broker that died; returns False if it did not."""
-    text = settings.fencing_properties(controller_port=ports.controller, data="data")
-    (directory / _PROPERTIES).write_text(text)
+    text = settings.fencing_properties(controller_port=ports.controller, data="data", password=secrets.token_urlsafe())
+    write_private(directory / _PROPERTIES, text)
     since = log.stat().st_size if log.exists() else 0
     command = [*java, "kafka.Kafka", _PROPERTIES]
     process.spawn(command, directory=directory, output=directory / "logs" / "console.log", pid_file=directory / _PROCESS)

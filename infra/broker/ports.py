@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.infra.broker.settings import HOST
 from penstock.infra.errors import BrokerError
+from penstock.infra.paths import write_private
 
 # Below the ports that systems give to outgoing connections (32768 and up), where a remembered one could be taken by chance.
 _RANGE = range(20000, 30000)
@@ -49,9 +50,7 @@ def choose(directory: Path, port: int | None) -> Ports:
         )
     controller = before.controller if before and before.controller != client and is_free(before.controller) else _free(avoid=client)
     chosen = Ports(client=client, controller=controller)
-    note = directory / f"{_FILE}.new"
-    note.write_text(json.dumps({"client": client, "controller": controller}))
-    note.replace(directory / _FILE)
+    write_private(directory / _FILE, json.dumps({"client": client, "controller": controller}))
     return chosen
 
 

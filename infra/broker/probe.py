@@ -3,51 +3,54 @@
 An accepted connection is not enough: the socket is open a second before the broker may be used.
 """
 
-import socket
+import hashlib
+import secrets
 import struct
 
-_METADATA, _VERSION, _CLIENT = 3, 2, b"penstock-probe"
+from penstock.infra.broker.login import Login
+from penstock.infra.broker.session import Session, read_string
+
+_METADATA, _ALTER_SCRAM_CREDENTIALS = (3, 2), (51, 0)
+_SHA_256, _ITERATIONS = 1, 4096
+_UNREADABLE = (OSError, struct.error, UnicodeDecodeError, ValueError, KeyError)
 
 
-def cluster_id(host: str, port: int, *, timeout_s: float) -> str | None:
-    """Return the cluster id of the broker at this address, or None while none serves there."""
-    # Header (api key, version, correlation id, client id), then an empty list of topics; Kafka protocol guide, Metadata version 2.
-    request = struct.pack(">hhih", _METADATA, _VERSION, 1, len(_CLIENT)) + _CLIENT + struct.pack(">i", 0)
+def cluster_id(host: str, port: int, *, timeout_s: float, login: Login | None = None) -> str | None:
+    """Return the cluster id of the broker at this address, or None while none serves there. Raises `Refused`."""
     try:
-        with socket.create_connection((host, port), timeout=timeout_s) as connection:
-            connection.settimeout(timeout_s)
-            connection.sendall(struct.pack(">i", len(request)) + request)
-            (size,) = struct.unpack(">i", _exactly(connection, 4))
-            if not 8 <= size <= 1 << 20:
-                return None
-            return _read(_exactly(connection, size))
-    except (OSError, struct.error, UnicodeDecodeError):
+        with Session(host, port, timeout_s=timeout_s) as session:
+            if login is not None:
+                session.log_in(login)
+            return _cluster_id(session.request(_METADATA, struct.pack(">i", 0)))
+    except _UNREADABLE:
         return None
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    parts = b""
-    while len(parts) < size:
-        part = connection.recv(size - len(parts))
-        if not part:
-            raise ConnectionError
-        parts += part
-    return parts
+def set_password(host: str, port: int, login: Login, *, by: Login, timeout_s: float) -> None:
+    """Have the broker accept `login`, as the user `by` that its properties name; no effect while it does not serve. Raises `Refused`."""
+    salt = secrets.token_bytes(16)
+    salted = hashlib.pbkdf2_hmac("sha256", login.password.encode(), salt, _ITERATIONS)
+    # Kafka protocol guide, AlterUserScramCredentials version 0: no deletions, one upsertion, tagged fields empty.
+    upsertion = _compact(login.user.encode()) + struct.pack(">bi", _SHA_256, _ITERATIONS) + _compact(salt) + _compact(salted) + b"\0"
+    try:
+        with Session(host, port, timeout_s=timeout_s) as session:
+            session.log_in_plainly(by)
+            session.request(_ALTER_SCRAM_CREDENTIALS, b"\1\2" + upsertion + b"\0", flexible=True)
+    except _UNREADABLE:
+        return
 
 
-def _read(answer: bytes) -> str | None:
-    correlation, brokers = struct.unpack_from(">ii", answer)
-    if correlation != 1 or brokers < 1:
+def _compact(text: bytes) -> bytes:
+    """A compact string or byte array of less than 127 bytes."""
+    return bytes([len(text) + 1]) + text
+
+
+def _cluster_id(response: bytes) -> str | None:
+    (brokers,) = struct.unpack_from(">i", response)
+    if brokers < 1:
         return None
-    at = 8
+    at = 4
     for _ in range(brokers):  # node id, host, port, rack
-        _, at = _string(answer, at + 4)
-        _, at = _string(answer, at + 4)
-    return _string(answer, at)[0]
-
-
-def _string(answer: bytes, at: int) -> tuple[str | None, int]:
-    (size,) = struct.unpack_from(">h", answer, at)
-    if size < 0:
-        return None, at + 2
-    return answer[at + 2 : at + 2 + size].decode(), at + 2 + size
+        _, at = read_string(response, at + 4)
+        _, at = read_string(response, at + 4)
+    return read_string(response, at)[0]

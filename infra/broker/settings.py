@@ -1,16 +1,23 @@
 """Every setting of the embedded broker, each with its reason; paths are relative to the broker's own directory."""
 
+import re
 from collections.abc import Mapping
 
 HOST = "127.0.0.1"
 NODE_ID = 1
+OWN_USER = "broker"
+"""The broker, at its own listeners."""
+_LOGIN_MODULES = "org.apache.kafka.common.security"
 
 # One broker keeps one copy of everything.
 _SINGLE_NODE = {
     "process.roles": "broker,controller",
     "node.id": str(NODE_ID),
     "controller.listener.names": "CONTROLLER",
-    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    # Every listener asks for a password. PLAIN is between the broker and itself; clients prove that they have theirs without sending it.
+    "listener.security.protocol.map": "CLIENT:SASL_PLAINTEXT,CONTROLLER:SASL_PLAINTEXT",
+    "listener.name.controller.sasl.enabled.mechanisms": "PLAIN",
+    "sasl.mechanism.controller.protocol": "PLAIN",
     "offsets.topic.replication.factor": "1",
     "transaction.state.log.replication.factor": "1",
     "transaction.state.log.min.isr": "1",
@@ -100,19 +107,34 @@ rootLogger.appenderRef.file.ref = file
 """
 
 
-def server_properties(*, port: int, controller_port: int, data: str) -> str:
-    """Return the text of `server.properties`; both listeners are bound to the loopback and to nothing else."""
-    client, controller = f"PLAINTEXT://{HOST}:{port}", f"CONTROLLER://{HOST}:{controller_port}"
+def server_properties(*, port: int, controller_port: int, data: str, password: str) -> str:
+    """Return the text of `server.properties`; both listeners are bound to the loopback and to nothing else.
+
+    `password` is the one of the broker at its own listeners, made for each start; it has no quotation mark and no backslash.
+    """
+    client, controller = f"CLIENT://{HOST}:{port}", f"CONTROLLER://{HOST}:{controller_port}"
     addresses = {
         "listeners": f"{client},{controller}",
         "advertised.listeners": client,
         "controller.quorum.bootstrap.servers": f"{HOST}:{controller_port}",
         "log.dirs": data,
+        "inter.broker.listener.name": "CLIENT",
+        "sasl.mechanism.inter.broker.protocol": "PLAIN",
+        "listener.name.client.sasl.enabled.mechanisms": "SCRAM-SHA-256,PLAIN",
+        "listener.name.client.scram-sha-256.sasl.jaas.config": f"{_LOGIN_MODULES}.scram.ScramLoginModule required;",
+        "listener.name.client.plain.sasl.jaas.config": _own_login(password),
+        "listener.name.controller.plain.sasl.jaas.config": _own_login(password),
     }
     return _text({**_SINGLE_NODE, **_BEHAVIOUR, **_DISK, **addresses})
 
 
-def fencing_properties(*, controller_port: int, data: str) -> str:
+def own_password(properties: str) -> str | None:
+    """The broker's own password in the text of `server.properties`; None in one without."""
+    found = re.search(rf'user_{OWN_USER}="([^"]*)"', properties)
+    return found[1] if found else None
+
+
+def fencing_properties(*, controller_port: int, data: str, password: str) -> str:
     """Return the properties of the same node as a controller only, which fences a missing broker as soon as possible."""
     properties = {
         "process.roles": "controller",
@@ -122,8 +144,14 @@ def fencing_properties(*, controller_port: int, data: str) -> str:
         "broker.session.timeout.ms": "200",
         "broker.heartbeat.interval.ms": "50",
         "metadata.max.idle.interval.ms": "100",  # interval between two records
+        "listener.name.controller.plain.sasl.jaas.config": _own_login(password),
     }
     return _text({**_SINGLE_NODE, **properties})
+
+
+def _own_login(password: str) -> str:
+    login = f'username="{OWN_USER}" password="{password}" user_{OWN_USER}="{password}"'
+    return f"{_LOGIN_MODULES}.plain.PlainLoginModule required {login};"
 
 
 def _text(properties: Mapping[str, str]) -> str:

@@ -19,6 +19,8 @@ from penstock.infra.kafka.settings import Connection, connecting
 
 # Without a handler Python prints the client library's warnings to the terminal; an application that configures logging still gets them.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
+# It warns at each connection that SCRAM sends a password in the clear, which it does not.
+logging.getLogger("kafka.net.sasl.scram").setLevel(logging.ERROR)
 
 NEVER_WRITTEN = (
     errors.MessageSizeTooLargeError,
@@ -117,15 +119,18 @@ def make(kind: Callable[..., Any], connection: Connection, settings: dict[str, A
                 f"the broker at {connection.bootstrap} and this client do not trust each other ({reason}): "
                 "check --security, PENSTOCK_SECURITY and kafka.security"
             ) from None
-        raise _unreachable(connection, reasons.last or one_line(error)) from None
+        raise _unreachable(
+            connection, reasons.last or one_line(error), "; if it asks for a password, give it in PENSTOCK_SECURITY"
+        ) from None
     finally:
         net_log.removeHandler(reasons)
 
 
-def _unreachable(connection: Connection, reason: str) -> LogUnreachable:
+def _unreachable(connection: Connection, reason: str, hint: str = "") -> LogUnreachable:
     reason = " ".join(reason.split())[:160]
     return LogUnreachable(
-        f"cannot reach a Kafka broker at {connection.bootstrap} ({reason}): start one with `penstock broker start` or set kafka.bootstrap"
+        f"cannot reach a Kafka broker at {connection.bootstrap} ({reason}): "
+        f"start one with `penstock broker start` or set kafka.bootstrap{hint}"
     )
 
 

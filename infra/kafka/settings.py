@@ -12,6 +12,7 @@ from typing import Any
 
 from kafka.net.sasl.oauth import AbstractTokenProvider
 
+from penstock.infra.broker import login
 from penstock.infra.errors import LogError
 
 TOKEN_FILE, TOKEN_COMMAND = "sasl_oauth_token_file", "sasl_oauth_token_command"
@@ -68,7 +69,7 @@ class Connection:
         mechanism = self.security.get("sasl_mechanism", "PLAIN")
         if str(mechanism).upper() not in MECHANISMS:
             raise ValueError(f"kafka security setting sasl_mechanism={mechanism!r} is not supported; known are {', '.join(MECHANISMS)}")
-        if str(mechanism).upper() == "OAUTHBEARER" and not _has_token(self):
+        if str(mechanism).upper() == "OAUTHBEARER" and not _has_token(self.security):
             raise ValueError(f"kafka security setting sasl_mechanism=OAUTHBEARER needs {TOKEN_FILE} or {TOKEN_COMMAND}")
         if "ssl_check_hostname" in self.security:
             # The command line and TOML give strings, and "false" is true to a client.
@@ -76,6 +77,11 @@ class Connection:
             if check_hostname.strip().lower() not in _SWITCHES:
                 raise ValueError(f"kafka security setting ssl_check_hostname={check_hostname!r} is neither true nor false")
             object.__setattr__(self, "security", {**self.security, "ssl_check_hostname": _SWITCHES[check_hostname.strip().lower()]})
+
+    def credentials(self) -> Mapping[str, Any]:
+        """The login of this user's embedded broker at its address, `security` at any other. Raises `BrokerError`."""
+        own = login.at(self.bootstrap)
+        return self.security if own is None else own.security()
 
     def servers(self) -> list[tuple[str, str]]:
         """Host and port of each bootstrap server, an IPv6 address without its brackets."""
@@ -99,20 +105,22 @@ _LIBRDKAFKA_SECURITY = {
 def librdkafka(connection: Connection) -> dict[str, Any]:
     """Settings of both clients for bulk reading and writing."""
     settings = {"bootstrap.servers": connection.bootstrap, "client.id": connection.client_id, "log_level": 0}
-    settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in connection.security.items() if name in _LIBRDKAFKA_SECURITY}
-    if "ssl_check_hostname" in connection.security:
-        settings["ssl.endpoint.identification.algorithm"] = "https" if connection.security["ssl_check_hostname"] else "none"
-    if _has_token(connection):
-        settings["oauth_cb"] = Tokens(connection.security).for_librdkafka
+    security = connection.credentials()
+    settings |= {_LIBRDKAFKA_SECURITY[name]: value for name, value in security.items() if name in _LIBRDKAFKA_SECURITY}
+    if "ssl_check_hostname" in security:
+        settings["ssl.endpoint.identification.algorithm"] = "https" if security["ssl_check_hostname"] else "none"
+    if _has_token(security):
+        settings["oauth_cb"] = Tokens(security).for_librdkafka
     return settings
 
 
-def _has_token(connection: Connection) -> bool:
-    return TOKEN_FILE in connection.security or TOKEN_COMMAND in connection.security
+def _has_token(security: Mapping[str, Any]) -> bool:
+    return TOKEN_FILE in security or TOKEN_COMMAND in security
 
 
 def common(connection: Connection) -> dict[str, Any]:
     """Settings of every client."""
+    security = connection.credentials()
     return {
         "bootstrap_servers": [server.strip() for server in connection.bootstrap.split(",")],
         "client_id": connection.client_id,
@@ -122,8 +130,8 @@ def common(connection: Connection) -> dict[str, Any]:
         "request_timeout_ms": 15_000,
         # "Unable to bootstrap" is all a wrong address, password or certificate ever says; say it soon.
         "bootstrap_timeout_ms": int(connection.unreachable_after_s * 1000),
-        **{name: value for name, value in connection.security.items() if name not in (TOKEN_FILE, TOKEN_COMMAND)},
-        **({"sasl_oauth_token_provider": Tokens(connection.security)} if _has_token(connection) else {}),
+        **{name: value for name, value in security.items() if name not in (TOKEN_FILE, TOKEN_COMMAND)},
+        **({"sasl_oauth_token_provider": Tokens(security)} if _has_token(security) else {}),
     }
 
 

@@ -13,6 +13,7 @@ from penstock.infra.log import Assigned, Event, Log, Member, Partition, Records,
 from penstock.infra.memory.log import MemoryLog
 from penstock.topics.catalogue import TopicSpec
 from penstock.topics.wire.record import Outgoing, Record
+from tests.support.bare_clients import c_client
 
 WAIT_S = 100.0
 
@@ -56,7 +57,7 @@ class OpenTransaction(Protocol):
 
 class _OpenOnKafka:
     def __init__(self, log: KafkaLog, records: Sequence[Outgoing]) -> None:
-        self._producer = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": uuid.uuid4().hex})
+        self._producer = Producer({**c_client(log.bootstrap), "transactional.id": uuid.uuid4().hex})
         self._producer.init_transactions()
         self._producer.begin_transaction()
         for record in records:

@@ -22,8 +22,9 @@ from kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from penstock.infra.broker import embedded, settings
+from penstock.infra.broker import embedded, login, settings
 from penstock.pipeline.launch.acls import Rule
+from tests.support.bare_clients import python_client
 
 MECHANISM = "SCRAM-SHA-512"
 _TYPES = {"topic": ResourceType.TOPIC, "group": ResourceType.GROUP, "transactional-id": ResourceType.TRANSACTIONAL_ID}
@@ -81,7 +82,7 @@ class SecuredBroker:
 
     @contextmanager
     def _admin(self) -> Any:
-        admin = KafkaAdminClient(bootstrap_servers=self.plain)
+        admin = KafkaAdminClient(**python_client(self.plain))
         try:
             yield admin
         finally:
@@ -104,7 +105,7 @@ class SecuredBroker:
                 f'{module}.oauthbearer.OAuthBearerLoginModule required unsecuredLoginStringClaim_sub="broker";'
             ),
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-            "super.users": "User:ANONYMOUS",
+            "super.users": f"User:{login.USER};User:{settings.OWN_USER}",
         }
         return "".join(f"{name}={value}\n" for name, value in lines.items())
 

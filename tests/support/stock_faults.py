@@ -24,10 +24,12 @@ from kafka.protocol.consumer import SyncGroupRequest
 from kafka.protocol.producer import ProduceRequest
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 
+from tests.support.bare_clients import python_client
+
 
 def _with_late_answers(bootstrap: str, topic: str, *, late_s: float, which: Callable[[int], bool]) -> tuple[Any, list[Any]]:
     """A lone member of a new group; its chosen SyncGroup answers reach it late. Also the answers so far."""
-    consumer = KafkaConsumer(topic, bootstrap_servers=bootstrap, group_id=uuid.uuid4().hex, metadata_max_age_ms=300)
+    consumer = KafkaConsumer(topic, **python_client(bootstrap), group_id=uuid.uuid4().hex, metadata_max_age_ms=300)
     manager = consumer._coordinator._manager
     send, answers = manager.send, []
 
@@ -56,7 +58,7 @@ def late_second_join(bootstrap: str, topic: str) -> dict[str, Any]:
     _poll_until(consumer, 20, 1000, lambda: coordinator.stable() and len(consumer.assignment()) == 2)
     _poll_until(consumer, 2, 500, lambda: False)  # whatever joins there are at the start are over
     late.append(len(answers) + 1)
-    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    admin = KafkaAdminClient(**python_client(bootstrap))
     admin.create_partitions({topic: 4})
     admin.close()
     _poll_until(consumer, 5, 100, lambda: coordinator.stable() and len(consumer.assignment()) == 4)
@@ -81,7 +83,7 @@ def short_polls(bootstrap: str, topic: str) -> dict[str, Any]:
 
 def refused_record(bootstrap: str, topic: str) -> dict[str, Any]:
     """An idempotent producer after one record that the broker refuses as too large: do later ones arrive?"""
-    producer = KafkaProducer(bootstrap_servers=bootstrap, max_request_size=32 << 20, delivery_timeout_ms=4000, request_timeout_ms=2000)
+    producer = KafkaProducer(**python_client(bootstrap), max_request_size=32 << 20, delivery_timeout_ms=4000, request_timeout_ms=2000)
     return {"outcomes": [_sent(producer, topic, value) for value in (b"a", bytes(2 << 20), b"b", b"c")]}
 
 
@@ -96,7 +98,7 @@ def _sent(producer: Any, topic: str, value: bytes) -> str:
 def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
     """A transaction with a refused record, aborted; then one more: is everything there that was committed?"""
     producer = KafkaProducer(
-        bootstrap_servers=bootstrap, transactional_id=uuid.uuid4().hex, max_request_size=32 << 20, retry_backoff_ms=2, max_block_ms=5000
+        **python_client(bootstrap), transactional_id=uuid.uuid4().hex, max_request_size=32 << 20, retry_backoff_ms=2, max_block_ms=5000
     )
     producer.init_transactions()
     committed = []
@@ -114,7 +116,7 @@ def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
         except KafkaError:
             break
         committed.append(str(number))
-    reader = KafkaConsumer(bootstrap_servers=bootstrap, isolation_level="read_committed", auto_offset_reset="earliest")
+    reader = KafkaConsumer(**python_client(bootstrap), isolation_level="read_committed", auto_offset_reset="earliest")
     reader.assign([TopicPartition(topic, 0)])
     found: list[str] = []
     end = time.monotonic() + 4
@@ -125,7 +127,7 @@ def commit_without_its_record(bootstrap: str, topic: str) -> dict[str, Any]:
 
 def stalled_broker(bootstrap: str, topic: str) -> dict[str, Any]:
     """An idempotent producer, no request of which is answered until a record has run out of time: do later ones arrive?"""
-    producer = KafkaProducer(bootstrap_servers=bootstrap, delivery_timeout_ms=1500, request_timeout_ms=700)
+    producer = KafkaProducer(**python_client(bootstrap), delivery_timeout_ms=1500, request_timeout_ms=700)
     outcomes = [_sent(producer, topic, b"a")]
     manager = producer._sender._client._manager
     send = manager.send
@@ -150,10 +152,10 @@ class _Foreign(str):
 
 def foreign_header_name(bootstrap: str, topic: str) -> dict[str, Any]:
     """A record with a header name that is not UTF-8, then another one: what does a reader get?"""
-    producer = KafkaProducer(bootstrap_servers=bootstrap)
+    producer = KafkaProducer(**python_client(bootstrap))
     for value, name in ((b"foreign", _Foreign("name")), (b"next", "name")):
         producer.send(topic, value, partition=0, headers=[(name, b"1")]).get(10)
-    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    reader = KafkaConsumer(**python_client(bootstrap), auto_offset_reset="earliest")
     reader.assign([TopicPartition(topic, 0)])
     values: list[str] = []
     names: list[str] = []
@@ -185,8 +187,8 @@ def small_reads(bootstrap: str, topic: str) -> dict[str, Any]:
             return piece
 
     socket.socket = Counted  # type: ignore[misc]
-    KafkaProducer(bootstrap_servers=bootstrap).send(topic, bytes(900_000), partition=0).get(10)
-    reader = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    KafkaProducer(**python_client(bootstrap)).send(topic, bytes(900_000), partition=0).get(10)
+    reader = KafkaConsumer(**python_client(bootstrap), auto_offset_reset="earliest")
     reader.assign([TopicPartition(topic, 0)])
     received: list[bytes] = []
     end = time.monotonic() + 10
@@ -223,10 +225,10 @@ def inflated_batch(bootstrap: str, topic: str) -> dict[str, Any]:
 
 def unlisted_leader(bootstrap: str, topic: str) -> dict[str, Any]:
     """For one poll the metadata name a leader that is not among the brokers, as while one comes back: is anything read afterwards?"""
-    producer = KafkaProducer(bootstrap_servers=bootstrap)
+    producer = KafkaProducer(**python_client(bootstrap))
     producer.send(topic, b"record", partition=0).get(20)
     producer.close()
-    consumer = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", consumer_timeout_ms=4000)
+    consumer = KafkaConsumer(**python_client(bootstrap), auto_offset_reset="earliest", consumer_timeout_ms=4000)
     consumer.assign([TopicPartition(topic, 0)])
     consumer.seek(TopicPartition(topic, 0), 0)
     cluster = consumer._client.cluster

@@ -32,10 +32,13 @@ _CLUSTER = {
     "broker.session.timeout.ms": "1500",
     "broker.heartbeat.interval.ms": "200",
     "replica.lag.time.max.ms": "1500",
-    "replica.fetch.max.bytes": settings.server_properties(port=1, controller_port=1, data="").split("message.max.bytes=")[1].split("\n")[0],
+    "replica.fetch.max.bytes": settings.server_properties(port=1, controller_port=1, data="", password="")
+    .split("message.max.bytes=")[1]
+    .split("\n")[0],
     "controller.quorum.fetch.timeout.ms": "1000",
     "controller.quorum.election.timeout.ms": "500",
     "controlled.shutdown.enable": "true",
+    "listener.security.protocol.map": "CLIENT:PLAINTEXT,CONTROLLER:PLAINTEXT",
 }
 
 
@@ -182,7 +185,9 @@ class ThreeBrokers:
             assert made.returncode == 0, output
 
     def _properties(self, node: int) -> str:
-        stock = settings.server_properties(port=self.ports[node].client, controller_port=self.ports[node].controller, data="data")
+        stock = settings.server_properties(
+            port=self.ports[node].client, controller_port=self.ports[node].controller, data="data", password=""
+        )
         lines = {**dict(line.split("=", 1) for line in stock.splitlines()), **_CLUSTER, "node.id": str(node)}
         del lines["controller.quorum.bootstrap.servers"]
         lines["controller.quorum.voters"] = ",".join(f"{one}@{settings.HOST}:{at.controller}" for one, at in self.ports.items())

@@ -16,6 +16,7 @@ from penstock.pipeline.audit.report import Audit, as_table, as_text, audit, summ
 from penstock.pipeline.launch.create import create
 from penstock.topics import dead_letters, weights
 from penstock.topics.wire.record import Record
+from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, config_of
 from tests.support.edited_run import EditedRun
 from tests.support.foreign_records import OWNED, bad_records, repeat, write
@@ -58,7 +59,7 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     )
     with Crew(broker, RUN) as crew:
         create(config, log=crew.log, run_id=RUN, say=lambda _: None)
-        stranger = Producer({"bootstrap.servers": broker})
+        stranger = Producer(c_client(broker))
         for topic in FOREIGN:
             stranger.produce(f"{RUN}.{topic}", b"hello", partition=int(topic == "weights"), headers=[("run", b"another")])
         assert stranger.flush(30) == 0
@@ -328,7 +329,7 @@ def test_the_command_ends_with_0_for_a_clean_run_1_for_a_broken_one_and_2_for_an
     told = EditedRun(RUN, genuine)
     two_outcomes(told)
     planted = told.records[-1]
-    stranger = Producer({"bootstrap.servers": broker})
+    stranger = Producer(c_client(broker))
     stranger.produce(planted.topic, planted.value, key=planted.key, partition=planted.partition, headers=list(planted.headers))
     assert stranger.flush(30) == 0
     del stranger

@@ -18,6 +18,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.run_view import load
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record
+from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, complete, config_of
 from tests.support.foreign_records import letters
 from tests.support.mutations import DAMAGE, HARMLESS
@@ -42,7 +43,7 @@ class Mallory:
         self._rng = random.Random(f"{wanted}")
         self._kinds: Iterator[str] = iter(())
         self._log = KafkaLog(broker, client_id="mallory")
-        self._producer = Producer({"bootstrap.servers": broker, "message.max.bytes": 16 << 20, "linger.ms": 1})
+        self._producer = Producer({**c_client(broker), "message.max.bytes": 16 << 20, "linger.ms": 1})
         names = [RUNS_TOPIC, *(f"{run}.{topic}" for topic in TOPICS)]
         self._tail = self._log.tail({(name, p): "earliest" for name in names for p in range(self._log.partitions(name) or 0)})
         self._known: dict[tuple[str, int], list[Record]] = {}

@@ -4,22 +4,25 @@ import hashlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 from blake3 import blake3
 from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 import penstock
+from penstock.infra.broker.login import FILE
 from penstock.topics.catalogue import topics_of
+from tests.support.bare_clients import c_client
 from tests.support.paths import ROOT
 from tests.support.recorded_run import RecordedRun
 
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: RecordedRun) -> None:
+def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: RecordedRun, penstock_home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "read_topics.py"), recorded.bootstrap, recorded.run],
+        [sys.executable, str(ROOT / "examples" / "read_topics.py"), recorded.bootstrap, recorded.run, str(penstock_home / "broker" / FILE)],
         capture_output=True, text=True, timeout=180, check=False, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -42,7 +45,7 @@ def test_the_foreign_client_prints_the_rewards_that_the_facade_gives(recorded: R
 
 def test_a_version_is_put_together_as_it_is_documented(recorded: RecordedRun) -> None:
     """docs/topics.md, "Weights without Penstock", step by step."""
-    consumer = Consumer({"bootstrap.servers": recorded.bootstrap, "group.id": "reader", "enable.auto.commit": False})
+    consumer = Consumer({**c_client(recorded.bootstrap), "group.id": "reader", "enable.auto.commit": False})
 
     def row(partition: int, offset: int) -> dict[str, object]:
         consumer.assign([TopicPartition(f"{recorded.run}.weights", partition, offset)])

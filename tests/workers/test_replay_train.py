@@ -19,6 +19,7 @@ from penstock.pipeline.runtime.topic_reader import scan
 from penstock.topics import groups
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from penstock.topics.wire.record import Outgoing, Record
+from tests.support.bare_clients import python_client
 from tests.support.crew import Crew
 from tests.support.recorded_run import RecordedRun
 from tests.support.trainer_alone import config_for, group_of, outcome_of, trained, write_groups, written
@@ -311,7 +312,7 @@ def test_a_replay_whose_records_are_deleted_names_their_offsets(
     config = config_for(tiny_model, tmp_path, run={"steps": 3, "seed": 7}, trainer={"checkpoint_every": 2})
     written(log, run_id, config, [group_of(number, version=number // 2) for number in range(6)])
     trained(broker, run_id)
-    admin = KafkaAdminClient(bootstrap_servers=broker)
+    admin = KafkaAdminClient(**python_client(broker))
     admin.delete_records({TopicPartition(f"{run_id}.groups", 1): 2})
     admin.close()
     assert main(["replay", "train", run_id, "--bootstrap", broker]) == 1

@@ -17,6 +17,7 @@ from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from penstock.infra.broker import embedded, process
 from penstock.infra.errors import BrokerError
 from penstock.infra.kafka.log import KafkaLog
+from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S, make_topics, outgoing
 from tests.support.paths import ROOT
 
@@ -41,17 +42,17 @@ def home(started_twice: tuple[Path, set[int]]) -> Path:
 
 
 def write(bootstrap: str, topic: str, value: bytes) -> None:
-    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    admin = KafkaAdminClient(**python_client(bootstrap))
     admin.create_topics({topic: {"num_partitions": 1, "replication_factor": 1, "configs": {}}})
     admin.close()
-    producer = KafkaProducer(bootstrap_servers=bootstrap, max_request_size=32 << 20)
+    producer = KafkaProducer(**python_client(bootstrap), max_request_size=32 << 20)
     producer.send(topic, value, partition=0).get(100)
     producer.close(5)
 
 
 def read(bootstrap: str, topic: str) -> bytes:
     consumer = KafkaConsumer(
-        bootstrap_servers=bootstrap, auto_offset_reset="earliest", enable_auto_commit=False,
+        **python_client(bootstrap), auto_offset_reset="earliest", enable_auto_commit=False,
         max_partition_fetch_bytes=32 << 20,
     )  # fmt: skip
     partition = TopicPartition(topic, 0)

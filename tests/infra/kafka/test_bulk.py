@@ -13,6 +13,7 @@ from penstock.infra.kafka.bulk import BulkReader, BulkWriter
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection
 from penstock.topics.wire.record import Record
+from tests.support.bare_clients import c_client
 from tests.support.log_helpers import make_topics, outgoing, settle, write
 
 
@@ -66,7 +67,7 @@ def test_a_block_is_full_at_its_bytes_too(log: KafkaLog, reader: BulkReader, run
 def test_offsets_that_were_deleted_are_an_error_and_not_a_gap(log: KafkaLog, reader: BulkReader, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a")
     write(log, topic, [b"%d" % number for number in range(5)])
-    admin = AdminClient({"bootstrap.servers": log.bootstrap})
+    admin = AdminClient(c_client(log.bootstrap))
     for future in admin.delete_records([TopicPartition(topic, 0, 3)]).values():
         future.result(60)
     with pytest.raises(LogError, match=rf"^{topic}/0 cannot be read: "):

@@ -11,6 +11,7 @@ from penstock.infra.kafka import settings
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.reading import consumer
 from penstock.infra.log import Member, Records, Tail
+from tests.support.bare_clients import python_client
 from tests.support.log_helpers import WAIT_S, Heard, listen, make_topics, write
 
 
@@ -24,7 +25,7 @@ def log(broker: str) -> Iterator[KafkaLog]:
 def test_a_tail_behind_what_was_deleted_says_so_and_does_not_jump(broker: str, log: KafkaLog, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a", partitions=1)
     write(log, topic, [b"%d" % number for number in range(6)])
-    admin = KafkaAdminClient(bootstrap_servers=broker)
+    admin = KafkaAdminClient(**python_client(broker))
     admin.delete_records({TopicPartition(topic, 0): 4})
     admin.close()
     lost = rf"{topic}/0: offset 1 is wanted, 4 to 5 are there: records were deleted"
@@ -70,7 +71,7 @@ def polled(tail: Tail) -> None:
 def test_a_first_tail_and_a_first_member_begin_with_what_is_kept(broker: str, log: KafkaLog, run_id: str) -> None:
     (topic,) = make_topics(log, run_id, "a", partitions=1)
     write(log, topic, [b"%d" % number for number in range(6)])
-    admin = KafkaAdminClient(bootstrap_servers=broker)
+    admin = KafkaAdminClient(**python_client(broker))
     admin.delete_records({TopicPartition(topic, 0): 4})
     admin.close()
     tail, heard = log.tail({(topic, 0): "earliest"}), Heard(log.member(f"{run_id}.group", [topic]))

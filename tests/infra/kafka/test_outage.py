@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.infra.broker import embedded
+from penstock.infra.broker import embedded, login
 from penstock.infra.errors import LogError, LogUnreachable, OutcomeUnknown, SendFailed
 from penstock.infra.kafka.log import KafkaLog
 from penstock.infra.kafka.settings import Connection
@@ -97,11 +97,24 @@ def test_a_listener_that_never_answers_is_given_up_in_time() -> None:
         assert not thread.is_alive(), thread.name
 
 
-def test_security_settings_reach_the_client_and_a_broker_without_them_is_unreachable(own_broker: OwnBroker) -> None:
+def test_at_the_own_broker_its_login_counts_whatever_is_given_and_others_get_one_line(
+    own_broker: OwnBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bootstrap = own_broker.start()
-    security = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN", "sasl_plain_username": "u", "sasl_plain_password": "p"}
+    security = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "SCRAM-SHA-256", "sasl_plain_username": "penstock"}
+    security["sasl_plain_password"] = "wr0ng"
+    for own in (bootstrap, bootstrap.replace("127.0.0.1", "localhost")):
+        KafkaLog(own, security=security, unreachable_after_s=30).close()
+    monkeypatch.setattr(login, "started", set())
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     message, seconds = refused_at(bootstrap, security=security, unreachable_after_s=2)
+    assert "do not trust each other (Authentication failed" in message
+    assert "wr0ng" not in message
+    assert seconds < 50
+    message, seconds = refused_at(bootstrap, unreachable_after_s=2)
     assert "cannot reach a Kafka broker" in message
+    assert "PENSTOCK_SECURITY" in message
+    assert "\n" not in message
     assert seconds < 50
 
 

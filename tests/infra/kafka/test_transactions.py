@@ -14,6 +14,7 @@ from penstock.infra.errors import Fenced, LogError, OutcomeUnknown
 from penstock.infra.kafka.client_repairs import private_api
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics.wire.record import Outgoing
+from tests.support.bare_clients import python_client
 from tests.support.children import child
 from tests.support.containers import contained, containers_work
 from tests.support.log_helpers import WAIT_S, make_topics, outgoing, settle, values_in, write
@@ -214,7 +215,7 @@ def test_two_processes_with_the_same_pid_do_not_take_each_other_for_themselves(
 
 def test_an_open_transaction_holds_readers_up_until_it_is_aborted(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
     write(log, topic, [b"before"])
-    foreign = KafkaProducer(bootstrap_servers=broker, transactional_id=f"{run_id}.foreign", retry_backoff_ms=2)
+    foreign = KafkaProducer(**python_client(broker), transactional_id=f"{run_id}.foreign", retry_backoff_ms=2)
     foreign.init_transactions()
     foreign.begin_transaction()
     foreign.send(topic, b"aborted", partition=0).get(WAIT_S)
@@ -233,7 +234,7 @@ def test_an_open_transaction_holds_readers_up_until_it_is_aborted(broker: str, l
 
 
 def test_a_dead_writers_open_transaction_is_ended_by_the_next_one_at_once(broker: str, log: KafkaLog, topic: str, run_id: str) -> None:
-    dead = KafkaProducer(bootstrap_servers=broker, transactional_id=f"{run_id}.writer", retry_backoff_ms=2)
+    dead = KafkaProducer(**python_client(broker), transactional_id=f"{run_id}.writer", retry_backoff_ms=2)
     dead.init_transactions()
     dead.begin_transaction()
     dead.send(topic, b"half", partition=0).get(WAIT_S)

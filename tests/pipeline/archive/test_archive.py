@@ -44,6 +44,7 @@ from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TOPICS, topics_of
 from penstock.topics.wire.record import Outgoing, Record
 from tests.support.a_run import Teller
+from tests.support.bare_clients import c_client
 from tests.support.paths import ROOT
 
 STEPS = 3
@@ -61,7 +62,7 @@ def tell(log: KafkaLog, run: str, told: list[Outgoing], *, seed: int = 0) -> Non
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     log.create_topics(topics_of(run, partitions=2))
     rng, producer, transactions = random.Random(seed), log.producer(), log.transactions(f"{run}.test")
-    aborting = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": f"{run}.aborting"})
+    aborting = Producer({**c_client(log.bootstrap), "transactional.id": f"{run}.aborting"})
     aborting.init_transactions()
     for number, record in enumerate(told):
         if record.topic == RUNS_TOPIC or rng.random() < 0.5:
@@ -285,7 +286,7 @@ def test_what_an_import_that_was_killed_has_left_is_named_and_can_be_deleted(
 
 
 def remove_below(log: KafkaLog, topic: str, partition: int, offset: int) -> None:
-    admin = AdminClient({"bootstrap.servers": log.bootstrap})
+    admin = AdminClient(c_client(log.bootstrap))
     for future in admin.delete_records([TopicPartition(topic, partition, offset)]).values():
         future.result(30)
 

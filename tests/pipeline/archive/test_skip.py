@@ -17,6 +17,7 @@ from penstock.pipeline.cli.app import app
 from penstock.pipeline.config.load import ConfigError
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, TopicSpec, topics_of
 from tests.support.a_run import Teller
+from tests.support.bare_clients import c_client
 from tests.support.log_helpers import WAIT_S, outgoing, write
 
 BATCHES, EACH = 5, 3
@@ -90,7 +91,7 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
 def compressed(log: KafkaLog, topic: str, codec: str) -> None:
     """Write a record, a batch of another program's that is compressed, and a record."""
     write(log, topic, [b"before"])
-    foreign = Producer({"bootstrap.servers": log.bootstrap, "compression.type": codec, "linger.ms": 200})
+    foreign = Producer({**c_client(log.bootstrap), "compression.type": codec, "linger.ms": 200})
     for number in range(EACH):
         foreign.produce(topic, value=b"%d" % number * 1000, partition=0)
     foreign.flush(WAIT_S)
@@ -123,7 +124,7 @@ def test_what_another_program_compresses_can_be_read_all_the_same_and_what_infla
     log.create_topics(topics_of(run_id, partitions=1))
     compressed(log, topic, "zstd")
     assert values(log, run_id) == [b"before", *(b"%d" % number * 1000 for number in range(EACH)), b"after"]
-    foreign, refused = Producer({"bootstrap.servers": broker, "compression.type": "zstd", "message.max.bytes": 200 << 20}), list[str]()
+    foreign, refused = Producer({**c_client(broker), "compression.type": "zstd", "message.max.bytes": 200 << 20}), list[str]()
     foreign.produce(topic, value=bytes(100 << 20), partition=0, on_delivery=lambda error, _: refused.append(error.name()))
     foreign.flush(WAIT_S)
     assert refused == ["MSG_SIZE_TOO_LARGE"]

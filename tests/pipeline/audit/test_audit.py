@@ -35,6 +35,7 @@ from penstock.topics.weights import Chunk, Manifest
 from penstock.topics.wire.record import Outgoing, Record
 from penstock.workers.tracker.metrics_file import MetricsFile
 from tests.support.a_run import RUN, Teller, as_records
+from tests.support.bare_clients import c_client
 from tests.support.listed_records import Listed
 from tests.support.paths import ROOT
 from tests.support.strategies import a_rollout
@@ -82,11 +83,11 @@ def test_a_run_whose_topics_are_gone_is_told_apart_from_a_clean_one(broker: str,
 
 def test_what_a_transaction_has_not_committed_is_not_read_and_holds_nobody_up(broker: str, run: str) -> None:
     topic = f"{run}.groups"
-    plain = Producer({"bootstrap.servers": broker})
+    plain = Producer(c_client(broker))
     for number in range(5):
         plain.produce(topic, b"plain %d" % number, partition=number % 3, headers=[("run", b"r"), ("none", None)])
     assert plain.flush(30) == 0
-    writer = Producer({"bootstrap.servers": broker, "transactional.id": f"{run}.test"})
+    writer = Producer({**c_client(broker), "transactional.id": f"{run}.test"})
     writer.init_transactions(30)
     for end in ("commit", "abort", "leave open"):
         writer.begin_transaction()
