@@ -1,4 +1,4 @@
-"""Every topic of a run, read without Penstock: python examples/read_topics.py HOST:PORT RUN [SETTINGS] (docs/topics.md has the wire format)"""
+"""Every topic of a run, read without Penstock: python examples/read_topics.py HOST:PORT RUN [SETTINGS] (docs/topics.md has the format)"""
 
 import sys
 from collections import Counter
@@ -7,10 +7,9 @@ import pyarrow as pa
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 
 bootstrap, run, *files = sys.argv[1:]
-login = dict(line.strip().split("=", 1) for file in files for line in open(file, encoding="utf-8"))
-consumer = Consumer(
-    login | {"bootstrap.servers": bootstrap, "group.id": "reader", "enable.auto.commit": False, "enable.partition.eof": True}
-)
+login = dict(line.strip().split("=", 1) for file in files for line in open(file, encoding="utf-8"))  # noqa: SIM115
+reading = {"group.id": "reader", "enable.auto.commit": False, "enable.partition.eof": True}
+consumer = Consumer({"bootstrap.servers": bootstrap, **reading, **login})
 topics = {name: topic for name, topic in consumer.list_topics(timeout=10).topics.items() if name.startswith(f"{run}.")}
 left = {(name, partition) for name, topic in topics.items() for partition in topic.partitions}
 consumer.assign([TopicPartition(name, partition, OFFSET_BEGINNING) for name, partition in left])
