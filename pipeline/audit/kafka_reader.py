@@ -11,7 +11,6 @@ from typing import Any
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from penstock.infra.kafka.settings import Connection, librdkafka
 from penstock.pipeline.audit.source import Unreadable
 from penstock.topics import dead_letters
 from penstock.topics.catalogue import RUNS_TOPIC, TURNS, topic_name
@@ -48,8 +47,7 @@ class KafkaSource:
     ) -> None:
         self.run, self._say = run, say
         # What connects, credentials above all, is given; what is read, and how, is the audit's own.
-        given = librdkafka(Connection(bootstrap=bootstrap, client_id="penstock-audit")) if settings is None else settings
-        self._settings = {**given, "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
+        self._settings = {**(settings or {}), "bootstrap.servers": bootstrap, "client.id": "penstock-audit", "log_level": 0}
         self._problem: str | None = None
         admin = AdminClient(self._settings | {"error_cb": self._note})
         try:

@@ -23,6 +23,7 @@ from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.pipeline.runtime.session import join
 from penstock.topics.wire.record import Record
+from tests.support.bare_clients import c_client
 from tests.support.listed_records import Listed
 
 LIMIT_S = 400.0
@@ -167,7 +168,7 @@ def audited(place: Place, run: str) -> Audit:
         begins = place.begin_offsets([(topic, partition) for topic in topics for partition in range(place.partitions(topic) or 0)])
         plain = {(topic.removeprefix(f"{run}."), partition): begin for (topic, partition), begin in begins.items()}
         return audit(Listed(run, [record for topic in topics for record in records_of(place, topic)], begins=plain))
-    return audit(KafkaSource(place, run))
+    return audit(KafkaSource(place, run, settings=c_client(place)))
 
 
 def complete(place: Place, run: str, config: Config, *, roles: Sequence[str] = PIPELINE) -> dict[str, Any]:

@@ -74,12 +74,12 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
             end = crew.log.end_offsets([ledger])[ledger]
             if end != seen[-1]:
                 seen.append(end)
-                under_way.append(audit(KafkaSource(broker, RUN)))
+                under_way.append(audit(KafkaSource(broker, RUN, settings=c_client(broker))))
             return bool(under_way) and under_way[-1].facts.closed is not None
 
         crew.wait(look)
         crew.wait()
-    source = KafkaSource(broker, RUN)
+    source = KafkaSource(broker, RUN, settings=c_client(broker))
     yield [record for topic in ORDER for record in source.read(topic)]
     with Crew(broker, RUN) as crew:
         crew.log.delete_topics(crew.log.topics(f"{RUN}."))
@@ -298,12 +298,12 @@ def test_a_run_whose_workers_are_killed_and_into_which_a_stranger_writes_is_clea
             for topic in ("prompts", "rollouts", "groups", "ledger", "metrics", "weights"):
                 repeat(crew, stranger, run_id, topic)
             stranger.flush()
-            assert broken(found := audit(KafkaSource(broker, run_id))) == set(), as_text(found)
+            assert broken(found := audit(KafkaSource(broker, run_id, settings=c_client(broker)))) == set(), as_text(found)
         crew.wait(lambda: crew.report()["status"] == "finished", limit_s=300.0)
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
         stranger.close()
-    found = audit(KafkaSource(broker, run_id))
+    found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert broken(found) == set(), as_text(found)
     assert as_table(found)["fates"]["trained"] == 48
     assert as_table(found)["duplicates"]["ledger"] == 5

@@ -24,6 +24,7 @@ from penstock.pipeline.learner.ledger_history import read_past, read_planned
 from penstock.pipeline.observe.report.summary import collect
 from penstock.pipeline.observe.tables.timeline import timeline
 from penstock.pipeline.runtime.weights.read import fetch
+from tests.support.bare_clients import c_client
 from tests.support.recorded_run import RecordedRun
 
 
@@ -113,7 +114,7 @@ def test_an_imported_run_gives_the_same_report_groups_weights_and_audit(
         fetch(log, here.story.manifests, version, run=run_id)  # raises for another digest
     archived = audit(ArchivedSource(ArchivedLog(find_archive(archive[0]))))
     assert archived.clean, archived
-    judged = audit(KafkaSource(recorded.bootstrap, run_id))
+    judged = audit(KafkaSource(recorded.bootstrap, run_id, settings=c_client(recorded.bootstrap)))
     assert judged.clean, judged
 
 

@@ -16,6 +16,7 @@ from penstock.pipeline.launch.create import create
 from penstock.pipeline.observe.live import saved_view
 from penstock.pipeline.runtime.topic_reader import deleted
 from penstock.workers.tracker import retention, worker
+from tests.support.bare_clients import c_client
 from tests.support.crew import PIPELINE, Crew, complete, config_of, forget_offsets, records_of
 from tests.support.listed_records import Listed
 
@@ -61,7 +62,7 @@ def test_what_was_exported_and_deleted_is_in_the_archive(
         crew.wait()
         export(crew.log, run_id, tmp_path / "archive")
         assert deleted(crew.log, *(f"{run_id}.{topic}" for topic in ("prompts", "rollouts", "groups")))
-        found = audit(KafkaSource(broker, run_id))
+        found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert found.clean, as_text(found)
     capsys.readouterr()
     assert main(["audit", str(tmp_path / "archive"), "--json"]) == 0

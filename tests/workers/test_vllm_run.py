@@ -12,6 +12,7 @@ import pytest
 from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import as_text, audit
 from penstock.pipeline.launch.create import create
+from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, config_of
 from tests.support.processes import Processes
 
@@ -55,7 +56,7 @@ def test_a_killed_rollout_worker_under_vllm_leaves_nothing_and_the_run_is_clean(
         for name in workers.running:
             assert workers.ended(name) == 0, workers.text(name)
         report = crew.report()
-    found = audit(KafkaSource(broker, run_id))
+    found = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert found.clean, as_text(found)
     assert report["groups"]["trained"] == 24
     assert report["lag"]["max"] <= 4

@@ -18,6 +18,7 @@ from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import audit
 from penstock.pipeline.cli import main
 from penstock.pipeline.observe.report.summary import collect
+from tests.support.bare_clients import c_client
 from tests.support.paths import ROOT
 
 DIR = ROOT / "tests" / "data" / "archive_format_1"
@@ -90,5 +91,5 @@ def test_its_import_gives_the_same_report_and_a_clean_audit(log: KafkaLog, broke
     import_run(log, find_archive(DIR), becomes=run_id)
     report = collect(log, run_id)
     assert (report["steps"], report["samples"], report["versions"]) == (4, 32, 4)
-    judged = audit(KafkaSource(broker, run_id))
+    judged = audit(KafkaSource(broker, run_id, settings=c_client(broker)))
     assert judged.clean, judged

@@ -69,13 +69,13 @@ def test_every_reader_goes_on_behind_what_a_person_has_told_them_to_pass_over(
     with pytest.raises(Damaged, match=f"offset {first} .*`penstock topics skip RUN"):
         values(damaged, run_id)
     with pytest.raises(Unreadable):
-        list(KafkaSource(broker, run_id).read("rollouts"))
+        list(KafkaSource(broker, run_id, settings=c_client(broker)).read("rollouts"))
     with pytest.raises(SystemExit) as ended:
         app(["topics", "skip", run_id, "rollouts", "0", str(first), "--bootstrap", broker])
     assert ended.value.code == 0
     assert f"readers pass over rollouts/0 from {first} to {first + EACH - 1}; a group whose samples" in capsys.readouterr().out
     assert values(damaged, run_id) == GOOD
-    assert [bytes(record.value) for record in KafkaSource(broker, run_id).read("rollouts")] == GOOD
+    assert [bytes(record.value) for record in KafkaSource(broker, run_id, settings=c_client(broker)).read("rollouts")] == GOOD
     assert exported(damaged, run_id) == GOOD
     member = damaged.member(f"{run_id}.scorer", [f"{run_id}.rollouts"])
     taken: list[bytes] = []

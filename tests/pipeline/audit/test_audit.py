@@ -76,9 +76,9 @@ def run(broker: str, run_id: str) -> str:
 
 def test_a_run_whose_topics_are_gone_is_told_apart_from_a_clean_one(broker: str, run: str) -> None:
     with pytest.raises(Unreadable, match=r"run nowhere has no topic 'nowhere\."):
-        KafkaSource(broker, "nowhere")
+        KafkaSource(broker, "nowhere", settings=c_client(broker))
     with pytest.raises(Unreadable, match="neither the register of runs nor the ledger"):
-        audit(KafkaSource(broker, run))
+        audit(KafkaSource(broker, run, settings=c_client(broker)))
 
 
 def test_what_a_transaction_has_not_committed_is_not_read_and_holds_nobody_up(broker: str, run: str) -> None:
@@ -98,7 +98,7 @@ def test_what_a_transaction_has_not_committed_is_not_read_and_holds_nobody_up(br
             writer.commit_transaction(30)
         elif end == "abort":
             writer.abort_transaction(30)
-    source = KafkaSource(broker, run)
+    source = KafkaSource(broker, run, settings=c_client(broker))
     plain.produce(topic, b"later", partition=0)
     assert plain.flush(30) == 0
     found = list(source.read("groups"))
@@ -123,7 +123,7 @@ def test_the_foreign_reader_and_ours_deliver_the_same_records(broker: str, run: 
     tail.close()
     producer.close()
     log.close()
-    source = KafkaSource(broker, run)
+    source = KafkaSource(broker, run, settings=c_client(broker))
     found = [record for topic in ("prompts", "rollouts", "groups", "ledger", "metrics") for record in source.read(topic)]
     assert {(record.topic, record.partition, record.offset): record for record in found} == ours
     assert ours
@@ -137,11 +137,11 @@ def test_what_was_deleted_on_a_broker_is_no_loss_and_what_lies_behind_it_is_judg
             producer.send(outgoing)
     producer.flush(30.0)
     log.delete_records({(f"{run}.prompts", 0): 2, (f"{run}.rollouts", 0): 8})
-    found = audit(KafkaSource(broker, run))
+    found = audit(KafkaSource(broker, run, settings=c_client(broker)))
     assert as_table(found)["deleted_below"] == {"prompts/0": 2, "rollouts/0": 8}
     assert accused(found, "prompt-numbers", "one-fate", "group-samples") == {lost}, as_text(found)
     log.delete_records({(f"{run}.prompts", 0): 5})
-    assert accused(audit(KafkaSource(broker, run)), "prompt-numbers", "one-fate", "group-samples") == set()
+    assert accused(audit(KafkaSource(broker, run, settings=c_client(broker))), "prompt-numbers", "one-fate", "group-samples") == set()
     producer.close()
     log.close()
 
