@@ -130,7 +130,7 @@ class Parquet:
     def raw(self, index: int) -> dict[str, Any]:
         at = bisect_right(self._firsts, index) - 1
         batch, row_in_batch = self._batches[at], index - self._firsts[at]
-        return {name: _value(column[row_in_batch]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+        return {name: python_value(column[row_in_batch]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
     def origin(self, index: int) -> str:
         at = bisect_right(self._firsts, index) - 1
@@ -162,7 +162,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _value(scalar: pa.Scalar) -> Any:
+def python_value(scalar: pa.Scalar) -> Any:
     """An Arrow value as Python has it: maps as dicts."""
     try:
         return scalar.as_py(maps_as_pydicts="strict")

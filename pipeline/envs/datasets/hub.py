@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config.plugins import nearest
+from penstock.pipeline.envs.datasets.files import python_value
 from penstock.pipeline.envs.datasets.rows import DataError
 
 
@@ -15,15 +16,16 @@ class Hub:
     generated = False
 
     def __init__(self, name: str, *, base_dir: Path, split: str, options: Mapping[str, Any]) -> None:
-        self._rows, self._name = _open(name, base_dir=base_dir, split=split, options=dict(options)), f"hf:{name}[{split}]"
-        self.digest = hashlib.sha256(str(self._rows._fingerprint).encode()).hexdigest()
+        rows, self._name = _open(name, base_dir=base_dir, split=split, options=dict(options)), f"hf:{name}[{split}]"
+        self.digest = hashlib.sha256(str(rows._fingerprint).encode()).hexdigest()
+        self._rows = rows.with_format("arrow")  # values as they are stored: no image or sound is decoded
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def raw(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._rows[index]
-        return row
+        row = self._rows[index]
+        return {name: python_value(column[0]) for name, column in zip(row.column_names, row.columns, strict=True)}
 
     def origin(self, index: int) -> str:
         return f"{self._name}:{index + 1}"

@@ -247,6 +247,22 @@ def test_a_hugging_face_folder_is_opened_by_split(tmp_path: Path) -> None:
     assert len(sliced) == 1
 
 
+def test_rows_of_hugging_face_are_read_as_they_are_stored_and_no_image_is_decoded(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    text, damaged = datasets.Value("string"), {"bytes": b"no image", "path": None}
+    features = {"prompt": text, "answer": datasets.ClassLabel(names=["no", "yes"]), "image": datasets.Image(), "images": [datasets.Image()]}
+    features |= {"sound": datasets.Audio(), "grid": datasets.Array2D((1, 2), "float32"), "table": {"a": [text], "b": text}}
+    row = {"prompt": "a", "answer": 1, "image": damaged, "images": [damaged], "sound": damaged, "grid": [[1.0, 2.0]]}
+    saved = datasets.Dataset.from_list([row | {"table": {"a": ["x"], "b": None}}], features=datasets.Features(features))
+    for form in (None, "numpy", "pandas", "arrow"):
+        if form is not None:
+            saved.set_format(form, columns=["prompt"])
+        saved.save_to_disk(str(tmp_path / str(form)))
+        made = open_dataset(f"hf:{form}", base_dir=tmp_path)[0]
+        assert (made.prompt, made.columns) == ("a", {"answer": 1, "grid": [[1.0, 2.0]], "table": {"a": ["x"], "b": None}})
+        assert made.without_json == dict.fromkeys(("image", "images", "sound"), "bytes")
+
+
 @pytest.fixture(scope="module")
 def gym() -> Callable[..., Any]:
     pytest.importorskip("reasoning_gym")

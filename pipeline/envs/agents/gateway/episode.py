@@ -24,6 +24,7 @@ from penstock.pipeline.envs.agents.gateway.sessions import AgentSession, Bounds
 from penstock.pipeline.envs.agents.record import Course, EpisodeRequest, Trajectory, trajectory_of
 from penstock.pipeline.envs.conversation import Conversation, Template
 from penstock.pipeline.envs.conversation.messages import text_of
+from penstock.pipeline.envs.datasets.answers import with_facts
 from penstock.pipeline.envs.environments.sources import AGENT, PYTHON
 
 
@@ -158,7 +159,7 @@ class AgentEpisode:
         request = self.request
         messages = json.loads(request.messages) if request.messages else [{"role": "user", "content": request.prompt}]
         asked = text_of(messages[-1]) if request.messages else request.prompt
-        return {**request.row, "prompt": asked, "messages": messages, "seed": self.seed, "sample": self.sample}
+        return with_facts(request.row, {"prompt": asked, "messages": messages, "seed": self.seed, "sample": self.sample})
 
     def _environment(self, key: str) -> dict[str, str]:
         url = self.gateway.base_url

@@ -45,14 +45,16 @@ LIMITS = Limits(
 SAMPLING = Sampling(max_new_tokens=100, stop_ids=tuple(stop_ids(FAMILY)))
 
 
-def request() -> EpisodeRequest:
+def request(**columns: Any) -> EpisodeRequest:
     return EpisodeRequest(
         group=3, prompt_ids=np.array([1, 2], np.int32), samples=(0,), rows=1, seed=1, sampling=SAMPLING,
-        messages=None, prompt="What is 3 + 4?", row={"answer": "seven"},
+        messages=None, prompt="What is 3 + 4?", row={"answer": "seven", **columns},
     )  # fmt: skip
 
 
-def play(tmp_path: Path, code: str, *, policy: Any = None, limits: Limits = LIMITS, says: list[str] | None = None) -> Trajectory:
+def play(
+    tmp_path: Path, code: str, *, policy: Any = None, limits: Limits = LIMITS, says: list[str] | None = None, **columns: Any
+) -> Trajectory:
     """Run an agent's code to its end."""
     file = tmp_path / "agent.py"
     file.write_text(ASK + code, encoding="utf-8")
@@ -60,8 +62,9 @@ def play(tmp_path: Path, code: str, *, policy: Any = None, limits: Limits = LIMI
     async def main() -> Trajectory:
         gateway = Gateway()
         episode = AgentEpisode(
-            request=request(), sample=0, seed=5, source=f"agent:{sys.executable} {file}", template=template(FAMILY), gateway=gateway,
-            programs=asyncio.Semaphore(1), limits=limits, draw=policy or ScriptedPolicy(lambda _: "It is seven."),
+            request=request(**columns), sample=0, seed=5, source=f"agent:{sys.executable} {file}", template=template(FAMILY),
+            gateway=gateway, programs=asyncio.Semaphore(1), limits=limits,
+            draw=policy or ScriptedPolicy(lambda _: "It is seven."),
             on_loss=(says if says is not None else []).append,
         )  # fmt: skip
         try:
@@ -185,6 +188,14 @@ def test_a_trajectory_that_meets_its_turn_limit_is_truncated(tmp_path: Path) -> 
     code = "try:\n    while True:\n        messages += [ask(messages), {'role': 'user', 'content': 'Sure?'}]\nexcept Exception:\n    pass"
     made = play(tmp_path, code)
     assert (made.finish, sum(turn.source == "model" for turn in made.turns)) == ("length", 5)
+
+
+def test_columns_with_the_names_of_what_a_program_gets_are_under_columns(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"prompt": "p", "messages": [{"role": "user", "content": None}], "sample": "s", "seed": None, "columns": {"a": 1}}
+    kept = {"a": 1} | {name: value for name, value in own.items() if name != "columns"}
+    code = f"assert row['columns'] == {kept!r}, row\n"
+    code += "assert (row['prompt'], row['sample'], row['answer']) == ('What is 3 + 4?', 0, 'seven')\n" + PLAY
+    assert play(tmp_path, code, **own).finish == "stop"
 
 
 def test_a_command_takes_columns_of_the_row_and_no_shell_reads_it(tmp_path: Path) -> None:
