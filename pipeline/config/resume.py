@@ -46,6 +46,10 @@ CHANGEABLE = (
     "kafka.keep_steps",
     "kafka.session_s",
 )
+OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")
+"""Keys that say where a fork starts, which it sets itself."""
+OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "trainer.lora_rank", "trainer.lora_alpha")
+"""Keys that the optimizer's state was written under: a fork can change them only where there is none, before the first step."""
 
 
 def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
@@ -54,13 +58,27 @@ def changed(config: Config, overrides: Sequence[str], *, run: str) -> Config:
     for key in (text.partition("=")[0].strip() for text in overrides):
         section, _, name = key.partition(".")
         if key not in CHANGEABLE and name.partition(".")[0] in table.get(section, ()):
-            forked = " ".join(f"--set {shlex.quote(text.strip())}" for text in overrides)
             raise ConfigError(
-                f"--set {key}: {run} keeps the value that it was created with; a fork continues from its last step with another one: "
-                f"penstock fork {run} {forked} --start; a resumed run may change {', '.join(CHANGEABLE)}"
+                f"--set {key}: {run} keeps the value that it was created with; {_way(overrides, run=run)}; a resumed run may change "
+                f"{', '.join(CHANGEABLE)}"
             )
     new = override(config, overrides)
     if new.partitions != config.partitions:
         most = config.partitions // 4
         raise ConfigError(f"--set: the run has {config.partitions} partitions, made for at most {most} rollout workers and scorers")
     return new
+
+
+def _way(overrides: Sequence[str], *, run: str) -> str:
+    """The command that continues from a run's weights with these keys changed."""
+    keys = [text.partition("=")[0].strip() for text in overrides]
+    fork = " ".join(["penstock fork", run, *(f"--set {shlex.quote(text.strip())}" for text in overrides), "--start"])
+    if own := [key for key in keys if key in OF_THE_FORK]:
+        return f"so does a fork, which sets {own[0]} itself: create another run with `penstock run CONFIG`"
+    if "run.epochs" in keys:
+        return f"a fork has a number of steps instead: penstock fork {run} --set run.steps=N --start"
+    if state := [key for key in keys if key in OF_THE_STATE]:
+        first = fork.replace(" --set", " --from-step 0 --set", 1)
+        return f"the optimizer's state was written under this {state[0]}, so only a fork from the beginning can change it: {first}"
+    counted = ", and run.steps counts the fork's own steps" if "run.steps" in keys else ""
+    return f"a fork continues from its last step with another one{counted}: {fork}"

@@ -14,6 +14,7 @@ from penstock.infra.checkpoints.files import sync_directory
 from penstock.infra.errors import Unrecoverable
 from penstock.infra.paths import run_directory
 from penstock.pipeline.config.load import Config, ConfigError, override
+from penstock.pipeline.config.resume import OF_THE_FORK, OF_THE_STATE
 from penstock.pipeline.launch.create import create, new_id
 from penstock.pipeline.learner.policy_trainer import PolicyTrainer, Say
 from penstock.pipeline.observe.run_view import load
@@ -24,11 +25,6 @@ from penstock.pipeline.runtime.factories import check_engine
 from penstock.pipeline.runtime.registration.run_registry import find
 from penstock.topics.catalogue import check_run_id
 from penstock.topics.runs import RunRecord
-
-OF_THE_FORK = ("model.path", "data.first_group", "trainer.initial_state", "trainer.initial_steps")
-"""Keys that say where a fork begins."""
-OF_THE_STATE = ("trainer.backend", "trainer.zero_stage", "trainer.dtype", "trainer.lora_rank", "trainer.lora_alpha")
-"""Keys that the optimizer's state was written under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,26 @@ def test_any_other_key_is_refused_in_one_line_that_names_the_command_to_change_i
     assert f"penstock fork demo --set trainer.threads=2 --set {text} --start" in line and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        ("model.path=other", "so does a fork, which sets model.path itself: create another run with `penstock run CONFIG`"),
+        ("data.first_group=4", "so does a fork, which sets data.first_group itself"),
+        ("trainer.initial_steps=4", "so does a fork, which sets trainer.initial_steps itself"),
+        ("run.epochs=2", "a fork has a number of steps instead: penstock fork demo --set run.steps=N --start"),
+        ("trainer.dtype=bfloat16", "penstock fork demo --from-step 0 --set trainer.threads=2 --set trainer.dtype=bfloat16 --start"),
+        ("trainer.lora_rank=4", "the optimizer's state was written under this trainer.lora_rank, so only a fork from the beginning"),
+        ("trainer.backend=deepspeed", "only a fork from the beginning can change it"),
+        ("run.steps=9", "run.steps counts the fork's own steps"),
+    ],
+)
+def test_the_advice_for_a_key_that_a_fork_cannot_change_either_is_one_that_works(text: str, way: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        changed(config_of(), ["trainer.threads=2", text], run="demo")
+    assert way in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_the_command_that_changes_a_key_can_be_pasted_into_a_shell() -> None:
     with pytest.raises(ConfigError, match=r"penstock fork demo --set 'data\.source=my rows\.jsonl' --start"):
         changed(config_of(), ["data.source=my rows.jsonl"], run="demo")
