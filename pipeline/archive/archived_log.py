@@ -16,7 +16,7 @@ from penstock.infra.errors import ConfigError, RecordMissing
 from penstock.infra.log import Partition, Start
 from penstock.pipeline.archive.files import NOTE, Archive, find_archive
 from penstock.pipeline.archive.layout import Kind, kind_of
-from penstock.pipeline.archive.restore import to_records, whole_groups
+from penstock.pipeline.archive.restore import to_records, typed, whole_groups
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.wire.record import Record
 
@@ -74,7 +74,7 @@ class ArchivedLog:
         for row_group in self.archive.row_groups(kind, partition):
             if bisect_left(wanted, row_group.first) < bisect_left(wanted, row_group.last + 1):
                 rows = _rows_at(kind, self._row_group(row_group.path, row_group.number), wanted)
-                records |= {record.offset: record for record in self._restored(kind, [rows])}
+                records |= {record.offset: record for record in self._restored(kind, partition, [rows])}
         if missing := [offset for offset in offsets if offset not in records]:
             raise RecordMissing(f"{topic}/{partition} has no record at offset {', '.join(map(str, missing[:10]))} in {self.archive.path}")
         return [records[offset] for offset in offsets]
@@ -91,14 +91,24 @@ class ArchivedLog:
             for row_group in self.archive.row_groups(kind, partition)
             if row_group.last >= first and row_group.first < end
         )
-        return (record for record in self._restored(kind, tables) if first <= record.offset < end)
+        return (record for record in self._restored(kind, partition, tables) if first <= record.offset < end)
 
     def close(self) -> None:
         """Nothing is open between two calls."""
 
-    def _restored(self, kind: Kind, tables: Iterable[pa.Table]) -> Iterator[Record]:
-        records = (record for table in tables for record in to_records(kind, table, run=self.run))
+    def _restored(self, kind: Kind, partition: int, tables: Iterable[pa.Table]) -> Iterator[Record]:
+        records = self._in_order(kind, partition, tables)
         return whole_groups(records, run=self.run) if kind.name == "groups" else records
+
+    def _in_order(self, kind: Kind, partition: int, tables: Iterable[pa.Table]) -> Iterator[Record]:
+        """The records of rows. Raises `ValueError` for a row of another partition, and for offsets that do not rise."""
+        last = -1
+        for record in (record for table in tables for record in to_records(kind, table, run=self.run)):
+            if record.partition != partition or record.offset <= last:
+                folder = self.archive.folder(kind, partition)
+                raise ValueError(f"{folder}: a row of partition {record.partition}, offset {record.offset} stands after offset {last}")
+            last = record.offset
+            yield record
 
     def _plain(self, topic: str) -> str:
         return topic.removeprefix(f"{self.run}.")
@@ -112,6 +122,7 @@ class ArchivedLog:
 
 def _rows_at(kind: Kind, table: pa.Table, offsets: Sequence[int]) -> pa.Table:
     """The rows at some offsets, and the other parts of the groups among them."""
+    table = typed(kind, table)
     chosen = pc.is_in(table["offset"], value_set=pa.array(offsets, pa.int64()))
     if kind.name == "groups":
         numbers = table["group"].filter(chosen).drop_null()

@@ -7,6 +7,8 @@ state of an incremental export, so that there is none that could be lost or wron
 import fcntl
 import json
 import os
+import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,15 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.infra.checkpoints.files import sync
+from penstock.infra.sandbox.parquet import reader
 from penstock.pipeline.archive.layout import Kind, kind_of
-from penstock.topics.catalogue import check_run_id
+from penstock.topics.catalogue import RUNS_TOPIC, TOPICS, check_run_id
 
 FORMAT = 1
 NOTE = "export.json"
 UNFINISHED = ".part"
 """Ends the names of files that are being written."""
-NEXT = b"penstock.next_offset"
+NEXT = "penstock.next_offset"
 _LAST_OFFSET = 2**63 - 1
+NOTE_BYTES = 64 << 20
+"""A note has at most two numbers for each of `MOST_PARTITIONS` of a topic."""
+_FILE, _PARTITION, _OFFSET = re.compile(r"\d{20}\.parquet"), re.compile(r"partition=(0|[1-9]\d{0,4})"), re.compile(r"\d{1,18}")
 MOST_PARTITIONS = 10_000
 """Of a topic: an import makes as many as the note says, so one that was damaged or forged must not ask for any number."""
 
@@ -77,6 +83,45 @@ class RowGroup(NamedTuple):
     last: int
 
 
+def note_of(data: bytes) -> Note:
+    """A note as it is stored. Raises `ValueError` for another format, and for figures that no export writes."""
+    try:
+        stored = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    form = stored.get("format") if isinstance(stored, dict) else None
+    if form != FORMAT:
+        raise ValueError(f"format {form!r}, this version reads {FORMAT}")
+    try:
+        note = Note(**stored)
+        check_run_id(note.run)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    for name in ("created_ns", "exported_ns"):
+        _require(_is_offset(getattr(note, name)), f"{name} is {getattr(note, name)!r}, expected a time")
+    for name in ("partitions", "begins", "ends"):
+        _require(isinstance(getattr(note, name), dict), f"{name} has to be an object")
+    for topic, count in note.partitions.items():
+        _require(topic in (RUNS_TOPIC, *TOPICS), f"there is no topic {topic!r}")
+        fits = _is_offset(count) and 1 <= count <= MOST_PARTITIONS
+        _require(fits, f"{topic} with {count!r} partitions, a topic has 1 to {MOST_PARTITIONS}")
+    for name in ("begins", "ends"):
+        for topic, offsets in getattr(note, name).items():
+            fits = isinstance(offsets, list) and len(offsets) == note.partitions.get(topic) and all(map(_is_offset, offsets))
+            _require(fits, f"{name} of {topic!r} has to be an offset for each of its partitions")
+    _require(note.begins.keys() == note.partitions.keys(), "begins has to have the topics of partitions")
+    return note
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _is_offset(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LAST_OFFSET
+
+
 class Archive:
     """One run's folder."""
 
@@ -85,26 +130,20 @@ class Archive:
 
     def note(self) -> Note | None:
         """What the archive says of itself; None before the first export. Raises `ValueError` for what this version cannot read."""
+        path = self.path / NOTE
         try:
-            stored = json.loads((self.path / NOTE).read_text(encoding="utf-8"))
+            with reader.regular(path) as file:
+                data = file.read(NOTE_BYTES + 1)
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.path / NOTE} is not JSON: {error}") from error
-        form = stored.get("format") if isinstance(stored, dict) else None
-        if form != FORMAT:
-            raise ValueError(f"{self.path / NOTE}: format {form!r}, this version reads {FORMAT}")
+        except OSError as error:
+            raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
+        if len(data) > NOTE_BYTES:
+            raise ValueError(f"{path} has more than {NOTE_BYTES:,} bytes")
         try:
-            note = Note(**stored)
-            check_run_id(note.run)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.path / NOTE}: {error}") from error
-        if not isinstance(note.partitions, dict) or not isinstance(note.begins, dict) or not isinstance(note.ends, dict):
-            raise ValueError(f"{self.path / NOTE}: partitions, begins and ends have to be objects")
-        for topic, count in note.partitions.items():
-            if not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
-                raise ValueError(f"{self.path / NOTE}: {topic} with {count!r} partitions, a topic has 1 to {MOST_PARTITIONS}")
-        return note
+            return note_of(data)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def write_note(self, note: Note) -> None:
         """Replace the note at once."""
@@ -114,7 +153,8 @@ class Archive:
     def locked(self) -> Iterator[None]:
         """Keep other exports out of this folder, and clear away what a killed one had begun."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as held:
+        self.check_layout()
+        with os.fdopen(os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "w") as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -128,6 +168,19 @@ class Archive:
     def _clear(self) -> None:
         for left in self.path.rglob(f"*{UNFINISHED}"):
             left.unlink()
+
+    def check_layout(self) -> None:
+        """Raise `ValueError` for a link, a pipe or a device in the folder, and for a name that no export writes."""
+        for folder, folders, files in os.walk(self.path, onerror=_unreadable):
+            for name in (*folders, *files):
+                path = Path(folder, name)
+                mode = path.lstat().st_mode
+                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                    raise ValueError(f"{path} is a link, a pipe or a device; an archive has folders and regular files only")
+                if path.suffix == ".parquet" and not (stat.S_ISREG(mode) and _FILE.fullmatch(name)):
+                    raise ValueError(f"{path}: a file of rows is named by its first offset, in 20 digits")
+                if name.startswith("partition=") and not _PARTITION.fullmatch(name):
+                    raise ValueError(f"{path}: the folder of a partition is named partition=N")
 
     def folder(self, kind: Kind, partition: int) -> Path:
         """Where a partition's files lie."""
@@ -158,15 +211,12 @@ class Archive:
     def row_groups(self, kind: Kind, partition: int) -> Iterator[RowGroup]:
         """A partition's row groups by offset, from the files' footers. Raises `ValueError` for a file that is no Parquet."""
         for path in self.files(kind, partition):
-            with _named(path):
-                metadata = pq.read_metadata(path)
-            for number in range(metadata.num_row_groups):
-                yield RowGroup(path, number, *_offsets(metadata.row_group(number)))
+            for number, offsets in enumerate(reader.footer(path)["row_groups"]):
+                yield RowGroup(path, number, *(offsets or (0, _LAST_OFFSET)))
 
     def row_group(self, path: Path, number: int) -> pa.Table:
         """The rows of one row group. Raises `ValueError` for a file that is no Parquet."""
-        with _named(path), pq.ParquetFile(path) as file:
-            return file.read_row_group(number)
+        return reader.rows(path, number)
 
     def rows(self, kind: Kind, partition: int) -> Iterator[pa.Table]:
         """A partition's rows by offset, a row group at a time. Raises `ValueError` for a file that is no Parquet."""
@@ -183,7 +233,7 @@ class Archive:
 def find_archive(directory: Path) -> Archive:
     """The archive that DIR or DIR/RUN is. Raises `ValueError` for none, and for several."""
     if (directory / NOTE).is_file():
-        return Archive(directory.absolute().parent, directory.absolute().name)
+        return _checked(Archive(directory.absolute().parent, directory.absolute().name))
     if not directory.is_dir():
         raise ValueError(f"there is no directory {directory}; name the one that `penstock topics export RUN DIR` has written")
     runs = sorted(note.parent.name for note in directory.glob(f"*/{NOTE}"))
@@ -191,34 +241,30 @@ def find_archive(directory: Path) -> Archive:
         raise ValueError(f"{directory} holds no export; name the directory that `penstock topics export RUN DIR` has written")
     if len(runs) > 1:
         raise ValueError(f"{directory} holds the runs {', '.join(runs[:8])}: name one, as {directory / runs[0]}")
-    return Archive(directory, runs[0])
+    return _checked(Archive(directory, runs[0]))
+
+
+def _checked(archive: Archive) -> Archive:
+    archive.check_layout()
+    return archive
 
 
 def _reaches(path: Path) -> int | None:
     """The offset after what a file holds; None where somebody has written it anew without saying so."""
-    stored = (pq.read_metadata(path).metadata or {}).get(NEXT)
+    stored = reader.footer(path)["metadata"].get(NEXT)
+    if stored is not None and not _OFFSET.fullmatch(stored):
+        raise ValueError(f"{path}: {NEXT} is {stored[:60]!r}, expected an offset")
     return None if stored is None else int(stored)
 
 
-def _offsets(row_group: pq.RowGroupMetaData) -> tuple[int, int]:
-    """The lowest and the highest offset in a row group; any offset where a foreign writer has left out what there is."""
-    columns = (row_group.column(index) for index in range(row_group.num_columns))
-    statistics = next((column.statistics for column in columns if column.path_in_schema == "offset"), None)
-    return (statistics.min, statistics.max) if statistics is not None and statistics.has_min_max else (0, _LAST_OFFSET)
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise ValueError(f"{path}: {error}") from error
+def _unreadable(error: OSError) -> None:
+    raise ValueError(f"{error.filename}: cannot read it: {error.strerror}") from error
 
 
 def write_aside(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all, whatever happens."""
     aside = path.with_name(path.name + UNFINISHED)
-    with aside.open("wb") as file:
+    with aside.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -234,7 +280,7 @@ class PartitionFile:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{first:020d}.parquet"
         self._aside = self._path.with_name(self._path.name + UNFINISHED)
-        self._file = self._aside.open("wb")
+        self._file = self._aside.open("xb")
         self._writer = pq.ParquetWriter(self._file, kind.schema, **options(kind))
         self._held: list[pa.Table] = []
         self._held_bytes = self._held_rows = 0
@@ -252,7 +298,7 @@ class PartitionFile:
     def finish(self, next_offset: int) -> Path:
         """Everything below `next_offset` is in: make it durable and give the file its name."""
         self._flush()
-        self._writer.add_key_value_metadata({NEXT.decode(): str(next_offset)})
+        self._writer.add_key_value_metadata({NEXT: str(next_offset)})
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())

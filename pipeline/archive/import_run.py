@@ -45,8 +45,23 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
     log.create_topics({RUNS_TOPIC: RUNS_SPEC})
     partitions, turns = note.partitions, from_json(registered.config).turns_by_log  # empty, for a run that goes on here
     log.create_topics(topics_of(run, partitions=partitions["groups"], weight_partitions=partitions["weights"], turns=turns))
-    writer, imported, progress = BulkWriter(log.connection), Imported(run=run), _Progress(say)
-    ends: dict[tuple[str, int], int] = {}
+    imported = Imported(run=run)
+    try:
+        _write_records(log, archived, relocation, imported, say)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; the run is not registered: `penstock topics delete {run} --yes` removes what was imported before"
+        ) from error
+    # Of what an archive says in the topic that all runs share, only this run's own status is taken over.
+    (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
+    imported.seconds = time.monotonic() - began
+    return imported
+
+
+def _write_records(log: KafkaLog, archived: ArchivedLog, relocation: Relocation, imported: Imported, say: Callable[[str], None]) -> None:
+    """Write all records and count them. Raises `ValueError` for rows that cannot be records, and `LogError`."""
+    archive, note, run = archived.archive, complete(archived.archive), imported.run
+    writer, progress, ends = BulkWriter(log.connection), _Progress(say), dict[Partition, int]()
     for kind in reversed(list(KINDS.values())):  # from the cause to the effect
         for partition in _partitions(archive, note, kind) if kind.topic != RUNS_TOPIC else ():
             count = 0
@@ -58,10 +73,6 @@ def import_run(log: KafkaLog, archive: Archive, *, becomes: str | None = None, s
             imported.records[kind.topic] += count
     writer.flush()
     _check_ends(log, ends)
-    # Of what an archive says in the topic that all runs share, only this run's own status is taken over.
-    (write_status if "run" in note.partitions else write)(log, replace(registered, run=run))
-    imported.seconds = time.monotonic() - began
-    return imported
 
 
 def complete(archive: Archive) -> Note:

@@ -22,12 +22,10 @@ _BESIDE = ("partition", "offset", "key", "worker", "headers", "raw", "problem")
 
 def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
     """The records of some rows, in their order, with the digests of single parts. Raises `ValueError` naming a row's place."""
-    table = _with_later_columns(kind, table)
-    if missing := [name for name in kind.schema.names if name not in table.column_names]:
-        raise ValueError(f"{kind.name}: column {missing[0]!r} is missing")
+    table = typed(kind, table)
     beside = [name for name in _BESIDE if name in kind.schema.names and name not in kind.payload]
     rows = table.select(beside).to_pylist()
-    times = table["timestamp"].cast(pa.timestamp("ms", tz="UTC")).cast(pa.int64()).to_pylist()
+    times = table["timestamp"].cast(pa.int64()).to_pylist()
     payloads = _payloads(kind, table, [row["raw"] is not None for row in rows])
     for _, numbers in groupby(range(len(rows)), key=lambda number: (rows[number]["partition"], rows[number]["offset"])):
         first, *more = numbers
@@ -45,6 +43,25 @@ def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
             headers=headers,
             value=value,
         )
+
+
+def typed(kind: Kind, table: pa.Table) -> pa.Table:
+    """The kind's columns with its types, whatever types another writer has chosen. Raises `ValueError` naming a column."""
+    table, columns = _with_later_columns(kind, table), []
+    for field in kind.schema:
+        if (count := table.column_names.count(field.name)) != 1:
+            raise ValueError(f"{kind.name}: column {field.name!r} is {'in it twice' if count else 'missing'}")
+        column = table[field.name]
+        if column.type != field.type and "dictionary" in str(column.type):  # a cast could repeat a value without bounds
+            raise ValueError(f"{kind.name}: column {field.name!r} is {str(column.type)[:100]}, expected {field.type}")
+        try:
+            columns.append(column if column.type == field.type else column.cast(field.type))
+            columns[-1].validate(full=True)
+        except pa.ArrowException as error:
+            raise ValueError(f"{kind.name}: column {field.name!r}: {' '.join(str(error).split())[:300]}") from error
+        if field.name in ("partition", "offset", "timestamp") and column.null_count:
+            raise ValueError(f"{kind.name}: column {field.name!r} has a null")
+    return pa.Table.from_arrays(columns, names=kind.schema.names)
 
 
 def _with_later_columns(kind: Kind, table: pa.Table) -> pa.Table:

@@ -8,24 +8,19 @@ import glob
 import hashlib
 import json
 import os
-import tempfile
 from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
+from penstock.infra.sandbox.parquet import reader
 from penstock.pipeline.config.plugins import nearest
 from penstock.pipeline.envs.datasets.rows import DataError, MissingData, Source, Unreadable
 
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
-
-IN_MEMORY_BYTES = 256 * 2**20
-"""Parquet above this size (uncompressed) is copied to a memory-mapped file: reading a row of Parquet itself costs its whole row group."""
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -105,7 +100,7 @@ class JsonLines:
 
 
 class Parquet:
-    """Rows of Parquet files as Arrow batches, in memory when they are small and memory-mapped when they are not."""
+    """Rows of Parquet files as memory-mapped Arrow batches: reading a row of Parquet itself costs its row group."""
 
     generated = False
 
@@ -120,8 +115,8 @@ class Parquet:
                 self._read(file)
                 with file.open("rb") as stream:
                     hasher.update(hashlib.file_digest(stream, "sha256").digest())
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{file}: not a readable Parquet file: {' '.join(str(error).split())}") from error
+            except (reader.Refused, OSError) as error:
+                raise DataError(str(error)) from error
         self.digest = hasher.hexdigest()
 
     def __len__(self) -> int:
@@ -138,20 +133,15 @@ class Parquet:
         return f"{file}:{first + index - self._firsts[at] + 1}"
 
     def _read(self, file: Path) -> None:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(file, memory_map=True) as parquet:
-            if twice := [name for name, count in Counter(parquet.schema_arrow.names).items() if count > 1]:
-                raise DataError(f"{file}: the column {twice[0]!r} is in it twice; keep the one that is meant, and rename or drop the other")
-            size = sum(parquet.metadata.row_group(group).total_byte_size for group in range(parquet.metadata.num_row_groups))
-            batches = parquet.iter_batches() if size <= IN_MEMORY_BYTES else _mapped(parquet)
-            first = 0
-            for batch in batches:
-                if batch.num_rows:
-                    self._batches.append(batch)
-                    self._places.append((file, first))
-                    first += batch.num_rows
-                    self._firsts.append(self._firsts[-1] + batch.num_rows)
+        table, first = reader.rows(file), 0
+        if twice := [name for name, count in Counter(table.column_names).items() if count > 1]:
+            raise DataError(f"{file}: the column {twice[0]!r} is in it twice; keep the one that is meant, and rename or drop the other")
+        for batch in table.to_batches():
+            if batch.num_rows:
+                self._batches.append(batch)
+                self._places.append((file, first))
+                first += batch.num_rows
+                self._firsts.append(self._firsts[-1] + batch.num_rows)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,20 +160,6 @@ def python_value(scalar: pa.Scalar) -> Any:
         return Unreadable("a map that has a key twice")
     except (pa.ArrowException, ValueError, OverflowError):
         return Unreadable(str(scalar.type))
-
-
-def _mapped(parquet: "pq.ParquetFile") -> list[pa.RecordBatch]:
-    """The file's batches from a memory-mapped Arrow copy, unlinked at once so that it is deleted with the process."""
-    descriptor, name = tempfile.mkstemp(prefix="penstock-", suffix=".arrow")
-    os.close(descriptor)
-    try:
-        with pa.ipc.new_file(name, parquet.schema_arrow) as copy:
-            for batch in parquet.iter_batches():
-                copy.write_batch(batch)
-        reader = pa.ipc.open_file(pa.memory_map(name))
-        return [reader.get_batch(number) for number in range(reader.num_record_batches)]
-    finally:
-        os.unlink(name)
 
 
 def _find(source: str, base_dir: Path) -> list[Path]:

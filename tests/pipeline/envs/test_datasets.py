@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pipeline.envs.datasets import DataError, check, files, open_dataset, order
+from penstock.pipeline.envs.datasets import DataError, check, open_dataset, order
 from penstock.pipeline.envs.datasets.rows import Row
 from tests.support.paths import EXAMPLES, GSM8K
 
@@ -156,12 +156,7 @@ def test_the_digest_follows_the_content_and_not_the_name(tmp_path: Path) -> None
     assert open_dataset(str(lines(tmp_path, [{"prompt": "b", "answer": 1}], "one.jsonl"))).digest != first
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_parquet_rows_are_read_by_number_over_files_and_row_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool
-) -> None:
-    if not in_memory:
-        monkeypatch.setattr(files, "IN_MEMORY_BYTES", 0)
+def test_parquet_rows_are_read_by_number_over_files_and_row_groups(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "answer": str(n), "tags": ["x", str(n)], "score": float("nan") if n == 4 else n / 2} for n in range(10)]
     pq.write_table(pa.Table.from_pylist(rows[:6]), tmp_path / "a.parquet", row_group_size=2)
     pq.write_table(pa.Table.from_pylist(rows[6:]), tmp_path / "b.parquet", row_group_size=3)

@@ -1,0 +1,1 @@
+"""Parquet files of others, decoded by a process of its own."""

@@ -1,0 +1,89 @@
+"""The process that decodes Parquet files for `penstock.infra.sandbox.parquet.reader`: requests and file descriptors come over a socket.
+
+pyarrow crashes on some files, and few bytes may stand for gigabytes. Both end this process or its limits, not the process that asks.
+"""
+
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+REQUEST_BYTES = 1 << 12
+REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, LookupError, OverflowError)
+"""What pyarrow raises for a file that is no Parquet file, and what this module raises."""
+
+
+def main() -> None:
+    """Answer the requests on a socket until its other end is closed. Arguments: its descriptor, and how many bytes of memory to use."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with open("/proc/self/statm") as statm:
+        data = int(statm.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + int(sys.argv[2]),) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pa.set_cpu_count(1)
+    while True:
+        request, descriptors, *_ = socket.recv_fds(connection, REQUEST_BYTES, 2)
+        if not request:
+            return
+        try:
+            answer = _answer(json.loads(request), *descriptors)
+        except REFUSES as error:
+            answer = {"refused": " ".join(str(error).split())[:1000] or type(error).__name__}
+        text = json.dumps(answer).encode()
+        connection.sendall(len(text).to_bytes(8, "little") + text)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _answer(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
+    with pa.OSFile(f"/proc/self/fd/{source}") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
+        if request["kind"] == "footer":
+            return footer_of(file)
+        most = request["most"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        try:
+            _decode(file, request["row_group"], sink)
+        except OSError as error:
+            if os.fstat(sink).st_size < most:
+                raise
+            raise ValueError(f"it decodes to more than {most:,} bytes") from error
+    return {}
+
+
+def footer_of(file: pq.ParquetFile) -> dict[str, Any]:
+    """What a reader chooses row groups by: the file's own metadata, and the lowest and highest value of each row group's `offset`."""
+    metadata, groups = file.metadata, []
+    for number in range(metadata.num_row_groups):
+        row_group = metadata.row_group(number)
+        columns = (row_group.column(index) for index in range(row_group.num_columns))
+        statistics = next((column.statistics for column in columns if column.path_in_schema == "offset"), None)
+        bounds = [statistics.min, statistics.max] if statistics is not None and statistics.has_min_max else []
+        groups.append(bounds if bounds and all(isinstance(each, int) for each in bounds) else None)
+    texts = {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in (metadata.metadata or {}).items()}
+    return {"metadata": {key: value for key, value in texts.items() if key.startswith("penstock.")}, "row_groups": groups}
+
+
+def _decode(file: pq.ParquetFile, row_group: int | None, sink: int) -> None:
+    """Write one row group, or all of them, to a file of Arrow IPC."""
+    schema = pa.schema([field.with_type(_plain(field.type)) for field in file.schema_arrow])
+    with os.fdopen(os.dup(sink), "wb") as stream, pa.ipc.new_file(stream, schema) as copy:
+        for batch in rows_of(file, row_group):
+            copy.write_batch(batch.cast(schema) if batch.schema != schema else batch)
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """The type of the values of a dictionary, so that they are counted here as often as they are repeated."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def rows_of(file: pq.ParquetFile, row_group: int | None) -> Iterator[pa.RecordBatch]:
+    """The rows of one row group, or of all. Raises `REFUSES`."""
+    for batch in file.iter_batches(row_groups=None if row_group is None else [row_group], use_threads=False):
+        batch.validate()
+        yield batch

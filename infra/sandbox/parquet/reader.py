@@ -1,0 +1,168 @@
+"""Parquet files that others may have written, decoded by a child process with limits of memory, size and time.
+
+A file on which the child crashes, or that exceeds a limit, is refused; the next request gets a new child.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from penstock.infra.paths import IMPORT_ROOT
+
+MEMORY_BYTES = 4 << 30
+"""Of the child, beyond what it has when it starts."""
+LEAST_BYTES = 1 << 30
+RATIO = 1000
+"""Bytes that a byte of the file may become, if they are more than `LEAST_BYTES`."""
+LEAST_S = 120.0
+BYTES_PER_S = 1 << 20
+"""A file of many bytes gets a second for each of these in addition."""
+_MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet.decoder import main; main()"
+
+
+class Refused(ValueError):
+    """A file that cannot be read; one line that names it."""
+
+
+class _Decoder:
+    """The child process of this process; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def answer(self, request: dict[str, Any], *, source: int, sink: int, limit_s: float) -> dict[str, Any]:
+        """The child's answer. Raises `Refused` without the file's name."""
+        with self._lock:
+            connection = self._started()
+            connection.settimeout(limit_s)
+            try:
+                socket.send_fds(connection, [json.dumps(request).encode()], [source, sink])
+                answer: dict[str, Any] = json.loads(_exactly(connection, int.from_bytes(_exactly(connection, 8), "little")))
+            except TimeoutError:
+                assert self._process is not None
+                self._process.kill()
+                self.end()
+                raise Refused(f"it cannot be decoded in {limit_s:.0f} s") from None
+            except OSError:
+                status = self.end()
+                raise Refused(f"the process that decodes it has ended with {_ended(status)}") from None
+            except BaseException:  # Ctrl-C: the answer is still to come
+                self.end()
+                raise
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer
+
+    def _started(self) -> socket.socket:
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
+            return self._connection
+        self.end()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(MEMORY_BYTES)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C goes to the process that asks
+            )
+        self._connection = ours
+        return ours
+
+    def end(self) -> int | None:
+        """End the child, if there is one; its exit status if it had ended by itself."""
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return None
+        try:
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def forget(self) -> None:
+        """In a process that was forked, the child is another process's."""
+        self.__init__()  # type: ignore[misc]
+
+
+_decoder = _Decoder()
+atexit.register(_decoder.end)
+os.register_at_fork(after_in_child=_decoder.forget)
+
+
+def footer(path: Path) -> dict[str, Any]:
+    """The file's `metadata` whose keys begin with "penstock.", and for each of its `row_groups` [lowest, highest] `offset` or None.
+
+    Raises `Refused`.
+    """
+    with _opened(path) as source, _named(path):
+        return _decoder.answer({"kind": "footer"}, source=source.fileno(), sink=source.fileno(), limit_s=_limit(source))
+
+
+def rows(path: Path, row_group: int | None = None) -> pa.Table:
+    """The rows of a file, or of one row group, mapped from a temporary file that is deleted with the process. Raises `Refused`."""
+    with _opened(path) as source, _named(path), tempfile.TemporaryFile(prefix="penstock-") as sink:
+        request = {"kind": "rows", "row_group": row_group, "most": max(LEAST_BYTES, RATIO * os.fstat(source.fileno()).st_size)}
+        _decoder.answer(request, source=source.fileno(), sink=sink.fileno(), limit_s=_limit(source))
+        try:
+            return pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{sink.fileno()}")).read_all()
+        except (pa.ArrowException, OSError) as error:  # of a schema that is nested too deeply
+            raise Refused(" ".join(str(error).split())) from error
+
+
+def regular(path: Path) -> IO[bytes]:
+    """A file opened for reading. Raises `Refused` for a link, a pipe, a device or a folder, none of which is opened, and `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Refused(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return regular(path.resolve())
+    except OSError as error:
+        raise Refused(f"{path}: cannot read it: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Any:
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def _limit(file: IO[bytes]) -> float:
+    return LEAST_S + os.fstat(file.fileno()).st_size / BYTES_PER_S
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        received = connection.recv(min(size - len(data), 1 << 20))
+        if not received:
+            raise ConnectionResetError
+        data += received
+    return bytes(data)
+
+
+def _ended(status: int | None) -> str:
+    return f"signal {-status}" if status is not None and status < 0 else f"status {status}"

@@ -1,0 +1,181 @@
+"""Parquet files of others are tables or are refused in one line that names the file; nothing that they do ends this process."""
+
+import io
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.infra.sandbox.parquet import reader
+from tests.support.parquet_footers import LEAF, file_of, group, nested
+from tests.support.paths import ROOT
+
+TABLE = pa.table({"offset": range(50), "text": [f"row {n % 3}" for n in range(50)], "more": [[n, None] for n in range(50)]})
+
+
+def written(table: pa.Table, **options: Any) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A child that may use 64 MiB and write 1 MiB."""
+    decoder = reader._Decoder()
+    monkeypatch.setattr(reader, "_decoder", decoder)
+    monkeypatch.setattr(reader, "MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr(reader, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "RATIO", 1)
+    yield
+    decoder.end()
+
+
+def refusal(path: Path, read: Callable[[Path], Any] = reader.rows) -> str:
+    with pytest.raises(reader.Refused) as refused:
+        read(path)
+    (line,) = str(refused.value).splitlines()
+    assert line.startswith(str(path))
+    return line
+
+
+def test_rows_and_footer_are_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(written(TABLE.replace_schema_metadata({"penstock.next_offset": "50", "other": "x"}), row_group_size=20))
+    assert reader.rows(path).equals(TABLE)
+    assert reader.rows(path, 1).equals(TABLE.slice(20, 20))
+    assert reader.footer(path) == {"metadata": {"penstock.next_offset": "50"}, "row_groups": [[0, 19], [20, 39], [40, 49]]}
+
+
+GOOD = written(TABLE)
+HOSTILE: dict[str, bytes] = {
+    "empty": b"",
+    "garbage": b"PAR1 no parquet at all",
+    "cut off": GOOD[:-20],
+    "zeros": bytes(5000),
+    "length of the footer": GOOD[:-8] + b"\xff\xff\xff\x7f" + GOOD[-4:],
+    "encrypted": GOOD[:-4] + b"PARE",
+    "pages overwritten": GOOD[:4] + b"\xff" * 200 + GOOD[204:],
+    "one bit of a footer, which ends pyarrow by SIGABRT": (ROOT / "tests" / "data" / "parquet" / "level_histogram.parquet").read_bytes(),
+    "children that are not there": file_of([group(2**31 - 1), LEAF]),
+    "no root": file_of([]),
+    "nested 1,000 deep": nested(1_000),
+    "nested 20,000 deep, which ends pyarrow by SIGSEGV": nested(20_000),
+    "nested 50,000 deep": nested(50_000),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_refused_in_one_line_and_the_next_file_is_read(tmp_path: Path, kind: str) -> None:
+    hostile, good = tmp_path / "hostile.parquet", tmp_path / "good.parquet"
+    good.write_bytes(GOOD)
+    line = outcome(hostile, HOSTILE[kind])
+    assert line.startswith(f"{hostile}: not a readable Parquet file: ")
+    assert "\n" not in line
+    assert reader.rows(good).equals(TABLE)
+
+
+LONG = "x" * (8 << 20)
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "zstd": lambda: written(pa.table({"a": [LONG]}), compression="zstd", use_dictionary=False),
+    "brotli": lambda: written(pa.table({"a": [LONG]}), compression="brotli", use_dictionary=False),
+    "gzip": lambda: written(pa.table({"a": [LONG]}), compression="gzip", use_dictionary=False),
+    "dictionary": lambda: written(
+        pa.table({"a": pa.DictionaryArray.from_arrays(pa.array([0] * 500, pa.int32()), ["x" * (1 << 19)])}), compression="zstd"
+    ),
+    "nulls": lambda: written(pa.table({"a": pa.nulls(1_000_000, pa.int64())})),
+    "lists of nothing": lambda: written(pa.table({"a": pa.array([[]] * 500_000, pa.list_(pa.int64()))})),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.usefixtures("small_limits")
+def test_a_small_file_that_becomes_a_large_table_is_refused_at_a_limit(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "bomb.parquet"
+    path.write_bytes(BOMBS[kind]())
+    refusal(path)
+
+
+def test_a_column_of_categories_is_read_as_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(written(pa.table({"a": pa.array(["x", None, "x"]).dictionary_encode()})))
+    assert reader.rows(path)["a"].type == pa.string()
+    assert reader.rows(path)["a"].to_pylist() == ["x", None, "x"]
+
+
+def test_a_pickled_extension_type_is_not_loaded(tmp_path: Path) -> None:
+    marker = tmp_path / "loaded"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(marker),)
+
+    metadata = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": pickle.dumps(Evil())}
+    schema = pa.schema([pa.field("a", pa.int64(), metadata=metadata)])
+    path = tmp_path / "a.parquet"
+    path.write_bytes(written(pa.table([[1, 2]], schema=schema)))
+    assert reader.rows(path)["a"].to_pylist() == [1, 2]
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "missing", "link to a pipe", "no permission"])
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.parquet"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "link to a pipe":
+            os.mkfifo(tmp_path / "pipe")
+            path.symlink_to(tmp_path / "pipe")
+        case "no permission":
+            path.symlink_to("/proc/1/mem")
+    for read in (reader.rows, reader.footer):
+        with pytest.raises(reader.Refused, match=r"^\S+: (cannot read it|is no regular file)|is no regular file|not a readable"):
+            read(path)
+
+
+def test_a_file_that_takes_longer_than_its_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(GOOD)
+    monkeypatch.setattr(reader, "LEAST_S", 1e-6)
+    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    assert "cannot be decoded in" in refusal(path)
+    monkeypatch.setattr(reader, "LEAST_S", 120.0)
+    assert reader.rows(path).equals(TABLE)
+    decoder.end()
+
+
+def test_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    rng, path = random.Random(7), tmp_path / "a.parquet"
+    refused = [line for line in (outcome(path, damaged(GOOD, rng)) for _ in range(200)) if line]
+    assert len(refused) > 50
+    assert all(line.startswith(str(path)) and "\n" not in line for line in refused)
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """The file with bytes changed, most of them in its footer."""
+    footer, changed = len(data) - 8 - int.from_bytes(data[-8:-4], "little"), bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        changed[rng.randrange(footer if rng.random() < 0.7 else 4, len(data))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    return bytes(changed)
+
+
+def outcome(path: Path, data: bytes) -> str:
+    """How a file is refused; empty if it is read."""
+    path.write_bytes(data)
+    try:
+        reader.footer(path)
+        reader.rows(path)
+    except reader.Refused as error:
+        return str(error)
+    return ""
