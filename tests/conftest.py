@@ -1,5 +1,6 @@
 """What the whole suite shares: one broker for a session, which tests are unit tests, which stay together, and what each may cost."""
 
+import fcntl
 import gc
 import os
 import shutil
@@ -78,6 +79,23 @@ def penstock_home(_make_home: Callable[[], Path]) -> Iterator[Path]:
 def broker(penstock_home: Path) -> str:
     """host:port of the session's real Kafka broker."""
     return embedded.start(home=penstock_home).bootstrap
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables, to be copied. Making one takes seconds: the testers of a run share it."""
+    own = tmp_path_factory.getbasetemp()
+    place = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    path, unfinished = place / "empty-mlflow.db", own / "unfinished-mlflow.db"
+    with (place / "empty-mlflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            from penstock.infra.mlflow.tracking import MlflowRun, Target
+
+            MlflowRun(Target(run="none", uri=f"sqlite:///{unfinished}", experiment="none", artifacts=(own / "art").as_uri()))
+            shutil.copy(unfinished, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").rename(path)
+    return path
 
 
 @pytest.fixture

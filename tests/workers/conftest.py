@@ -1,5 +1,6 @@
 """A model small enough that a whole run takes seconds, and a finished run of it for those who only look."""
 
+import shutil
 import uuid
 from pathlib import Path
 
@@ -36,9 +37,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def recorded(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+def recorded(broker: str, tiny_model: Path, empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     """A `one_step_off` run with two rollout workers and a tracker: groups trained, filtered, and failed with their dead letters."""
     directory = tmp_path_factory.mktemp("recorded")
+    shutil.copy(empty_database, directory / "mlflow.db")
     uri = f"sqlite:///{directory / 'mlflow.db'}"
     config = config_of(
         tiny_model,

@@ -57,19 +57,26 @@ def test_nothing_of_a_run_of_our_own_is_kept_twice(archive: tuple[Path, Exported
 
 def same_rewards(tables: Tables, recorded: RecordedRun) -> None:
     report = recorded.report
-    assert ask(tables, "select reward from rewards order by version")["reward"].to_pylist() == report["reward"]["curve"]
-    by_step = """
-        with trained as (select step as trained_at, unnest(groups) as "group", reward_trained from steps)
-        select trained_at as step, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
-        from trained join samples s using ("group") where s.reward is not null group by trained_at order by trained_at
-    """
-    found = ask(tables, by_step).to_pydict()
-    assert found["step"] == list(range(recorded.config.run.steps or 0))
-    assert found["asked"] == found["recorded"]
-    ends = "select sum(reward_trained * samples) / sum(samples) as mean from (select * from steps order by step{} limit 1)"
-    for order, name in (("", "first"), (" desc", "last")):  # a tenth of eight steps is one
-        assert ask(tables, ends.format(order))["mean"].to_pylist() == [report["reward_trained"][name]]
-    fates = dict(ask(tables, "select fate, count(*) as n from groups group by 1").to_pandas().itertuples(index=False))
+    ends = "(select sum(reward_trained * samples) / sum(samples) from (select * from steps order by step{} limit 1))"
+    query = f"""
+        with trained as (select step as trained_at, unnest(groups) as "group", reward_trained from steps),
+        by_step as (
+            select trained_at, round(avg(s.reward), 12) as asked, round(any_value(reward_trained), 12) as recorded
+            from trained join samples s using ("group") where s.reward is not null group by trained_at
+        ),
+        fates as (select fate, count(*) as n from groups group by 1)
+        select (select list(reward order by version) from rewards) as curve,
+            (select list([trained_at, asked, recorded] order by trained_at) from by_step) as by_step,
+            {ends.format("")} as first, {ends.format(" desc")} as last,
+            (select list({{'fate': fate, 'n': n}}) from fates) as fates
+    """  # in one, as each question is computed in a process of its own
+    (found,) = ask(tables, query).to_pylist()
+    assert found["curve"] == report["reward"]["curve"]
+    assert [step for step, _, _ in found["by_step"]] == list(range(recorded.config.run.steps or 0))
+    assert all(asked == trained for _, asked, trained in found["by_step"])
+    ended = report["reward_trained"]
+    assert (found["first"], found["last"]) == (ended["first"], ended["last"])  # a tenth of eight steps is one
+    fates = {row["fate"]: row["n"] for row in found["fates"]}
     assert fates == {name: count for name, count in report["groups"].items() if count and name not in ("admitted", "open")}
 
 

@@ -1,6 +1,7 @@
 """A fork goes on where its parent stood: weights, optimizer, data; unchanged it ends where its parent ended."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ def environment(monkeypatch: pytest.MonkeyPatch, log: MemoryLog) -> None:
 
 
 @pytest.fixture(scope="module")
-def parent(log: MemoryLog, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def parent(log: MemoryLog, tiny_model: Path, empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A strictly on-policy run whose rate falls and whose loss looks back at version 0."""
     directory = tmp_path_factory.mktemp("parent")
+    shutil.copy(empty_database, directory / "mlflow.db")
     config = config_of(
         tiny_model,
         directory,
@@ -84,7 +86,8 @@ def test_a_fork_without_changes_ends_in_its_parents_weights(
     assert [entry.loss_bits for entry in own.steps] == [entry.loss_bits for entry in steps[AT:]]
     assert [entry.metrics["lr"] for entry in own.steps] == [entry.metrics["lr"] for entry in steps[AT:]]
     client = MlflowClient(tracking_uri=parent["mlflow"])
-    (found,) = client.search_runs(["1"], filter_string="tags.`penstock.run` = 'kid'")
+    experiment = client.get_experiment_by_name("penstock")
+    (found,) = client.search_runs([experiment.experiment_id], filter_string="tags.`penstock.run` = 'kid'")
     assert found.data.tags["penstock.forked_from"] == "parent"
     assert client.get_run(found.data.tags["mlflow.parentRunId"]).data.tags["penstock.run"] == "parent"
     capsys.readouterr()

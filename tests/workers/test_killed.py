@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import duplicate_samples
 from penstock.infra.kafka.client_repairs import private_api
+from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.exit_status import HOPELESS
 from tests.support.crew import Crew, complete, config_of
@@ -68,7 +69,7 @@ def test_a_run_whose_workers_are_killed_and_stopped_ends_in_the_weights_of_the_u
 ):
     sizes = {"run": {"steps": steps, "seed": 7}, "rollout": {"workers": 2}, "scorer": {"workers": 2}}
     config = config_of(tiny_model, tmp_path, **sizes)
-    plain = complete(broker, f"{run_id}-plain", config)
+    plain = complete(MemoryLog(), f"{run_id}-plain", config)
     run = f"{run_id}-killed"
     with Crew(broker, run) as crew, Processes(broker, run, tmp_path) as workers:
         create(config, log=crew.log, run_id=run, say=lambda _: None)

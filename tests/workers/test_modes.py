@@ -15,11 +15,10 @@ from penstock.pipeline.scheduling.schedule import MODES
 from tests.support.crew import Crew, audited, complete, config_of
 from tests.support.paths import GSM8K
 
-# The lag rule of every schedule has its own tests; by default a broker is asked of one.
-ON_A_BROKER = [pytest.param(mode, marks=() if mode == "pipelined" else pytest.mark.slow) for mode in MODES]
 
-
-@pytest.mark.parametrize("mode", ON_A_BROKER)
+# The lag rule of every schedule has its own tests; by default `test_audited_run.py` has a run on a broker whose audit is clean.
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_of_each_schedule_on_a_broker_keeps_its_lag_and_its_audit_is_clean(broker, run_id, tiny_model, tmp_path: Path, mode: str):
     engine = "toy" if MODES[mode].loads_at == "step" else "transformers"
     config = config_of(

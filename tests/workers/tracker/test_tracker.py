@@ -14,7 +14,6 @@ import pytest
 from penstock.infra.errors import Fenced
 from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
-from penstock.infra.mlflow.tracking import MlflowRun, Target
 from penstock.pipeline.config.load import from_json
 from penstock.pipeline.observe.live.saved_view import newest
 from penstock.pipeline.observe.run_view import load, read_view
@@ -97,14 +96,6 @@ def run_directory(tmp_path: Path) -> Path:
 
 def points_in(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_directory(tmp_path) / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables: making one takes seconds."""
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowRun(Target(run="none", uri=f"sqlite:///{path}", experiment="none"))
-    return path
 
 
 WITHOUT_MLFLOW = {"mlflow": {"enabled": False}}
@@ -330,7 +321,7 @@ def mlflow_points(tmp_path: Path, empty_database: Path) -> Callable[[], tuple[li
     """What the local MLflow holds: its runs, and a metric's (step, time, value) points."""
 
     (tmp_path / "state").mkdir(exist_ok=True)
-    shutil.copy(empty_database, tmp_path / "state")
+    shutil.copy(empty_database, tmp_path / "state" / "mlflow.db")
 
     def read() -> tuple[list[Any], History]:
         import mlflow
