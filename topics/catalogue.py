@@ -27,7 +27,7 @@ KEPT_SEGMENT_BYTES = 256 << 20
 """Of `weights` that are kept: a segment takes a descriptor and two memory maps of the broker. After a kill it reads the newest one of each
 partition again, so they are not longer."""
 
-_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
+_RUN_ID = re.compile(r"(?!latest\Z)[a-z0-9][a-z0-9-]{0,63}")
 _RECORD = {
     "cleanup.policy": "delete",
     "retention.ms": "-1",
@@ -60,7 +60,7 @@ RUNS_SPEC = TopicSpec(name=RUNS_TOPIC, partitions=1, configs={"cleanup.policy": 
 
 
 def is_run_id(run: str) -> bool:
-    """True for a text that can be the prefix of a topic and the name of a folder."""
+    """True for a text that can be the prefix of a topic and the name of a folder, and is no option or keyword of a command."""
     return _RUN_ID.fullmatch(run) is not None
 
 
@@ -71,7 +71,7 @@ def check_run_id(run: str) -> str:
         check_run_id("demo-1")  # -> "demo-1"
     """
     if not is_run_id(run):
-        raise ValueError(f"run id {run!r} must be 1 to 64 of the characters a-z, 0-9 and -")
+        raise ValueError(f"run id {run!r} must be 1 to 64 of the characters a-z, 0-9 and -, the first no -, and not 'latest'")
     return run
 
 

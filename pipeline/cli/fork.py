@@ -19,7 +19,7 @@ def fork(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one key of the configuration; repeatable.")
     ] = None,
     run_id: Annotated[
-        str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64. Made up if absent.")
+        str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64, no '-' first. Made up if absent.")
     ] = None,
     start: Annotated[bool, typer.Option("--start", help="Start it at once, as `penstock run --resume` does.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --start: plain lines instead of the live view.")] = False,

@@ -22,7 +22,9 @@ from penstock.pipeline.cli.options import (
     security_settings,
 )
 
-RunId = Annotated[str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64. Made up if absent.")]
+RunId = Annotated[
+    str | None, typer.Option("--run-id", help="Id of the new run: a-z, 0-9 and '-', at most 64, no '-' first. Made up if absent.")
+]
 
 
 def run(

@@ -57,7 +57,7 @@ def test_the_topic_of_all_runs_is_compacted():
     assert (RUNS_SPEC.name, RUNS_SPEC.partitions, RUNS_SPEC.configs["cleanup.policy"]) == (RUNS_TOPIC, 1, "compact")
 
 
-@pytest.mark.parametrize("run", ["", "A", "a.b", "a" * 65, "a\n", "ä", "a_b"])
+@pytest.mark.parametrize("run", ["", "A", "a.b", "a" * 65, "a\n", "ä", "a_b", "-rf", "--yes", "-", "latest", "nul\0", "~", "a/b"])
 def test_a_run_id_that_cannot_be_a_prefix_is_refused(run):
     with pytest.raises(ValueError, match="run id"):
         topics_of(run, partitions=1)
@@ -65,6 +65,8 @@ def test_a_run_id_that_cannot_be_a_prefix_is_refused(run):
 
 def test_a_run_id_is_up_to_64_small_letters_digits_and_dashes():
     assert check_run_id("a-0" + "z" * 61) == "a-0" + "z" * 61
+    for run in ("0", "latest-1", "not-latest", "a-", "con"):
+        assert check_run_id(run) == run
 
 
 @pytest.mark.parametrize(("partitions", "weight_partitions"), [(0, 2), (1, 1)])
