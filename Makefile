@@ -90,6 +90,7 @@ chaos: install model
 
 hostile: install
 	$(BIN)/python benchmarks/hostile_children.py $(ARGS)
+	$(BIN)/python benchmarks/hostile_run.py $(ARGS)
 
 mutated: install
 	$(BIN)/python benchmarks/mutated_inputs.py --count 10000 $(ARGS)

@@ -21,7 +21,7 @@ SERVER = (sys.executable, "-P", "-c", _START.format("child"))
 START_ATTEMPTS = 3
 STRAY = "wrote to the pipe of its answers and was killed"
 KILLED_S = 30.0
-"""Longest wait for the end of a killed process: one that waits for a device ends only with that."""
+"""Longest wait for the end of killed processes: one that waits for a device ends only with that, and its keeper with it."""
 ORDERLY_S = 5.0
 """Longest wait for an orderly end, before everything is killed."""
 
@@ -91,8 +91,7 @@ def last_words(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderl
     try:
         status = process.wait(KILLED_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return f"does not end: process {process.pid} is still there {KILLED_S:g} s after SIGKILL"
+        return f"does not end: something it has started is still there {KILLED_S:g} s after SIGKILL"
     if reason := lifeline.close():
         return reason
     return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"

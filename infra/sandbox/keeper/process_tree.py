@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
-SWEEP_S = 25.0
-"""Longest time that killed processes are waited for: one that waits for a device ends only with that."""
+SWEEP_EVERY_S = (0.02, 5.0)
+"""Time between two sweeps: it doubles from the first to the second, as a process that waits for a device ends only with that."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -55,15 +55,19 @@ class ProcessTree:
             if not self.empty:
                 self._signal(signal.SIGTERM)
                 self._wait(grace_s / 4)
-        limit_s = time.monotonic() + SWEEP_S
-        while not self.empty and time.monotonic() < limit_s:
+        every_s, longest_s = SWEEP_EVERY_S
+        while not self.empty:
             self._signal(signal.SIGKILL)
-            self._wait(0.02)
+            self._wait(every_s)
+            every_s = min(2 * every_s, longest_s)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal whole groups, as none of their members can fork meanwhile, then each process."""
+        """Signal whole groups, as none of their members can fork meanwhile, then each process; the child's group before /proc is read."""
+        if self.status is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._child, number)
         processes = self.processes()
-        groups = {*processes.values(), *([self._child] if self.status is None else [])} - {os.getpgrp()}
+        groups = {*processes.values()} - {os.getpgrp()}
         for send, targets in ((os.killpg, groups), (os.kill, processes)):
             for target in targets:
                 with contextlib.suppress(OSError):
