@@ -54,7 +54,12 @@ def every_environ(payload):
     pids = [pid for pid in os.listdir("/proc") if pid.isdigit()]
     return [hit for pid in pids for hit in attempt(lambda: secret_in(f"/proc/{pid}/environ"), "environ")]
 def link_of(number):
-    try: return os.readlink(f"/proc/self/fd/{number}")
+    try:
+        target = os.readlink(f"/proc/self/fd/{number}")
+        if not target.startswith("socket:"): return target
+        with socket.socket(fileno=os.dup(int(number))) as own:  # the child's own event loop has a pair of them
+            pid = int.from_bytes(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+            return "/dev/null" if pid == os.getpid() else target
     except OSError: return "/dev/null"
 def inherited():
     targets = [link_of(number) for number in os.listdir("/proc/self/fd") if int(number) > 2]
@@ -111,10 +116,16 @@ def command_of(pid):
 RUN = b"hostile-run"
 
 def attack(name, text):
-    if binascii.crc32(text.encode(errors="replace")) % 3 or not os.path.exists(FOLDER + "/home/runs/hostile-run/logs"): return False
+    if not os.path.exists(FOLDER + "/home/runs/hostile-run/logs"): return False
+    if binascii.crc32(text.encode(errors="replace")) % 3 and name in lines_of("tried"): return False
     append("tried", name)
     for hit in set(run({"do": name, "pids": of_the_run(), "folder": FOLDER, "safe": SAFE}) or []): append("reached", f"{name}: {hit}")
     return True
+
+def lines_of(file):
+    try:
+        with open(f"{FOLDER}/{file}") as lines: return lines.read().splitlines()
+    except OSError: return []
 
 def append(file, line):
     with open(f"{FOLDER}/{file}", "a") as lines: lines.write(line + "\\n")
