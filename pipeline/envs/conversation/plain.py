@@ -20,13 +20,17 @@ class PlainTemplate:
         self._control = ControlTokens(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The ids of all texts, answers closed with the first stop id. Raises `TemplateRefused` if there are none, or tools."""
+        """The ids of all texts, answers closed with the first stop id, a last one excepted: it is continued.
+
+        Raises:
+            TemplateRefused: there are no texts, or there are tools.
+        """
         if tools:
             raise TemplateRefused("tools need a chat template: name a Jinja file in data.chat_template")
         ids: list[int] = []
-        for message in messages:
+        for number, message in enumerate(messages, 1):
             ids += self._encode_text(message) if ids else self._encode_prompt(text_of(message))
-            ids += self._stop_ids[:1] if message.get("role") == "assistant" else ()
+            ids += self._stop_ids[:1] if message.get("role") == "assistant" and number < len(messages) else ()
         if not ids:
             raise TemplateRefused("the messages have no text")
         return ids

@@ -158,6 +158,8 @@ def python_value(scalar: pa.Scalar) -> Any:
         return scalar.as_py(maps_as_pydicts="strict")
     except KeyError:
         return Unreadable("a map that has a key twice")
+    except UnicodeDecodeError:
+        return Unreadable("text that is not UTF-8")
     except (pa.ArrowException, ValueError, OverflowError):
         return Unreadable(str(scalar.type))
 

@@ -187,10 +187,16 @@ def jsonable(value: Any, *, lenient: bool = False) -> Any:
     if isinstance(value, (datetime, date, time)):
         return None if str(value) == "NaT" else value.isoformat()  # pandas' missing time
     if hasattr(value, "tolist"):  # numpy scalars and arrays
-        return jsonable(value.tolist(), lenient=lenient)
+        return jsonable(_listed(value), lenient=lenient)
     if lenient:
         return [jsonable(inner, lenient=True) for inner in sorted(value, key=str)] if isinstance(value, (set, frozenset)) else str(value)
     raise TypeError(value.what if isinstance(value, Unreadable) else type(value).__name__)
+
+
+def _listed(value: Any) -> Any:
+    """A numpy value as Python has it; numpy's own method makes integers of times with nanoseconds."""
+    kind = str(getattr(value, "dtype", ""))
+    return (value.astype(kind.replace("[ns]", "[us]")) if kind in ("datetime64[ns]", "timedelta64[ns]") else value).tolist()
 
 
 def _number(value: int | float | Decimal) -> int | float | None:

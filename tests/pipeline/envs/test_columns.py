@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.pipeline.envs import reward_child
-from penstock.pipeline.envs.datasets import open_dataset
+from penstock.pipeline.envs.datasets import DataError, open_dataset
 from penstock.pipeline.envs.datasets.rows import Fields, make_row
 from penstock.pipeline.envs.rewards import resolve
 from penstock.pipeline.envs.scoring.faults import RewardError
@@ -233,3 +234,39 @@ def test_a_value_nested_too_deeply_is_told() -> None:
     for _ in range(5000):
         nested = [nested]
     assert make_row({"prompt": "p", "v": nested}, index=0, origin="d:1", fields=Fields()).without_json == {"v": "values nested too deeply"}
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (np.datetime64("2020-01-02T03:04:05", "ns"), "2020-01-02T03:04:05"),
+        (np.array(["2020-01-02T03:04:05", "NaT"], "datetime64[ns]"), ["2020-01-02T03:04:05", None]),
+        (np.datetime64("2020-01-02"), "2020-01-02"),
+        (np.datetime64("NaT"), None),
+        (np.array([{"a": 1}, None], dtype=object), [{"a": 1}, None]),
+        (np.float64("nan"), None),
+        (np.int64(2**62), 2**62),
+    ],
+)
+def test_a_numpy_value_of_an_own_function_is_what_it_stands_for(value: Any, got: Any) -> None:
+    assert make_row({"prompt": "p", "x": value}, index=0, origin="rows", fields=Fields()).columns["x"] == got
+
+
+@pytest.mark.parametrize("value", [np.timedelta64(5, "ns"), np.timedelta64(5, "s")])
+def test_a_duration_of_numpy_is_told_by_its_kind(value: Any) -> None:
+    row = make_row({"prompt": "p", "x": value}, index=0, origin="rows", fields=Fields())
+    assert ("x" not in row.columns) and row.without_json == {"x": "timedelta"}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_text_of_parquet_that_is_not_utf_8_is_told(tmp_path: Path, nested: bool) -> None:
+    latin = pa.array(["Zürich".encode("latin-1")])
+    text = pa.Array.from_buffers(pa.string(), 1, latin.buffers())
+    table = pa.table({"prompt": ["p"], "x": pa.ListArray.from_arrays([0, 1], text) if nested else text})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert open_dataset(f"{tmp_path}/rows.parquet")[0].without_json == {"x": "text that is not UTF-8"}
+    pq.write_table(table.rename_columns(["y", "prompt"]), tmp_path / "rows.parquet")
+    with pytest.raises(
+        DataError, match=r"rows.parquet:1: field 'prompt' holds text that is not UTF-8; expected text or a list of messages"
+    ):
+        _ = open_dataset(f"{tmp_path}/rows.parquet")[0]

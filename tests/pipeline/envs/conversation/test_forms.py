@@ -102,6 +102,7 @@ def test_without_a_chat_template_texts_follow_each_other_and_a_cut_answer_is_clo
     plain = PlainTemplate(tokenizer("qwen2_5"), stop_ids("qwen2_5"), lambda text: ids_of("qwen2_5", text))
     said = [{"role": "user", "content": "DR00:"}, {"role": "assistant", "content": "D"}, {"role": "user", "content": "LD10:"}]
     assert plain.render(said, None) == [*ids_of("qwen2_5", "DR00:"), *ids_of("qwen2_5", "D"), stop, *ids_of("qwen2_5", "LD10:")]
+    assert plain.render(said[:2], None) == [*ids_of("qwen2_5", "DR00:"), *ids_of("qwen2_5", "D")]  # an answer that was begun is continued
     assert plain.bridge(said, 2, None, stop) == ids_of("qwen2_5", "LD10:")
     assert plain.bridge(said, 2, None, 65) == [stop, *ids_of("qwen2_5", "LD10:")]
     assert plain.parse([*ids_of("qwen2_5", "D"), stop], [], None, 0).message == {"role": "assistant", "content": "D"}
