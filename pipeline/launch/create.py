@@ -136,17 +136,21 @@ def check_inputs(config: Config, *, say: Callable[[str], None] = print) -> tuple
 
 
 def _check_length(config: Config, *, rows: int, steps: int, say: Callable[[str], None]) -> None:
-    """Refuse a warm-up or a step that the run is too short for; say so if a step has more prompts than there are rows."""
+    """Refuse a warm-up or a step that the run is too short for; say so if a step repeats rows, or the last prompts fill none."""
     epochs, prompts, warmup = config.run.epochs, config.schedule.prompts_per_step, config.trainer.warmup_steps
+    asked = None if epochs is None else int(epochs * rows)
     if warmup > steps:
         raise ConfigError(
             f"trainer.warmup_steps = {warmup}: the run has {steps} steps, so that trainer.lr would never be reached; set at most {steps}"
         )
-    if epochs is not None and int(epochs * rows) < prompts:
+    if asked is not None and asked < prompts:
+        lower = f"set schedule.prompts_per_step = {prompts} to at most that, or" if asked else "raise run.epochs, or set"
         raise ConfigError(
-            f"run.epochs = {epochs:g}: of {rows} rows it asks for {int(epochs * rows)} prompts, fewer than one step takes; "
-            f"set schedule.prompts_per_step = {prompts} to at most that, or run.steps"
+            f"run.epochs = {epochs:g}: of {rows} rows it asks for {asked} prompts, fewer than one step takes; {lower} run.steps"
         )
+    if asked is not None and asked % prompts:
+        rest = asked % prompts
+        say(f"run.epochs = {epochs:g}: {asked} prompts are {steps} steps of {prompts}; the last {rest} are no step and not trained")
     if rows < prompts:
         say(f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts}): a step trains the same row repeatedly")
 

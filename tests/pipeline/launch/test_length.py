@@ -37,13 +37,26 @@ def test_a_warm_up_up_to_the_last_step_is_as_it_was_set(warmup: int) -> None:
 
 @pytest.mark.parametrize(("epochs", "rows", "prompts"), [(1.0, 3, 8), (2.0, 3, 8), (0.5, 8, 8), (1.0, 1, 2), (0.01, 100, 4)])
 def test_epochs_that_are_shorter_than_a_step_are_refused(epochs: float, rows: int, prompts: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^run\.epochs = {epochs:g}: of {rows} rows .* schedule\.prompts_per_step = {prompts}"):
+    with pytest.raises(ConfigError, match=rf"^run\.epochs = {epochs:g}: of {rows} rows .* fewer than one step takes; "):
         said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
+
+
+def test_epochs_without_a_single_prompt_are_to_be_raised() -> None:
+    with pytest.raises(ConfigError, match=r"asks for 0 prompts, .*; raise run\.epochs, or set run\.steps$"):
+        said(config_of(run={"epochs": 0.3}, schedule={"prompts_per_step": 1}), rows=3)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "prompts", "rest"), [(1.0, 3, 2, 1), (1.0, 10, 4, 2), (2.5, 9, 8, 6), (1.0, 8, 8, 0), (3.0, 8, 6, 0), (1.0, 5, 1, 0)]
+)
+def test_prompts_of_the_epochs_that_fill_no_step_are_said(epochs: float, rows: int, prompts: int, rest: int) -> None:
+    lines = said(config_of(run={"epochs": epochs}, schedule={"prompts_per_step": prompts}), rows=rows)
+    assert [f"the last {rest} are no step and not trained" in line for line in lines] == [True] * (rest > 0)
 
 
 @pytest.mark.parametrize(("run", "rows", "prompts"), [({"steps": 2}, 1, 2), ({"steps": 2}, 3, 8), ({"epochs": 10.0}, 3, 8)])
 def test_a_step_of_more_prompts_than_there_are_rows_is_said(run: dict[str, Any], rows: int, prompts: int) -> None:
-    (line,) = said(config_of(run=run, schedule={"prompts_per_step": prompts}), rows=rows)
+    line = said(config_of(run=run, schedule={"prompts_per_step": prompts}), rows=rows)[-1]
     assert line.startswith(f"warning: the data has fewer rows ({rows}) than schedule.prompts_per_step ({prompts})")
 
 
