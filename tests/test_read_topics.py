@@ -13,7 +13,7 @@ import pytest
 from penstock.infra.broker.login import FILE
 from penstock.infra.kafka.log import KafkaLog
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
-from penstock.topics.catalogue import topics_of
+from penstock.topics.catalogue import CONTROL, topics_of
 from penstock.topics.samples import SAMPLE_FIELDS
 from penstock.topics.upkeep import owners, state
 from penstock.topics.wire.record import Outgoing
@@ -118,7 +118,8 @@ def test_the_foreign_client_counts_a_repeated_sample_once_and_joins_the_parts_of
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.splitlines()) == {
         f"{run_id}.prompts: 2 records", f"{run_id}.rollouts: 5 records", f"{run_id}.groups: 5 records", f"{run_id}.ledger: 1 records",
-        f"{run_id}.weights: 0 records", f"{run_id}.metrics: 0 records", f"{run_id}.dead-letters: 0 records", f"{run_id}.owners: 0 records",
+        f"{run_id}.weights: 0 records", f"{run_id}.metrics: 0 records", f"{run_id}.dead-letters: 0 records",
+        *(f"{run_id}.{topic}: 0 records" for topic in CONTROL),
         f"{run_id}.run: 0 records", f"{run_id}.state: 0 records",
         "group 0: rewards 1.0 0.0 0.5", "group 1: rewards 0.25 0.75",
     }  # fmt: skip

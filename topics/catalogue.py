@@ -12,8 +12,9 @@ TURNS = ("calls", "replies")
 """Turns of trajectories, in runs whose environments have workers of their own; each is in its trajectory's record too: not archived."""
 BY_GROUP = ("prompts", "rollouts", "groups", *TURNS)
 """Topics in which a group stays in one partition."""
-OWNERS = "owners"
-"""Who writes: of use only while the run is at work, so neither archived nor audited."""
+CONTROL = tuple(f"control-{role}" for role in ("launcher", "feeder", "rollout", "scorer", "trainer", "evaluator"))
+"""A topic for each role that alone writes something, or whose evaluations may end a run. Access rules let its Kafka user alone write it.
+Of use only while the run is at work, so neither archived nor audited."""
 STATE = "state"
 """What the others add up to, for whoever looks: neither archived nor audited, as it follows from them."""
 
@@ -41,7 +42,7 @@ _SETTINGS: dict[str, dict[str, str]] = {
     "weights": {**_RECORD, "file.delete.delay.ms": "1000"},
     "dead-letters": {**_RECORD, "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)},
     # A record per writer and two seconds, of which the newest counts; compaction begins with the second segment.
-    OWNERS: {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "max.message.bytes": str(1 << 20)},
+    **{topic: {"cleanup.policy": "compact", "segment.bytes": str(4 << 20), "max.message.bytes": str(1 << 20)} for topic in CONTROL},
     STATE: {"cleanup.policy": "compact", "segment.bytes": str(DELETED_SEGMENT_BYTES), "max.message.bytes": str(MAX_RECORD_BYTES)},
 }
 
@@ -81,8 +82,17 @@ def topic_name(run: str, topic: str) -> str:
     Example:
         topic_name("demo-1", "groups")  # -> "demo-1.groups"
     """
-    assert topic in (*TOPICS, *TURNS, OWNERS, STATE), topic
+    assert topic in (*TOPICS, *TURNS, *CONTROL, STATE), topic
     return f"{run}.{topic}"
+
+
+def control_topic(run: str, role: str) -> str:
+    """The Kafka name of a role's control topic.
+
+    Example:
+        control_topic("demo-1", "feeder")  # -> "demo-1.control-feeder"
+    """
+    return topic_name(run, f"control-{role}")
 
 
 def is_ours(name: str) -> bool:
@@ -92,7 +102,13 @@ def is_ours(name: str) -> bool:
         is_ours("demo-1.groups")  # -> True
     """
     run, dot, topic = name.partition(".")
-    return name == RUNS_TOPIC or (bool(dot and is_run_id(run)) and topic in (*TOPICS, *TURNS, OWNERS, STATE))
+    return name == RUNS_TOPIC or (bool(dot and is_run_id(run)) and topic in (*TOPICS, *TURNS, *CONTROL, STATE))
+
+
+def control_topics_of(run: str) -> dict[str, TopicSpec]:
+    """A run's control topics by Kafka name: a run of an earlier release lacks them."""
+    specs = topics_of(run, partitions=1)
+    return {name: specs[name] for name in (topic_name(run, topic) for topic in CONTROL)}
 
 
 def topics_of(
@@ -118,7 +134,7 @@ def topics_of(
         raise ValueError(f"weight_partitions is {weight_partitions}, at least 2 are needed: one for manifests, one for chunks")
     counts = {**dict.fromkeys(BY_GROUP, partitions), "weights": weight_partitions}
     specs = {}
-    for topic in (*TOPICS, *(TURNS if turns else ()), OWNERS, STATE):
+    for topic in (*TOPICS, *(TURNS if turns else ()), *CONTROL, STATE):
         name = topic_name(run, topic)
         configs = dict(_SETTINGS.get(topic, _RECORD))
         if topic == "weights":

@@ -46,7 +46,7 @@ def all_rules(run: str) -> dict[str, list[Rule]]:
     looks += [Rule("group", name, "literal", "DESCRIBE") for name in (f"{run}.audit", "penstock-bulk")]
     launches = [Rule("topic", own, "prefixed", operation) for operation in ("CREATE", "DESCRIBE_CONFIGS")]
     launches += [Rule("topic", RUNS_TOPIC, "literal", operation) for operation in ("CREATE", "DESCRIBE_CONFIGS", "WRITE")]
-    launches += [Rule("topic", f"{run}.{topic}", "literal", "WRITE") for topic in ("run", "owners")]
+    launches += [Rule("topic", f"{run}.{topic}", "literal", "WRITE") for topic in ("run", "control-launcher")]
     launches += [Rule("transactional-id", f"{run}.{LAUNCHER}", "literal", "WRITE")]
     found = {role.name: rules_of(role, run) for role in ROLES.values()}
     return {LAUNCHER: sorted([*looks, *launches]), **found, READER: sorted(looks)}

@@ -37,7 +37,7 @@ from penstock.pipeline.runtime.registration.run_key import make_key
 from penstock.pipeline.runtime.registration.run_registry import find, mark, registration, write
 from penstock.pipeline.runtime.registration.trust import Trust, require_trusted
 from penstock.pipeline.runtime.reporting.visible_output import exact_output, print_json
-from penstock.topics.catalogue import OWNERS, topic_name, topics_of
+from penstock.topics.catalogue import control_topics_of
 from penstock.topics.runs import RunRecord, Status
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ def watch(
 @contextlib.contextmanager
 def _only_one(place: Place) -> Iterator[None]:
     """Hold the launcher's place in the run; raises `Fenced` while a launcher on another machine is alive there."""
-    name = topic_name(place.run, OWNERS)
-    place.log.create_topics({name: topics_of(place.run, partitions=1)[name]})  # runs of an earlier release lack it
+    place.log.create_topics(control_topics_of(place.run))
     place.take().close()
     try:
         yield

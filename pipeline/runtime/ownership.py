@@ -1,7 +1,7 @@
 """The place of a single writer, as `RUN.trainer`: taken through the log, seen by rivals, given back.
 
-The rule: whose a place is, the newest claim in `owners` says. A process that starts never takes a place whose owner still says that it is
-alive; so one that was fenced and is started again, by whatever policy, ends once more instead of fencing its successor.
+The rule: whose a place is, the newest claim in its role's control topic says. A process that starts never takes a place whose owner
+still says that it is alive; so one that was fenced and is started again ends once more and does not fence its successor.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from penstock.infra.errors import Fenced, PenstockError
+from penstock.infra.errors import ConfigError, Fenced, PenstockError
 from penstock.infra.log import Log, Producer, Tail, Transactions
-from penstock.topics.catalogue import OWNERS
+from penstock.topics.catalogue import control_topic
 from penstock.topics.upkeep import owners
 from penstock.topics.upkeep.owners import Owner, OwnerKind
 from penstock.topics.wire.errors import Unusable
@@ -61,9 +61,11 @@ class Place:
     _producer: Producer | None = None
 
     def take(self) -> Transactions:
-        """Claim the place; returns its writer of transactions. Raises `Fenced` if its owner is alive or another came first, `LogError`."""
-        if self.log.partitions(self._topic) is None:  # the run is older than this topic
-            return self.log.transactions(f"{self.run}.{self.writer}")
+        """Claim the place; returns its writer of transactions. Raises `Fenced` if its owner is alive or another came first, `LogError`,
+        and `ConfigError` if the run has no such topic.
+        """
+        if self.log.partitions(self._topic) is None:
+            raise ConfigError(f"run {self.run} was created by an earlier release: `penstock run --resume {self.run}` adds {self._topic}")
         tail = self.log.tail({(self._topic, 0): "earliest"})
         try:
             self._await_silence(tail)
@@ -104,7 +106,7 @@ class Place:
 
     @property
     def _topic(self) -> str:
-        return f"{self.run}.{OWNERS}"
+        return control_topic(self.run, self.writer.partition("-")[0])
 
     def _await_silence(self, tail: Tail) -> None:
         """Return once no other process says that it is alive here. Raises `Fenced` as soon as one does."""

@@ -64,8 +64,8 @@ _METRICS = {"metrics": "what it does, once a second"}
 _REPORTS = {**_METRICS, "dead-letters": "records it cannot use"}
 _LETTERS = {"dead-letters": "records that were set aside before"}
 _JOINS = {"run": "the run's configuration", "penstock.runs": "that there is the run"}
-_PLACE = {"owners": "whether another process writes under this name"}
-_TAKES = {"owners": "that this process writes under its name"}
+_RIVALS = "whether another process writes under this name"
+_TAKES = "that this process writes under its name"
 _FOLLOWS = {"ledger": "steps and the end of the run", "weights": "manifests of policy versions"}
 
 _TABLE = (
@@ -81,11 +81,11 @@ _TABLE = (
             "groups": "headers: which groups ended, which were dropped",
             **_FOLLOWS,
             "metrics": "free slots",
-            **_PLACE,
+            "control-feeder": _RIVALS,
             **_LETTERS,
             **_JOINS,
         },
-        writes={"prompts": "one prompt group to sample", **_TAKES, **_REPORTS},
+        writes={"prompts": "one prompt group to sample", "control-feeder": f"{_TAKES}, that all prompts are out", **_REPORTS},
     ),
     Role(
         name="environment",
@@ -122,10 +122,16 @@ _TABLE = (
             "replies": "what is answered already in partitions it takes over",
             **_FOLLOWS,
             "metrics": "what was evaluated before, where it lends its engine",
+            "control-rollout": "how accurate that was",
             **_LETTERS,
             **_JOINS,
         },
-        writes={"rollouts": "finished samples", "replies": "what was drawn for a turn", **_REPORTS},
+        writes={
+            "rollouts": "finished samples",
+            "replies": "what was drawn for a turn",
+            "control-rollout": "accuracy by version, the wish to end the run",
+            **_REPORTS,
+        },
     ),
     Role(
         name="scorer",
@@ -142,11 +148,11 @@ _TABLE = (
             "groups": "what is finished",
             **_FOLLOWS,
             "metrics": "whether rollout workers report",
-            **_PLACE,
+            "control-scorer": _RIVALS,
             **_LETTERS,
             **_JOINS,
         },
-        writes={"groups": "one group's outcome", **_TAKES, **_REPORTS},
+        writes={"groups": "one group's outcome", "control-scorer": _TAKES, **_REPORTS},
     ),
     Role(
         name="trainer",
@@ -161,15 +167,17 @@ _TABLE = (
             "groups": "samples with rewards",
             "ledger": "what was done before",
             "weights": "versions that exist already",
-            "metrics": "an evaluator's wish to end the run, the feeder's word that all prompts are out",
-            **_PLACE,
+            "control-feeder": "that all prompts are out",
+            "control-evaluator": "which version is best, the wish to end the run",
+            "control-rollout": "the same, where a rollout worker lends its engine",
+            "control-trainer": _RIVALS,
             **_LETTERS,
             **_JOINS,
         },
         writes={
             "ledger": "steps, stale groups, versions, the end",
             "weights": "manifests and chunks",
-            **_TAKES,
+            "control-trainer": _TAKES,
             **_REPORTS,
             "penstock.runs": "the run's status",
         },
@@ -187,9 +195,10 @@ _TABLE = (
             "weights": "manifests and chunks",
             "ledger": "the end of the run",
             "metrics": "what was measured before",
+            "control-evaluator": "how accurate that was",
             **_JOINS,
         },
-        writes={"metrics": "accuracy by version"},
+        writes={"metrics": "accuracy by version", "control-evaluator": "the same, the wish to end the run"},
     ),
     Role(
         name="tracker",
@@ -214,7 +223,7 @@ ROLES: Mapping[str, Role] = {role.name: role for role in _TABLE}
 
 HELPERS = tuple(role.name for role in _TABLE if not role.on_sample_path)
 
-TOPICS = (*catalogue.TOPICS, *catalogue.TURNS, catalogue.OWNERS, catalogue.STATE, catalogue.RUNS_TOPIC)
+TOPICS = (*catalogue.TOPICS, *catalogue.TURNS, *catalogue.CONTROL, catalogue.STATE, catalogue.RUNS_TOPIC)
 """In the order in which a sample's life passes them."""
 
 
@@ -272,12 +281,13 @@ def as_text() -> str:
 _WRITERS = {
     "run": "launcher",
     "metrics": "every role",
-    catalogue.OWNERS: "launcher and single writers",
+    "control-launcher": "launcher",
     "dead-letters": "who reads a topic",
     "penstock.runs": "launcher, trainer",
 }
 _READERS = {
     "run": "every role, once",
+    "control-launcher": "launcher",
     "state": "people (penstock status)",
     "dead-letters": "people (penstock topics)",
     "penstock.runs": "every role, once",
@@ -296,7 +306,7 @@ def as_mermaid() -> str:
     """The DAG as a Mermaid flow chart: roles are boxes, topics are cylinders; reports of every role are left out."""
     lines = ["flowchart LR"]
     lines += [f"    {role.name}[{role.name}]" for role in ROLES.values()]
-    shown = [topic for topic in TOPICS if topic not in ("dead-letters", catalogue.OWNERS, catalogue.STATE)]
+    shown = [topic for topic in TOPICS if topic not in ("dead-letters", *catalogue.CONTROL, catalogue.STATE)]
     lines += [f"    {_node(topic)}[({topic})]" for topic in shown]
     for role in ROLES.values():
         # Every role reports to metrics: one arrow from each would hide the flow, the evaluator's is its result.

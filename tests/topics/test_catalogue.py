@@ -4,10 +4,10 @@ import pytest
 
 from penstock.topics import groups
 from penstock.topics.catalogue import (
+    CONTROL,
     DELETED_SEGMENT_BYTES,
     KEPT_SEGMENT_BYTES,
     MAX_RECORD_BYTES,
-    OWNERS,
     RUNS_SPEC,
     RUNS_TOPIC,
     STATE,
@@ -18,18 +18,18 @@ from penstock.topics.catalogue import (
 )
 
 
-def test_a_run_owns_ten_topics_in_a_fixed_order_under_its_own_prefix():
+def test_a_run_owns_fifteen_topics_in_a_fixed_order_under_its_own_prefix():
     specs = topics_of("demo-1", partitions=8)
-    assert list(specs) == [f"demo-1.{topic}" for topic in (*TOPICS, OWNERS, STATE)]
+    assert list(specs) == [f"demo-1.{topic}" for topic in (*TOPICS, *CONTROL, STATE)]
     assert all(name == spec.name for name, spec in specs.items())
-    assert [spec.partitions for spec in specs.values()] == [1, 8, 8, 8, 3, 1, 1, 1, 1, 1]
-    assert sum(spec.partitions for spec in specs.values()) == 33
+    assert [spec.partitions for spec in specs.values()] == [1, 8, 8, 8, 3, 1, 1, 1, *[1] * len(CONTROL), 1]
+    assert sum(spec.partitions for spec in specs.values()) == 38
     assert topic_name("demo-1", "groups") in specs
 
 
 def test_nothing_that_flows_in_a_run_is_ever_deleted_or_compacted_by_the_broker():
     specs = topics_of("r", partitions=1)
-    assert [specs.pop(f"r.{topic}").configs["cleanup.policy"] for topic in (OWNERS, STATE)] == ["compact", "compact"]
+    assert {specs.pop(f"r.{topic}").configs["cleanup.policy"] for topic in (*CONTROL, STATE)} == {"compact"}
     for spec in specs.values():
         assert (spec.configs["cleanup.policy"], spec.configs["retention.ms"], spec.configs["retention.bytes"]) == ("delete", "-1", "-1")
 

@@ -11,12 +11,12 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.infra.memory.readers import MemoryTail
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime import topic_reader
-from penstock.topics.catalogue import OWNERS
+from penstock.topics.catalogue import CONTROL
 from penstock.topics.wire.record import Record
 from tests.support.crew import PIPELINE, Crew, complete, config_of, forget_offsets
 
 BATCH = 8
-WHOLE = (OWNERS,)
+WHOLE = CONTROL
 """Topics of a few records a worker, which are read as one list."""
 
 

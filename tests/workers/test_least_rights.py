@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from penstock.infra.kafka.log import KafkaLog
@@ -13,9 +13,10 @@ from penstock.infra.kafka.settings import Connection, librdkafka
 from penstock.infra.log import Log
 from penstock.pipeline.audit.kafka_reader import KafkaSource
 from penstock.pipeline.audit.report import audit
-from penstock.pipeline.launch.acls import all_rules
+from penstock.pipeline.launch.acls import Rule, all_rules
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.roles import ROLES
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
 from tests.support.crew import Crew, config_of
 from tests.support.secured_broker import SecuredBroker
 
@@ -33,8 +34,15 @@ class Users(Crew):
         return KafkaLog(self.broker.secure, security=credentials(self.broker, role), client_id=f"{self.run}.{name}")
 
 
-def credentials(broker: SecuredBroker, role: str) -> Mapping[str, Any]:
-    return broker.credentials(f"{RUN}-{role}", f"pw-{role}")
+def credentials(broker: SecuredBroker, role: str, run: str = RUN) -> Mapping[str, Any]:
+    return broker.credentials(f"{run}-{role}", f"pw-{role}")
+
+
+def add_users(broker: SecuredBroker, run: str) -> None:
+    """A user for each role of a run, with the rules that are printed."""
+    for role, rules in all_rules(run).items():
+        broker.add_user(f"{run}-{role}", f"pw-{role}")
+        broker.allow(f"{run}-{role}", rules)
 
 
 def refusals(broker: SecuredBroker, role: str) -> list[str]:
@@ -64,9 +72,7 @@ def refusals(broker: SecuredBroker, role: str) -> list[str]:
 def test_a_run_is_whole_with_the_least_rights_and_no_role_has_more(new_home: Callable[[], Path], tiny_model: Path, tmp_path: Path) -> None:
     broker = SecuredBroker(new_home())
     try:
-        for role, rules in all_rules(RUN).items():
-            broker.add_user(f"{RUN}-{role}", f"pw-{role}")
-            broker.allow(f"{RUN}-{role}", rules)
+        add_users(broker, RUN)
         config = config_of(tiny_model, tmp_path, run={"steps": 3, "seed": 7})
         launcher = KafkaLog(broker.secure, security=credentials(broker, "launcher"))
         create(config, log=launcher, run_id=RUN, say=lambda _: None)
@@ -80,5 +86,76 @@ def test_a_run_is_whole_with_the_least_rights_and_no_role_has_more(new_home: Cal
         assert audit(KafkaSource(broker.secure, RUN, settings=reader)).clean
         wanted = ["TOPIC_AUTHORIZATION_FAILED", "TRANSACTIONAL_ID_AUTHORIZATION_FAILED", "TOPIC_AUTHORIZATION_FAILED"]
         assert {role: refusals(broker, role) for role in all_rules(RUN)} == dict.fromkeys(all_rules(RUN), wanted)
+    finally:
+        broker.close()
+
+
+def may(rules: list[Rule], resource: str, operation: str, names: list[str]) -> set[str]:
+    """Those of the resources on which the rules allow the operation."""
+    fitting = [rule for rule in rules if (rule.resource, rule.operation) == (resource, operation)]
+    return {name for name in names for rule in fitting if (name.startswith if rule.pattern == "prefixed" else name.__eq__)(rule.name)}
+
+
+def written(settings: Mapping[str, Any], topics: list[str]) -> set[str]:
+    """Those of the topics that a user has written a record to; the others were refused for want of a right."""
+    answers: dict[str, KafkaError | None] = {}
+    producer = Producer(settings)
+    for topic in topics:
+        producer.produce(topic, b"x", key=b"x", partition=0, on_delivery=lambda error, message: answers.update({message.topic(): error}))
+    assert producer.flush(60.0) == 0
+    assert {error.code() for error in answers.values() if error} <= {KafkaError.TOPIC_AUTHORIZATION_FAILED}
+    return {topic for topic in topics if answers[topic] is None}
+
+
+def read(settings: Mapping[str, Any], topics: list[str], *, wanted: set[str]) -> set[str]:
+    """Those of the topics that a user has read a record of, a second after it has those that are wanted."""
+    found: set[str] = set()
+    consumer = Consumer({**settings, "group.id": "none", "enable.auto.commit": False})
+    consumer.assign([TopicPartition(topic, 0, 0) for topic in topics])
+    left = 600
+    while left:
+        message = consumer.poll(0.1)
+        if message is not None and not message.error():
+            found.add(message.topic() or "")
+        left = min(left, 10) - 1 if found >= wanted else left - 1
+    consumer.close()
+    return found
+
+
+def taken(settings: Mapping[str, Any], names: list[str]) -> set[str]:
+    """Those of the transactional ids that a user has taken."""
+    answers: dict[str, int | None] = {}
+    for name in names:
+        try:
+            Producer({**settings, "transactional.id": name}).init_transactions(30.0)
+            answers[name] = None
+        except KafkaException as error:
+            answers[name] = error.args[0].code()
+    assert set(answers.values()) <= {None, KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED}
+    return {name for name in names if answers[name] is None}
+
+
+@pytest.mark.slow
+def test_of_its_own_run_and_of_another_tenants_each_user_may_do_what_the_rules_say_and_no_more(new_home: Callable[[], Path]) -> None:
+    broker, tenants = SecuredBroker(new_home()), ("one", "two")
+    try:
+        owner = KafkaLog(broker.plain)
+        topics = [RUNS_TOPIC]
+        owner.create_topics({RUNS_TOPIC: RUNS_SPEC})
+        for run in tenants:
+            add_users(broker, run)
+            owner.create_topics(specs := topics_of(run, partitions=1, turns=True))
+            topics += specs
+        owner.close()
+        written({"bootstrap.servers": broker.plain}, topics)
+        ids = [f"{run}.{name}" for run in tenants for name in ("launcher", "feeder", "scorer-0", "trainer")]
+        for run in tenants:
+            for role, rules in all_rules(run).items():
+                user = credentials(broker, role, run)
+                settings = librdkafka(Connection(bootstrap=broker.secure, client_id="a", security=user))
+                assert written(settings, topics) == may(rules, "topic", "WRITE", topics), (run, role)
+                wanted = may(rules, "topic", "READ", topics)
+                assert read(settings, topics, wanted=wanted) == wanted, (run, role)
+                assert taken(settings, ids) == may(rules, "transactional-id", "WRITE", ids), (run, role)
     finally:
         broker.close()

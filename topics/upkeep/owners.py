@@ -1,4 +1,4 @@
-"""`owners`: which process writes as each of a run's single writers, compacted to the newest. Single writers -> their rivals.
+"""Claims in `control-ROLE`: which process writes as each of the role's single writers. Single writers -> their rivals.
 
 A process is known by the random token it made at its start, never by a pid, a host or a clock."""
 

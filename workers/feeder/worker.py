@@ -53,7 +53,10 @@ def main(session: Session) -> None:
         batch = _admissible(state, session, data, renderer)
         if batch:
             state.written(batch, transactions.commit(batch))
+        all_out = bool(session.reporter.values.get("all_out"))
         session.reporter.values.update(_counts(state, session))
+        if session.reporter.values["all_out"] and not all_out:
+            session.reporter.send(kind="status", values=session.reporter.values, control=True)
         session.reporter.status()
         for record in tail.poll(POLL_S):
             _apply(session, state, record)

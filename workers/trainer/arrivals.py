@@ -14,6 +14,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.scheduling.resume_mark import ResumeMark
 from penstock.pipeline.scheduling.reward_scale import RewardScale
 from penstock.topics import metrics
+from penstock.topics.catalogue import control_topic
 from penstock.topics.wire.checked import whole
 from penstock.topics.wire.errors import Unusable
 from penstock.topics.wire.record import Record
@@ -53,10 +54,11 @@ class Arrivals:
         )
         starts: dict[Partition, Start] = {(session.topic("groups"), p): "earliest" for p in range(session.config.partitions)}
         starts[session.topic("weights"), 0] = "earliest"
-        if session.config.eval_sources or session.config.run.epochs is not None:
-            starts[session.topic("metrics"), 0] = "earliest"
+        if session.config.eval_sources:
+            starts[control_topic(session.run, session.config.evaluating_role), 0] = "earliest"
         if resumed.mark is not None:
             starts.update({at: resumed.mark.positions.get(place_name(session, at), 0) for at in starts})
+        starts[control_topic(session.run, "feeder"), 0] = "earliest"  # a feeder says only once that no prompt follows
         return cls(session, writer, inbox, session.log.tail(starts), list(starts), resumed.places)
 
     @property
@@ -112,13 +114,15 @@ class Arrivals:
             self._hear(record)
 
     def _hear(self, record: Record) -> None:
-        """Take in a measurement of the feeder or an evaluator."""
+        """Take in a measurement of the feeder or an evaluator, from the topic that only its role may write."""
         try:
             with self.session.dead_letters.decoding(record):
                 measurement = metrics.read(record, run=self.session.run)[1]
         except Unusable:
-            return  # the tracker owns reading `metrics`
+            return  # a claim of the role's place
         config = self.session.config
+        if record.topic != self.session.topic(f"control-{measurement.role}"):
+            return
         if measurement.role == "feeder" and config.run.epochs is not None and measurement.values.get("all_out"):
             self._admitted = whole(measurement.values.get("admitted"))
         if measurement.kind != "eval" or measurement.role != config.evaluating_role or measurement.version is None:

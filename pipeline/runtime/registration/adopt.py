@@ -13,7 +13,7 @@ from penstock.pipeline.runtime.registration.run_registry import registration, wr
 from penstock.pipeline.runtime.registration.trust import as_block
 from penstock.pipeline.runtime.registration.user_code import user_code
 from penstock.pipeline.runtime.topic_reader import scan
-from penstock.topics.catalogue import RUNS_TOPIC, topic_name, topics_of
+from penstock.topics.catalogue import RUNS_TOPIC, control_topics_of, topic_name, topics_of
 from penstock.topics.runs import RunRecord
 from penstock.topics.wire.errors import Unusable
 
@@ -37,7 +37,7 @@ def adopt_run(log: Log, run: str) -> None:
     (record, _), own = _record(log, run), topic_name(run, "run")
     from_json(record.config)  # a configuration that this release cannot read is not signed
     make_key(run)
-    log.create_topics({own: topics_of(run, partitions=1)[own]})
+    log.create_topics({own: topics_of(run, partitions=1)[own], **control_topics_of(run)})
     write(log, record)
 
 

@@ -18,6 +18,7 @@ from penstock.pipeline.runtime.reporting.log_lines import say
 from penstock.pipeline.runtime.reporting.peak_memory import peak_rss
 from penstock.pipeline.runtime.reporting.time_uses import TRAINER_WAITS, split, use_of
 from penstock.topics import metrics
+from penstock.topics.catalogue import control_topic
 from penstock.topics.wire.record import Outgoing
 
 STATUS_EVERY_S = 1.0
@@ -186,8 +187,12 @@ class Reporter:
         labels: Mapping[str, str] | None = None,
         version: int | None = None,
         step: int | None = None,
+        control: bool = False,
     ) -> None:
-        """Send one measurement; a worker numbers its measurements, so that readers recognise a repeated one."""
+        """Send one measurement; a worker numbers its measurements, so that readers recognise a repeated one.
+
+        With `control` it is first sent to the control topic of the worker's role: the trainer acts on nothing that stands in `metrics`.
+        """
         with self._sending:
             measurement = metrics.Measurement(
                 worker=self.worker,
@@ -204,6 +209,9 @@ class Reporter:
             self._sequence += 1
             value = metrics.encode(measurement)
             headers = metrics.headers(measurement, run=self.run).encode(value)
+            if control:
+                topic, key = control_topic(self.run, self.role), f"{self.worker}/{kind}/{version}".encode()
+                self.producer.send(Outgoing(topic=topic, partition=0, key=key, headers=headers, value=value))
             self.producer.send(Outgoing(topic=f"{self.run}.metrics", partition=0, key=self.worker.encode(), headers=headers, value=value))
 
     def close(self, *, status: str) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.pipeline.runtime import roles
-from penstock.topics.catalogue import OWNERS, RUNS_TOPIC, STATE, TOPICS, TURNS
+from penstock.topics.catalogue import CONTROL, RUNS_TOPIC, STATE, TOPICS, TURNS
 from tests.support.paths import ROOT
 
 
 def test_every_topic_of_the_catalogue_is_in_the_graph() -> None:
-    assert set(roles.TOPICS) == {*TOPICS, *TURNS, OWNERS, STATE, RUNS_TOPIC}
+    assert set(roles.TOPICS) == {*TOPICS, *TURNS, *CONTROL, STATE, RUNS_TOPIC}
 
 
 @pytest.mark.parametrize("role", roles.ROLES.values(), ids=lambda role: role.name)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.pipeline.launch.acls import all_rules
 from penstock.topics import metrics
 from penstock.topics.metrics import Measurement
 from penstock.topics.wire.record import Record
@@ -25,11 +26,15 @@ def arrivals(*, early: bool = True, role: str = "evaluator", epochs: int | None 
     return Arrivals(cast("Any", session), cast("Any", writer), cast("Any", SimpleNamespace(selector=selector)), cast("Any", None), [], {})
 
 
-def heard(found: Arrivals, *, worker: str, role: str, kind: str = "eval", version: int | None = 1, **said: Any) -> Arrivals:
+def heard(
+    found: Arrivals, *, worker: str, role: str, kind: str = "eval", version: int | None = 1, topic: str | None = None, **said: Any
+) -> Arrivals:
     measurement = Measurement(worker=worker, role=role, incarnation="a", seq=0, kind=cast("Any", kind), time_ns=1, version=version, **said)
     value = metrics.encode(measurement)
     headers = metrics.headers(measurement, run="r").encode(value)
-    found._receive(Record(topic="r.metrics", partition=0, offset=0, timestamp_ms=0, key=None, headers=headers, value=value))
+    found._receive(
+        Record(topic=f"r.{topic or f'control-{role}'}", partition=0, offset=0, timestamp_ms=0, key=None, headers=headers, value=value)
+    )
     return found
 
 
@@ -59,6 +64,18 @@ def test_nobody_else_ends_a_run_or_chooses_its_best_checkpoint(early: bool, work
     found = heard(arrivals(early=early), worker=worker, role=role, kind=kind, version=version, labels=STOP, values={"greedy_accuracy": 1.0})
     assert found.asked_to_end is None
     assert bool(cast("Any", found.writer).rated) == (not early)
+
+
+@pytest.mark.parametrize("evaluating", ["evaluator", "rollout"])
+@pytest.mark.parametrize("user", [role for role in all_rules("r") if role != "trainer"])
+def test_a_user_ends_no_run_by_what_another_role_says_in_a_topic_that_it_may_write(user: str, evaluating: str) -> None:
+    rules = [rule for rule in all_rules("r")[user] if (rule.resource, rule.operation) == ("topic", "WRITE")]
+    values = {"all_out": 1.0, "admitted": 3.0, "greedy_accuracy": 1.0}
+    for topic in {rule.name.removeprefix("r.") for rule in rules} - {"groups"}:  # in that one it is no outcome, which has another schema
+        for role in {"feeder", evaluating} - {user}:
+            worker = "rollout-0" if role == "rollout" else role
+            found = heard(arrivals(role=evaluating), worker=worker, role=role, labels=STOP, values=values, topic=topic)
+            assert (found.no_more, found.asked_to_end, cast("Any", found.writer).rated) == (False, None, [])
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_an_orderly_stop_writes_a_checkpoint_and_a_wish_to_end_is_heard_after_a_
         crew.stop("trainer")
         write_groups(log, run_id, found[6:], partitions=config.partitions)
         evaluator = session_of(log, run_id, "evaluator")
-        evaluator.reporter.send(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels={"ask": "stop", "reason": "good enough"})
+        stop = {"ask": "stop", "reason": "good enough"}
+        evaluator.reporter.send(kind="eval", values={"greedy_accuracy": 1.0}, version=3, labels=stop, control=True)
         evaluator.close(status="finished")
         crew.start("trainer")
         crew.wait()

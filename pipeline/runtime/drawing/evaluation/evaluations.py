@@ -1,6 +1,7 @@
 """Which versions of a run are evaluated: those that are due, in order, each once, whoever has the engine.
 
 The rule: what was evaluated stands in `metrics`, where another worker goes on after it; to end a run early an evaluation can only ask.
+What early stopping goes by, and what it asks, stands in the control topic of the role that evaluates, which no other role may write.
 """
 
 import json
@@ -16,6 +17,7 @@ from penstock.pipeline.runtime.session import Session
 from penstock.pipeline.runtime.topic_reader import scan
 from penstock.pipeline.runtime.weights.read import fetch
 from penstock.topics import metrics
+from penstock.topics.catalogue import control_topic
 from penstock.topics.wire.errors import Unusable
 
 
@@ -51,15 +53,20 @@ class Evaluations:
         return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
 
     def read_done(self) -> None:
-        """Learn which versions were evaluated, by whomever; each counts once for early stopping."""
-        for record in scan(self.session.log, self.session.topic("metrics")):
+        """Learn which versions were evaluated, by whomever; each that this role evaluated counts once for early stopping."""
+        run, counted = self.session.run, set[int]()
+        own = control_topic(run, self.session.role)
+        for record in scan(self.session.log, self.session.topic("metrics"), own):
             try:
-                measurement = metrics.read(record, run=self.session.run)[1]
+                measurement = metrics.read(record, run=run)[1]
             except Unusable:
                 continue  # the tracker sets aside unusable records of `metrics`
             version = measurement.version
-            if measurement.kind == "eval" and version is not None and version not in self.done:
-                self.done.add(version)
+            if measurement.kind != "eval" or version is None:
+                continue
+            self.done.add(version)
+            if record.topic == own and version not in counted:
+                counted.add(version)
                 self.stopping.note(version=version, accuracy=measurement.values.get("greedy_accuracy"))
 
     def make(self, version: int) -> None:
@@ -79,7 +86,7 @@ class Evaluations:
         labels = {"source": ", ".join(session.config.eval_sources)} | ({"ask": "stop", "reason": reason} if reason else {})
         labels["examples"] = json.dumps(self.evaluator.examples)
         values["best_version"] = float(self.stopping.best_version or 0)
-        session.reporter.send(kind="eval", values=values, labels=labels, version=version)
+        session.reporter.send(kind="eval", values=values, labels=labels, version=version, control=True)
 
     def close(self) -> None:
         """End what was started for evaluations; the engine stays its owner's."""

@@ -1,0 +1,69 @@
+"""What each role may write is the table of docs/security.md, and a record that is not its to write has no effect."""
+
+import pytest
+
+from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.launch.acls import all_rules
+from penstock.pipeline.runtime.ownership import Place, new_token
+from penstock.pipeline.runtime.roles import TOPICS
+from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from penstock.topics.upkeep import owners
+from penstock.topics.upkeep.owners import OWNER_KINDS, Owner
+from penstock.topics.wire.errors import Unusable
+from penstock.topics.wire.record import Outgoing, Record
+from tests.support.paths import ROOT
+from tests.support.strategies import EXAMPLES, MODULES
+
+RUN = "r"
+CLAIM = Owner(writer="trainer", token="t", kind="taken", host="here", time_ns=1)
+READERS = {**MODULES, "owners": owners}
+WRITTEN = {**EXAMPLES, "owners": CLAIM}
+WRITES = {
+    role: {rule.name for rule in rules if (rule.resource, rule.operation) == ("topic", "WRITE")} for role, rules in all_rules(RUN).items()
+}
+
+
+def test_the_table_of_the_docs_says_what_the_access_rules_allow() -> None:
+    section = (ROOT / "docs/security.md").read_text(encoding="utf-8").partition("## Who may say what")[2].partition("\n## ")[0]
+    heads, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    assert [cells[1].strip("`") for cells in rows if set(cells[2:]) <= {"yes", "-"}] == [cells[1].strip("`") for cells in rows]
+    said = {cells[1].strip("`"): {role for role, cell in zip(heads[2:], cells[2:], strict=True) if cell == "yes"} for cells in rows}
+    names = {topic: topic if topic == RUNS_TOPIC else f"{RUN}.{topic}" for topic in TOPICS}
+    assert said == {topic: {role for role, written in WRITES.items() if name in written} for topic, name in names.items()}
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_a_record_in_a_topic_of_another_kind_is_refused_by_its_schema(name: str) -> None:
+    value = READERS[name].encode(WRITTEN[name])
+    headers = READERS[name].headers(WRITTEN[name], run=RUN).encode(value)
+    record = Record(topic="t", partition=0, offset=0, timestamp_ms=1, key=None, headers=headers, value=value)
+    assert READERS[name].read(record, run=RUN)[1] == WRITTEN[name]
+    for other in READERS.keys() - {name}:
+        with pytest.raises(Unusable) as refused:
+            READERS[other].read(record, run=RUN)
+        assert refused.value.kind == "schema-version"
+
+
+PLACES = ("launcher", "feeder", "scorer-0", "trainer")
+
+
+@pytest.mark.parametrize(("user", "writer"), [(user, place) for user in WRITES for place in PLACES if user != place.partition("-")[0]])
+def test_a_claim_counts_only_from_the_role_whose_place_it_is(user: str, writer: str) -> None:
+    log = MemoryLog()
+    log.create_topics({RUNS_TOPIC: RUNS_SPEC, **topics_of(RUN, partitions=1, turns=True)})
+    owner = Place(log=log, run=RUN, writer=writer, token=new_token())
+    transactions = owner.take()
+    producer = log.producer()
+    for topic in WRITES[user]:
+        for kind in OWNER_KINDS:
+            claim = Owner(writer=writer, token="forged", kind=kind, host="elsewhere", time_ns=1)
+            value = owners.encode(claim)
+            headers = owners.headers(claim, run=RUN).encode(value)
+            producer.send(Outgoing(topic=topic, partition=0, key=owners.key(claim), headers=headers, value=value))
+    producer.flush(30.0)
+    owner.require_held()
+    transactions.commit([Outgoing(topic=f"{RUN}.ledger", partition=0, key=None, headers=(), value=b"1")])
+    owner.leave()
+    successor = Place(log=log, run=RUN, writer=writer, token=new_token(), watch_s=600.0)
+    successor.take().close()
+    successor.leave()
