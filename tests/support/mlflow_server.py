@@ -98,7 +98,7 @@ class MlflowServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2.0) as answer:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=30.0) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False

@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 SESSIONS = 2
 BROKEN, SLOW = 666, 777
 """Guesses that break the game, and that it thinks about for `SLOW_S`; until then the session is taken, whoever has left."""
-SLOW_S = 4.0
+SLOW_S = 8.0
 TYPES = {"properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}}, "required": ["number"]}
 SCHEMA = {"action": TYPES, "observation": {"properties": {"text": {}, "done": {}, "reward": {}, "metadata": {}}}}
 
@@ -89,12 +89,12 @@ def wire_server() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     asyncio.run_coroutine_threadsafe(begin(), loop)
-    started.wait(30)
+    assert started.wait(120)
     try:
         yield f"ws://127.0.0.1:{next(iter(found[0].sockets)).getsockname()[1]}"
     finally:
         found[0].close()
-        asyncio.run_coroutine_threadsafe(found[0].wait_closed(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(found[0].wait_closed(), loop).result(120)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()

@@ -86,7 +86,7 @@ class Processes:
         for process in self.running.values():
             if process.is_alive():
                 process.kill()
-            process.join(10.0)
+            process.join(120.0)
 
 
 def _work(

@@ -263,7 +263,7 @@ def test_times_of_two_machines_are_not_compared(told: EditedRun) -> None:
 def test_one_bit_turned_in_any_record_that_was_used_is_noticed(told: EditedRun) -> None:
     genuine, chosen = told.records, random.Random(5)
     used = [index for kind in ("prompts", "rollouts", "groups", "ledger", "manifests", "chunks") for index, _ in told.all(kind)]
-    for index in chosen.sample(used, 24):
+    for index in chosen.sample(used, 12):
         record = genuine[index]
         at = chosen.randrange(len(record.value))
         turned = record.value[:at] + bytes([record.value[at] ^ 1 << chosen.randrange(8)]) + record.value[at + 1 :]

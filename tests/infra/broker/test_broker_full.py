@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 def may_mount() -> bool:
     """Whether this user may mount a small file system in a namespace of its own."""
     try:
-        tried = subprocess.run(["unshare", "-rm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True, timeout=10, check=False)
+        tried = subprocess.run(["unshare", "-rm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"], capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return tried.returncode == 0

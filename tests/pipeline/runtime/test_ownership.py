@@ -36,7 +36,7 @@ def test_a_place_whose_owner_is_alive_is_not_taken(log: MemoryLog) -> None:
     owner = place(log)
     writer = owner.take()
     with pytest.raises(Fenced, match="trainer of run places is at work already"):
-        place(log, watch_s=60.0).take()
+        place(log, watch_s=300.0).take()
     writer.commit(entry(b"1"))
     place(log, writer="feeder").take()
     owner.leave()
@@ -58,21 +58,21 @@ def test_a_silent_owner_loses_its_place_and_does_not_get_it_back_however_often_i
     successor.require_held()
     for number in range(3):
         with pytest.raises(Fenced):
-            place(log, watch_s=60.0).take()
+            place(log, watch_s=300.0).take()
         writer.commit(entry(str(number).encode()))
     successor.leave()
 
 
 def test_a_place_that_was_left_or_whose_owner_has_certainly_ended_is_free_at_once(log: MemoryLog) -> None:
-    first = place(log, watch_s=30.0)
+    first = place(log, watch_s=300.0)
     first.take()
     first.leave()
     killed = place(log, watch_s=0.0)
     killed.take()
     began = time.monotonic()
-    last = place(log, watch_s=30.0, ended=frozenset({killed.token}))
+    last = place(log, watch_s=300.0, ended=frozenset({killed.token}))
     last.take()
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 250
     last.leave()
 
 
@@ -82,7 +82,7 @@ def test_a_note_that_a_fenced_process_has_ended_does_not_free_its_successors_pla
     owner.take()
     fenced.leave()
     with pytest.raises(Fenced):
-        place(log, watch_s=60.0).take()
+        place(log, watch_s=300.0).take()
     owner.leave()
 
 
@@ -124,8 +124,8 @@ def test_one_that_is_asked_to_stop_does_not_watch_on(log: MemoryLog) -> None:
     stop = threading.Event()
     stop.set()
     began = time.monotonic()
-    place(log, watch_s=30.0, stop=stop).take()
-    assert time.monotonic() - began < 25
+    place(log, watch_s=300.0, stop=stop).take()
+    assert time.monotonic() - began < 250
 
 
 def test_tokens_are_random_unless_the_launcher_made_one(monkeypatch: pytest.MonkeyPatch) -> None:
