@@ -343,6 +343,19 @@ def test_a_row_of_another_run_in_an_archive_changes_nothing_of_that_run(log: Kaf
     assert [r for r in scan(log, RUNS_TOPIC) if r.key == victim.encode()] == registered
 
 
+def test_an_import_that_is_refused_after_its_first_records_registers_nothing_and_says_what_removes_them(
+    log: KafkaLog, run_id: str, tmp_path: Path
+) -> None:
+    tell(log, run_id, list(Teller(run_id, steps=1).whole()))
+    written(log, run_id, tmp_path)
+    path = find_archive(tmp_path).files(KINDS["groups"], 0)[0]
+    pq.write_table(pq.read_table(path).drop_columns(["partition"]), path)
+    with pytest.raises(ValueError, match=rf"'partition' is missing; the run is not registered: `penstock topics delete {run_id}-b --yes`"):
+        import_run(log, find_archive(tmp_path), becomes=f"{run_id}-b")
+    assert find(log, f"{run_id}-b") is None
+    assert log.topics(f"{run_id}-b.")
+
+
 @pytest.mark.parametrize("count", [10**9, 0, "8", None])
 def test_an_archive_that_claims_any_number_of_partitions_is_refused_in_one_line(
     tmp_path: Path, count: Any, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,19 @@ def test_a_note_that_no_export_writes_is_refused(folder: Path, kind: str) -> Non
 def test_what_is_no_note_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         note_of(data)
+
+
+def test_a_damaged_note_is_read_or_is_a_value_error() -> None:
+    rng, note, refused = random.Random(3), (OLD / NOTE).read_bytes(), 0
+    for _ in range(2000):
+        data = bytearray(note)
+        for _ in range(rng.choice((1, 1, 4))):
+            data[rng.randrange(len(data))] = rng.choice(b'-0917{}[],:"eEna \\\xff')
+        try:
+            note_of(bytes(data))
+        except ValueError:
+            refused += 1
+    assert refused > 1000
 
 
 def changed(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
