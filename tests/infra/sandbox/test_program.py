@@ -4,12 +4,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from penstock.infra.sandbox.isolation import bwrap_fault
 from penstock.infra.sandbox.program import Program
 from penstock.infra.sandbox.rules import ChildRules
+from tests.support.children import end_in_time
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and prctl are Linux's")
 DAEMONS = {
@@ -52,8 +52,7 @@ def test_a_daemon_of_a_program_ends_with_it(tmp_path: Path, daemon: str) -> None
         return await asyncio.wait_for(program.wait(), 60)
 
     assert asyncio.run(main()) == 0
-    for pid in map(int, (tmp_path / "pids").read_text().split()):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert end_in_time(*map(int, (tmp_path / "pids").read_text().split()), within_s=0.0)
 
 
 def test_under_bwrap_a_program_finds_no_key_of_another_program_or_of_the_shell_that_started_it() -> None:
