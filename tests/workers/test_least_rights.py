@@ -17,6 +17,7 @@ from penstock.pipeline.launch.acls import Rule, all_rules
 from penstock.pipeline.launch.create import create
 from penstock.pipeline.runtime.roles import ROLES
 from penstock.topics.catalogue import RUNS_SPEC, RUNS_TOPIC, topics_of
+from tests.support.bare_clients import c_client
 from tests.support.crew import Crew, config_of
 from tests.support.secured_broker import SecuredBroker
 
@@ -147,7 +148,7 @@ def test_of_its_own_run_and_of_another_tenants_each_user_may_do_what_the_rules_s
             owner.create_topics(specs := topics_of(run, partitions=1, turns=True))
             topics += specs
         owner.close()
-        written({"bootstrap.servers": broker.plain}, topics)
+        written(c_client(broker.plain), topics)
         ids = [f"{run}.{name}" for run in tenants for name in ("launcher", "feeder", "scorer-0", "trainer")]
         for run in tenants:
             for role, rules in all_rules(run).items():
