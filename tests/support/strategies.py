@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.topics import dead_letters, groups, ledger, metrics, prompts, rollouts, runs, weights
+from penstock.topics.catalogue import is_run_id
 from penstock.topics.turns import calls, replies
 from penstock.topics.upkeep import state
 
@@ -183,7 +184,7 @@ DEAD_LETTER = st.builds(
 )
 RUN_RECORD = st.builds(
     runs.RunRecord,
-    run=st.from_regex(r"[a-z0-9-]{1,64}", fullmatch=True),
+    run=st.from_regex(r"[a-z0-9][a-z0-9-]{0,63}", fullmatch=True).filter(is_run_id),
     status=st.sampled_from(runs.STATUSES),
     config=st.dictionaries(TEXT, st.just({}), max_size=2).map(json.dumps),
     info=TABLE.filter(lambda text: not {"steps", "versions", "prompts"} & set(json.loads(text))),
