@@ -268,11 +268,29 @@ def _cluster_id(files: _Files, port: int) -> str | None:
     except Refused:
         if own is None:
             raise BrokerError("the broker that runs asks for no password: `penstock broker stop`, then start it again") from None
-        since = process.log_bytes(files.pid_file)
         # Another program at the port must not get this password: the log proves that the port is the broker's as long as it runs.
-        if user is not None and since is not None and f"connections on {settings.HOST}:{port}" in _text(files.log, since=since):
+        if user is not None and _listens(files, port):
             probe.set_password(settings.HOST, port, user, by=Login(settings.OWN_USER, own), timeout_s=2.0)
         return None
+
+
+def _listens(files: _Files, port: int) -> bool:
+    """True if the broker that was started last has logged that it listens at this port. Raises `BrokerError` if that may be deleted."""
+    since = process.log_bytes(files.pid_file)
+    if since is None:
+        return False
+    started, changed = files.pid_file.stat().st_mtime, {file: file.stat().st_mtime for file in files.log.parent.glob(f"{files.log.name}.*")}
+    rotated = sorted((file for file in changed if changed[file] >= started), key=changed.__getitem__)  # since the start
+    for file in (*rotated, files.log):
+        if f"connections on {settings.HOST}:{port}" in _text(file, since=since):
+            return True
+        since = 0
+    if rotated:
+        raise BrokerError(
+            f"the broker does not know the password in {files.directory / login.FILE}, and its log has been rotated, without which it gets "
+            "none: `penstock broker stop`, then start it again"
+        )
+    return False
 
 
 def _errors(files: _Files, since: int) -> str:

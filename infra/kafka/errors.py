@@ -45,21 +45,24 @@ AWAY = (
 """Errors a client raises while no broker answers."""
 OVER = (errors.CommitFailedError, errors.IllegalGenerationError, errors.UnknownMemberIdError)
 _FENCED = (errors.ProducerFencedError, errors.InvalidProducerEpochError)
-REFUSED = (
+_FORBIDDEN = (
     errors.TopicAuthorizationFailedError,
     errors.GroupAuthorizationFailedError,
     errors.ClusterAuthorizationFailedError,
     errors.TransactionalIdAuthorizationFailedError,
-    errors.SaslAuthenticationFailedError,
 )
+REFUSED = (*_FORBIDDEN, errors.SaslAuthenticationFailedError)
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one line of at most 300 characters."""
+    """An error as one line of at most 300 characters, with what to do about a missing right."""
     if isinstance(error, errors.InvalidTimestampError):
         return "the broker finds the record's time too far from its own: set this machine's clock"
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    text = text if len(text) <= 300 else text[:297] + "..."
+    if isinstance(error, _FORBIDDEN):  # also in a run of an earlier release, whose rules name fewer topics
+        text += "; apply what `penstock topics acls RUN` prints to the cluster"
+    return text
 
 
 def translate(error: BaseException, what: str) -> LogError:

@@ -176,6 +176,7 @@ def adopt(
     from penstock.infra.errors import ConfigError
     from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
     from penstock.pipeline.runtime.registration.run_registry import resolve
+    from penstock.topics.catalogue import control_topics_of
 
     with at(bootstrap, security) as log:
         run_id = resolve(log, run, executes=True)
@@ -185,12 +186,18 @@ def adopt(
             if json or not sys.stdin.isatty():
                 raise ConfigError(f"nothing is signed: `penstock topics adopt {run_id} --yes` signs what is shown")
             typer.confirm(f"sign {run_id}?", abort=True, err=True)
-        if text is not None:
+        if text is None:
+            log.create_topics(control_topics_of(run_id))
+        else:
             adopt_run(log, run_id)
     if json:
         emit({"run": run_id, "signed": text is not None})
     else:
-        print(f"run {run_id} is signed; `penstock run --resume {run_id}` goes on with it" if text else f"run {run_id} is signed already")
+        print(
+            f"run {run_id} is signed; `penstock run --resume {run_id}` goes on with it"
+            if text
+            else f"run {run_id} is signed already and has its topics"
+        )
 
 
 @app.command()

@@ -36,12 +36,17 @@ _TOKENS = r"(?:api|auth|access|hf)[_-]?token"
 _KEYS = r"api[_-]?key|passw(?:or)?d|secret[_-]?key|client[_-]?secret|(?:secret[_-]?)?access[_-]?key"
 _NAMES = rf"token|[\w-]*(?:{_KEYS}|{_TOKENS})"
 _SECRET_NAME = re.compile(_NAMES, re.IGNORECASE)
+_PLACE = r"\$|`|\{[\w.]*\}|<[^\s>]*>"  # a variable, what a program prints, a column, a tag
+_DUMMY = r"(?:EMPTY|none|null|dummy|not[_-]?needed|true|false)(?![^\s&\"'\\;,)])"
+_VALUE = rf"(?!{_PLACE}|{_DUMMY})[^\s&\"'\\-]"
+_USER = r"(?!(?:[^\s/@:]*:)?\$(?:\w+|\{\w+\})@)[^\s/@]*"
 _SECRET = re.compile(
-    r"(?:https?|wss?)://[^\s/@]*@|//[^\s/@]*:[^\s/@]*@"  # before the host of an address
-    rf"|(?<![\w-])-*(?:{_NAMES})=(?!\$)[^\s&]"  # an option, a variable
-    rf"|(?<![\w-])--(?:{_NAMES})\s+(?![\s$-])",  # a word of a command
+    rf"(?:https?|wss?)://{_USER}@|//(?=[^\s/@]*:){_USER}@"  # before the host of an address
+    rf"|(?<![\w-])-*(?:{_NAMES})=[\\\"']*-*{_VALUE}"  # an option, a variable
+    rf"|(?<![\w-])--(?!no-)(?:{_NAMES})\s[\s\\\"']*{_VALUE}",  # a word of a command
     re.IGNORECASE,
 )
+_NO_SECRET = re.compile(rf"{_PLACE}|{_DUMMY}|$", re.IGNORECASE)
 INSTEAD = {
     "data.source": "set HF_TOKEN instead",
     "eval.source": "set HF_TOKEN instead",
@@ -72,8 +77,8 @@ def refuse_secrets(table: Mapping[str, Any], *, recorded: Mapping[str, Any] | No
 
 def _holds_secret(value: Any, *, address: bool) -> bool:
     if isinstance(value, Mapping):
-        named = any(_SECRET_NAME.fullmatch(str(name)) and isinstance(inner, str) for name, inner in value.items())
-        return named or any(_holds_secret(inner, address=False) for inner in value.values())
+        texts = {str(name): inner for name, inner in value.items() if isinstance(inner, str) and not _NO_SECRET.match(inner)}
+        return any(map(_SECRET_NAME.fullmatch, texts)) or any(_holds_secret(inner, address=False) for inner in value.values())
     if isinstance(value, list | tuple):
         return any(_holds_secret(inner, address=address) for inner in value)
     return isinstance(value, str) and (bool(_SECRET.search(value)) or (address and "@" in value))

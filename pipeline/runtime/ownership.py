@@ -65,7 +65,10 @@ class Place:
         and `ConfigError` if the run has no such topic.
         """
         if self.log.partitions(self._topic) is None:
-            raise ConfigError(f"run {self.run} was created by an earlier release: `penstock run --resume {self.run}` adds {self._topic}")
+            raise ConfigError(
+                f"run {self.run} was created by an earlier release and lacks {self._topic}: `penstock topics adopt {self.run}` adds it, "
+                f"and so does `penstock run --resume {self.run}`, which starts its workers too"
+            )
         tail = self.log.tail({(self._topic, 0): "earliest"})
         try:
             self._await_silence(tail)

@@ -22,7 +22,7 @@ from penstock.pipeline.envs.tokenization import digests
 from penstock.pipeline.runtime.dead_letters import DeadLetters
 from penstock.pipeline.runtime.ownership import Place, given_token, new_token
 from penstock.pipeline.runtime.registration.run_registry import Registration, registration
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_trusted
+from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, require_own_server, require_trusted
 from penstock.pipeline.runtime.reporting.log_lines import say
 from penstock.pipeline.runtime.reporting.reporter import Reporter
 from penstock.pipeline.scheduling.schedule import Schedule
@@ -158,6 +158,8 @@ def join(
             return None
     record = require_trusted(found, trust=trust, say=partial(say, run, worker or role))
     config = from_json(record.config)
+    if role == "tracker":
+        require_own_server(found, config, trust=trust)
     if model is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     token = given_token()

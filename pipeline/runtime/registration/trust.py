@@ -1,18 +1,21 @@
 """Which code of a run this process may execute: what the run's key signed, what the operator trusts, and configurations without code."""
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.infra.errors import ConfigError
-from penstock.pipeline.config.load import from_json
+from penstock.pipeline.config.load import Config, from_json
 from penstock.pipeline.runtime.registration.run_key import KEY_FILE
 from penstock.pipeline.runtime.registration.run_registry import Registration
 from penstock.pipeline.runtime.registration.user_code import Named, user_code
 from penstock.topics.catalogue import RUNS_TOPIC
 from penstock.topics.runs import RunRecord
+from penstock.topics.wire.secrets import without_password
 
 SHOWN_CHARACTERS = 1000
+MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 Say = Callable[[str], None]
 
 
@@ -60,6 +63,18 @@ def require_trusted(found: Registration, *, trust: Trust, say: Say, code: Collec
             "(penstock worker --run-key FILE), or give --trust-code to run what is shown"
         )
     return record
+
+
+def require_own_server(found: Registration, config: Config, *, trust: Trust) -> None:
+    """Raise `ConfigError` if MLflow's credentials in the environment would go to a server that only an unsigned record names."""
+    uri, secrets = config.mlflow.tracking_uri or "", [name for name in MLFLOW_SECRETS if os.environ.get(name)]
+    if found.signed or trust.code or not secrets or not config.mlflow.enabled or not uri.lower().startswith(("http:", "https:")):
+        return
+    if uri != os.environ.get("MLFLOW_TRACKING_URI"):
+        raise ConfigError(
+            f"run {found.run}: mlflow.tracking_uri = {without_password(uri)!r}, which no key on this machine has signed, would get "
+            f"{secrets[0]}: set MLFLOW_TRACKING_URI to it if it is yours, unset {secrets[0]}, or give --run-key or --trust-code"
+        )
 
 
 def require_own(found: Registration) -> RunRecord:

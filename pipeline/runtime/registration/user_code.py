@@ -12,8 +12,13 @@ from penstock.pipeline.config.plugins import split_options
 
 DATA_SCHEMES = frozenset({"hf", "reasoning-gym", "tiny"})
 """Schemes of data sources that load rows and no code."""
-ROW_FORMATS = frozenset({"arrow", "csv", "json", "parquet", "text"})
-"""`hf:` names without a slash that only read rows; others are formats as well, of which some unpickle or connect."""
+_CONTENT = {"cache", "eval", "generator", "harbor", "hdf5", "iceberg", "lance", "pandas", "spark", "sql", "vortex", "webdataset", "xml"}
+_FOLDERS = {"audiofolder", "imagefolder", "meshfolder", "niftifolder", "pdffolder", "videofolder"}
+_SCIENCE = {"conll", "fasta", "fastq", "genbank", "mmcif", "pdb", "tsfile"}
+OTHER_FORMATS = frozenset(_CONTENT | _FOLDERS | _SCIENCE)
+"""`hf:` names that are formats of the library, except those that only read rows: some unpickle or connect."""
+HUB = "hf://datasets/"
+"""What the library takes off a name before it looks for a format."""
 GAME_SCHEMES = frozenset({"gymnasium", "textarena", "tiny"})
 """Schemes of environments whose name is one of a package's own."""
 TRUSTING = "trust_remote_code"
@@ -71,7 +76,7 @@ def _loads_code(source: str) -> bool:
     """True for a data source that is neither of a known scheme nor a file of rows."""
     plain, options = split_options(source)
     scheme, colon, name = plain.partition(":")
-    other_format = scheme == "hf" and "/" not in name and name not in ROW_FORMATS
+    other_format = scheme == "hf" and name.removeprefix(HUB) in OTHER_FORMATS
     return TRUSTING in options or other_format or bool(colon and scheme not in DATA_SCHEMES)
 
 

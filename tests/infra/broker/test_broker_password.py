@@ -1,5 +1,6 @@
 """The embedded broker asks for its password at every port: other users and older clients get nothing, its user notices nothing."""
 
+import json
 import os
 import re
 import socket
@@ -161,6 +162,38 @@ def test_a_password_that_was_removed_or_changed_is_replaced_while_the_broker_run
         log = KafkaLog(before.bootstrap)
         assert values_in(log, topic) == [b"before"]
         log.close()
+
+
+@pytest.mark.parametrize(
+    ("rotated", "listens"),
+    [
+        ({}, True),
+        ({"broker.log.1": "line"}, True),  # its first part, which is the newest file but one
+        ({"broker.log.1": "line", "broker.log.2": "other"}, True),
+        ({"broker.log.1": "other"}, None),
+        ({"broker.log.1": "other", "broker.log.2": "other"}, None),
+        ({"old/broker.log.1": "line"}, False),  # of a broker that ran before
+    ],
+)
+def test_the_proof_of_the_port_is_looked_for_in_rotated_logs_too_and_its_loss_is_one_line(
+    tmp_path: Path, rotated: dict[str, str], *, listens: bool | None
+) -> None:
+    files, said = embedded._Files(tmp_path), {"line": "before" * 9 + "Awaiting socket connections on 127.0.0.1:9\n", "other": "before" * 20}
+    files.log.parent.mkdir(parents=True)
+    files.pid_file.write_text(json.dumps({"pid": 1, "started": "x", "log_bytes": 54}))
+    os.utime(files.pid_file, (1000, 1000))
+    files.log.write_text(said["other"] if rotated else said["line"])
+    for number, (name, text) in enumerate(rotated.items()):
+        file = files.log.parent / Path(name).name
+        file.write_text(said[text])
+        os.utime(file, (at := 900 if name.startswith("old/") else 1000 + number, at))
+    if listens is None:
+        with pytest.raises(BrokerError, match=r"log has been rotated.*`penstock broker stop`, then start it again") as refused:
+            embedded._listens(files, 9)
+        assert "\n" not in str(refused.value)
+        return
+    assert embedded._listens(files, 9) == listens
+    assert not embedded._listens(embedded._Files(tmp_path / "none"), 9)
 
 
 def test_another_program_at_the_brokers_port_learns_no_password_and_is_not_the_broker() -> None:

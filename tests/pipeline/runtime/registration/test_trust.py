@@ -11,13 +11,21 @@ import pytest
 
 from penstock.infra.errors import ConfigError
 from penstock.infra.memory.log import MemoryLog
+from penstock.pipeline.config.load import from_json
 from penstock.pipeline.launch.attended import folder_of
 from penstock.pipeline.replay.rescore.run import Wish, score_run
 from penstock.pipeline.runtime.registration.adopt import adopt_run, shown
 from penstock.pipeline.runtime.registration.run_key import key_path, make_key, signed
 from penstock.pipeline.runtime.registration.run_registry import registration, resolve, write, write_status
 from penstock.pipeline.runtime.registration.this_machine import own_runs
-from penstock.pipeline.runtime.registration.trust import NOTHING_SAID, Trust, as_block, require_trusted
+from penstock.pipeline.runtime.registration.trust import (
+    MLFLOW_SECRETS,
+    NOTHING_SAID,
+    Trust,
+    as_block,
+    require_own_server,
+    require_trusted,
+)
 from penstock.pipeline.runtime.session import join
 from penstock.topics import runs
 from penstock.topics.catalogue import RUNS_TOPIC, topic_name
@@ -43,10 +51,10 @@ def append(log: MemoryLog, topic: str, record: RunRecord) -> None:
     log.producer().send(Outgoing(topic=topic, partition=0, key=record.run.encode(), headers=headers, value=value))
 
 
-def tried(log: MemoryLog, trust: Trust = NOTHING_SAID) -> str | None:
+def tried(log: MemoryLog, trust: Trust = NOTHING_SAID, *, role: str = "scorer") -> str | None:
     """Join as a worker: the error, or None."""
     try:
-        session = join(run=RUN, role="scorer", log=log, worker="scorer-0", model=None, stop=threading.Event(), trust=trust)
+        session = join(run=RUN, role=role, log=log, worker=f"{role}-0", model=None, stop=threading.Event(), trust=trust)
     except ConfigError as error:
         return str(error)
     assert session is not None
@@ -205,3 +213,52 @@ def test_the_folder_of_latest_has_a_key_or_a_launchers_lock(home: Path) -> None:
     (home / "runs" / "link").symlink_to(home / "runs" / "old")
     assert folder_of("latest").name == "old"
     assert folder_of("see").name == "seen"
+
+
+@pytest.mark.parametrize(
+    ("mlflow", "environment", "trust", "refused"),
+    [
+        ({"tracking_uri": "https://me@elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, True),
+        (
+            {"tracking_uri": "HTTP://elsewhere/x"},
+            {"MLFLOW_TRACKING_PASSWORD": "hush", "MLFLOW_TRACKING_URI": "http://own"},
+            NOTHING_SAID,
+            True,
+        ),
+        ({"tracking_uri": "https://own/x"}, {"MLFLOW_TRACKING_TOKEN": "hush", "MLFLOW_TRACKING_URI": "https://own/x"}, NOTHING_SAID, False),
+        ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, Trust(code=True), False),
+        ({"tracking_uri": "https://elsewhere/x"}, {"MLFLOW_TRACKING_TOKEN": ""}, NOTHING_SAID, False),
+        ({"tracking_uri": "https://elsewhere/x", "enabled": False}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, False),
+        ({"tracking_uri": "sqlite:////x/mlflow.db"}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, False),
+        ({}, {"MLFLOW_TRACKING_TOKEN": "hush"}, NOTHING_SAID, False),
+    ],
+)
+def test_a_tracker_without_the_key_sends_its_credentials_to_no_server_that_the_record_names(
+    monkeypatch: pytest.MonkeyPatch, mlflow: dict[str, object], environment: dict[str, str], trust: Trust, *, refused: bool
+) -> None:
+    for name in (*MLFLOW_SECRETS, "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    log = log_with([])
+    write(log, replace(PLAIN, config=json.dumps({**CONFIG, "mlflow": mlflow})))
+    found = registration(log, RUN)
+    assert found.record is not None
+    config = from_json(found.record.config)
+    if not refused:
+        require_own_server(found, config, trust=trust)
+        return
+    with pytest.raises(ConfigError, match=r"mlflow\.tracking_uri = .*elsewhere.*--run-key") as caught:
+        require_own_server(found, config, trust=trust)
+    assert "hush" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    adopt_run(log, RUN)
+    require_own_server(registration(log, RUN), config, trust=trust)
+
+
+def test_only_a_tracker_is_refused_for_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hush")
+    log = log_with([])
+    write(log, replace(PLAIN, config=json.dumps({**CONFIG, "mlflow": {"tracking_uri": "https://elsewhere/x"}})))
+    assert tried(log) is None
+    assert "MLFLOW_TRACKING_TOKEN" in (tried(log, role="tracker") or "")

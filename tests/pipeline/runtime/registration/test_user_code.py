@@ -1,11 +1,13 @@
 """Which names in a configuration are code: all that are not known to be none."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.pipeline.config.load import from_table
-from penstock.pipeline.runtime.registration.user_code import keys_of, user_code
+from penstock.pipeline.runtime.registration.user_code import OTHER_FORMATS, keys_of, user_code
 
 PLAIN: dict[str, dict[str, Any]] = {
     "run": {"steps": 3},
@@ -33,6 +35,9 @@ def named(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ("data", {"source": "hf:pandas?data_files=rows.pkl"}, "data.source", "hf:pandas?data_files=rows.pkl"),
         ("data", {"source": ["hf:sql?con=x", "hf:csv?data_files=x"]}, "data.source", "hf:sql?con=x"),
         ("eval", {"source": "hf:generator"}, "eval.source", "hf:generator"),
+        ("data", {"source": "hf:hf://datasets/pandas"}, "data.source", "hf:hf://datasets/pandas"),
+        ("data", {"source": ["hf:imdb", "hf:iceberg?x=y"]}, "data.source", "hf:iceberg?x=y"),
+        ("data", {"source": "hf:lance"}, "data.source", "hf:lance"),
         ("eval", {"source": "os:listdir"}, "eval.source", "os:listdir"),
         ("eval", {"functions": ["/x/f.py:f"]}, "eval.functions", "/x/f.py:f"),
         ("reward", {"functions": ["exact_match", "os:system?command=id"]}, "reward.functions", "os:system?command=id"),
@@ -67,6 +72,8 @@ def test_functions_commands_services_and_pickles_are_code(section: str, table: d
         ("data", {"source": "/rows/train.jsonl"}),
         ("data", {"source": ["hf:org/name?config=main", "reasoning-gym:chain_sum?max_terms=3"]}),
         ("data", {"source": ["hf:json?data_files=rows.json", "hf:parquet?data_files=x", "hf:/rows"]}),
+        ("data", {"source": ["hf:gsm8k?config=main", "hf:imdb", "hf:squad", "hf:ag_news", "hf:org/pandas"]}),
+        ("eval", {"source": "hf:hf://datasets/imdb"}),
         ("eval", {"source": "tiny:successor", "functions": ["exact_match"]}),
         ("environment", {"source": "tiny:lake"}),
         ("environment", {"source": "textarena:Wordle-v0?word_length=5"}),
@@ -81,6 +88,14 @@ def test_functions_commands_services_and_pickles_are_code(section: str, table: d
 )
 def test_built_in_names_and_rows_are_none(section: str, table: dict[str, Any]) -> None:
     assert named(**{section: table}) == []
+
+
+def test_every_format_of_the_installed_library_is_known() -> None:
+    library = importlib.util.find_spec("datasets")
+    assert library is not None
+    assert library.origin is not None
+    formats = {file.parent.name for file in Path(library.origin).parent.glob("packaged_modules/*/__init__.py")}
+    assert formats - OTHER_FORMATS <= {"arrow", "csv", "json", "parquet", "text", "folder_based_builder"}
 
 
 def test_what_the_operator_has_given_and_what_a_command_does_not_execute_is_left_out() -> None:

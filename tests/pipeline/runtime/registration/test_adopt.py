@@ -1,0 +1,47 @@
+"""`penstock topics adopt` gives a run of an earlier release what it lacks, whether its key has signed it or not."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.infra.errors import ConfigError
+from penstock.infra.log import Log
+from penstock.pipeline.cli import topics
+from penstock.pipeline.runtime.ownership import Place, new_token
+from penstock.pipeline.runtime.registration.run_key import make_key
+from penstock.pipeline.runtime.registration.run_registry import registration, write
+from penstock.topics.catalogue import control_topics_of
+from penstock.topics.runs import RunRecord
+from tests.support.a_run import CONFIG, RUN
+from tests.support.page_records import log_with
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_run_without_control_topics_gets_them_signed_or_not_and_its_writers_take_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, signed: bool
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    log = log_with([])
+
+    @contextmanager
+    def at(*_: object) -> Iterator[Log]:
+        yield log
+
+    monkeypatch.setattr(topics, "at", at)
+    if signed:
+        make_key(RUN)
+    write(log, RunRecord(run=RUN, status="created", config=json.dumps(CONFIG), info="{}", created_ns=1, updated_ns=1))
+    log.delete_topics(control_topics_of(RUN))
+    for role in ("feeder", "scorer-0", "trainer"):
+        with pytest.raises(ConfigError, match=rf"lacks {RUN}\.control-.*penstock topics adopt {RUN}.*run --resume {RUN}") as refused:
+            Place(log=log, run=RUN, writer=role, token=new_token()).take()
+        assert "\n" not in str(refused.value)
+    topics.adopt(RUN, yes=True)
+    assert ("is signed already and has its topics" in capsys.readouterr().out) == signed
+    topics.adopt(RUN)
+    assert registration(log, RUN).signed
+    for role in ("launcher", "feeder", "scorer-0", "trainer"):
+        Place(log=log, run=RUN, writer=role, token=new_token()).take().close()
