@@ -38,8 +38,8 @@ def chosen_isolation(rules: ChildRules) -> Literal["none", "landlock", "bwrap"]:
 
 def bwrap_command(rules: ChildRules) -> tuple[str, ...]:
     """What precedes a command in its own user, process id and IPC namespaces: devices and files stay, without the embedded broker's."""
-    broker = state_path() / "broker"
-    hidden = ("--tmpfs", str(broker)) if broker.is_dir() else ()
+    broker = os.path.realpath(state_path() / "broker")  # bwrap mounts nothing behind a link
+    hidden = ("--tmpfs", broker) if os.path.isdir(broker) else ()
     return (*_BWRAP, *hidden, *(["--unshare-net"] if rules.isolate_network else []), "--")
 
 

@@ -5,11 +5,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.infra.sandbox.rules import ChildRules, child_environment
-from penstock.infra.sandbox.spawn import ORDERLY_S, Lifeline, keeper_of
+from penstock.infra.sandbox.spawn import CONTINUED_S, KILLED_S, ORDERLY_S, Lifeline, keeper_of, kill_stopped
 
 KEPT_BYTES = 4096
 """Of a program's output: the last ones."""
@@ -23,6 +24,7 @@ class Program:
         self._reason = ""
         self._kept = bytearray()
         self._talking = asyncio.create_task(self._talk(given))
+        self._ending = asyncio.create_task(process.wait())
 
     @classmethod
     async def start(
@@ -44,21 +46,37 @@ class Program:
         return cls(process, lifeline, given)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal, once it and all that it has started have ended."""
-        status = await self._process.wait()
-        self._reason = self._reason or self._lifeline.close()
-        await self._talking
+        """Its exit status, negative for a signal, once it and all that it has started have ended, but for what SIGKILL does not end."""
+        while (status := await self._ends(CONTINUED_S)) is None:
+            pass
+        await self._close()
         return status
 
     async def kill(self) -> None:
-        """End it by SIGTERM, and a second later everything that it has started."""
+        """End it by SIGTERM, and a second later everything that it has started; in bounded time, whatever is left."""
         self._lifeline.end_orderly()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._process.wait()), ORDERLY_S)
+        await self._ends(ORDERLY_S)
         self._lifeline.end()
+        limit_s = time.monotonic() + KILLED_S
+        while self._process.returncode is None and time.monotonic() < limit_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)  # the program may have stopped its keeper
+            await self._ends(CONTINUED_S)
         if self._process.returncode is None:
-            self._process.send_signal(signal.SIGCONT)  # the program may have stopped its keeper
-        await self.wait()
+            kill_stopped(self._process.pid)
+            await self._ends(CONTINUED_S)
+        await self._close()
+
+    async def _ends(self, limit_s: float) -> int | None:
+        """The exit status, None after `limit_s`. asyncio waits for the end of its pipes, too, which what is left may hold."""
+        if self._process.returncode is None:
+            await asyncio.wait({self._ending}, timeout=limit_s)
+        return self._process.returncode
+
+    async def _close(self) -> None:
+        self._reason = self._reason or self._lifeline.close()
+        await asyncio.wait({self._talking}, timeout=ORDERLY_S)
+        self._talking.cancel()
 
     @property
     def output(self) -> str:

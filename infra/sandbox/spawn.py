@@ -6,8 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from penstock.infra.errors import PenstockError
 from penstock.infra.paths import IMPORT_ROOT
@@ -21,7 +24,9 @@ SERVER = (sys.executable, "-P", "-c", _START.format("child"))
 START_ATTEMPTS = 3
 STRAY = "wrote to the pipe of its answers and was killed"
 KILLED_S = 30.0
-"""Longest wait for the end of killed processes: one that waits for a device ends only with that, and its keeper with it."""
+"""Longest wait for the end of killed processes: longer than a keeper waits for one that SIGKILL does not end."""
+CONTINUED_S = 1.0
+"""Time between two SIGCONT for a keeper that its child may have stopped."""
 ORDERLY_S = 5.0
 """Longest wait for an orderly end, before everything is killed."""
 
@@ -86,15 +91,28 @@ def last_words(process: "subprocess.Popen[bytes]", lifeline: Lifeline, *, orderl
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(ORDERLY_S)
     lifeline.end()
-    if process.returncode is None:
+    limit_s = time.monotonic() + KILLED_S
+    while process.poll() is None and time.monotonic() < limit_s:
         process.send_signal(signal.SIGCONT)  # the child may have stopped its keeper
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(CONTINUED_S)
+    if process.returncode is None:
+        kill_stopped(process.pid)
     try:
-        status = process.wait(KILLED_S)
+        status = process.wait(CONTINUED_S)
     except subprocess.TimeoutExpired:
         return f"does not end: something it has started is still there {KILLED_S:g} s after SIGKILL"
     if reason := lifeline.close():
         return reason
     return f"died with signal {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
+
+
+def kill_stopped(pid: int) -> None:
+    """Kill a keeper that its child has stopped; one that runs still ends what the child has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        keeper = psutil.Process(pid)
+        if keeper.status() == psutil.STATUS_STOPPED:
+            keeper.kill()
 
 
 def _machine_gb() -> float:

@@ -2,8 +2,9 @@
 
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,6 +26,15 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def time_that_passes_once(happened: Callable[[], bool]) -> SimpleNamespace:
+    """The module `time` of a module under test: an hour passes when something has happened, so that a limit ends then, not before."""
+
+    def monotonic() -> float:
+        return time.monotonic() + (3600.0 if happened() else 0.0)
+
+    return SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
 
 
 def end_in_time(*pids: int, within_s: float = 120.0) -> bool:

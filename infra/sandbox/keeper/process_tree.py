@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 
 SWEEP_EVERY_S = (0.02, 5.0)
-"""Time between two sweeps: it doubles from the first to the second, as a process that waits for a device ends only with that."""
+"""Time between two sweeps: it doubles from the first to the second."""
+STUCK_S = 25.0
+"""What SIGKILL has not ended after this time, with nothing new to kill, is left: another user's, or one that waits for a device."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,7 +49,10 @@ class ProcessTree:
         return {pid: groups[pid] for pid in pids}
 
     def end(self, grace_s: float) -> None:
-        """Kill until none is left; before, the child gets SIGTERM and the others `grace_s` seconds to end, then SIGTERM, too."""
+        """Kill until none is left, or only what SIGKILL does not end.
+
+        Before, the child gets SIGTERM and the others `grace_s` seconds to end, then SIGTERM, too.
+        """
         if grace_s:
             if self.status is None:
                 os.kill(self._child, signal.SIGTERM)
@@ -56,22 +61,29 @@ class ProcessTree:
                 self._signal(signal.SIGTERM)
                 self._wait(grace_s / 4)
         every_s, longest_s = SWEEP_EVERY_S
+        reached, limit_s = set[int](), time.monotonic() + STUCK_S
         while not self.empty:
-            self._signal(signal.SIGKILL)
+            before, reached = reached, self._signal(signal.SIGKILL)
+            if reached != before:
+                limit_s = time.monotonic() + STUCK_S
+            elif time.monotonic() > limit_s:
+                return
             self._wait(every_s)
             every_s = min(2 * every_s, longest_s)
 
-    def _signal(self, number: signal.Signals) -> None:
-        """Signal whole groups, as none of their members can fork meanwhile, then each process; the child's group before /proc is read."""
+    def _signal(self, number: signal.Signals) -> set[int]:
+        """Signal whole groups, as none of their members can fork meanwhile, then each process; the child's group before /proc is read.
+
+        Returns the processes that may be signalled.
+        """
         if self.status is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._child, number)
         processes = self.processes()
-        groups = {*processes.values()} - {os.getpgrp()}
-        for send, targets in ((os.killpg, groups), (os.kill, processes)):
-            for target in targets:
-                with contextlib.suppress(OSError):
-                    send(target, number)
+        for group in {*processes.values()} - {os.getpgrp()}:
+            with contextlib.suppress(OSError):
+                os.killpg(group, number)
+        return {process for process in processes if _may_signal(process, number)}
 
     def _wait(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -86,6 +98,14 @@ def memory_gb(pids: Iterable[int], most_gb: float) -> float:
     pids = list(pids)
     used_gb = _sum_gb(_resident, pids)
     return used_gb if used_gb <= most_gb else _sum_gb(_proportional, pids)
+
+
+def _may_signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except OSError as error:
+        return not isinstance(error, PermissionError)
+    return True
 
 
 def _sum_gb(measure: Callable[[int], int], pids: list[int]) -> float:

@@ -14,7 +14,7 @@ import pytest
 from penstock.infra.sandbox import pool as pooled
 from penstock.infra.sandbox.pool import ChildPool, Done, Failed
 from penstock.infra.sandbox.spawn import ChildError
-from tests.support.children import child, end_in_time, runs
+from tests.support.children import child, end_in_time, runs, time_that_passes_once
 from tests.support.paths import ROOT
 
 SERVED = """
@@ -214,12 +214,14 @@ def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path) -> None:
-    ours = pool(timeout_s=8.0, retries=0)  # a busy machine starts the grandchild within that time
-    ours.submit("call", {"do": "grandchild", "note": str(tmp_path / "note")})
+def test_a_killed_call_takes_what_it_started_with_it(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, note = pool(timeout_s=600.0, retries=0), tmp_path / "note"
+    ours.submit("warm", {})
+    collect(ours)
+    monkeypatch.setattr(pooled, "time", time_that_passes_once(lambda: note.exists() and " " in note.read_text()))
+    ours.submit("call", {"do": "grandchild", "note": str(note)})
     reason(collect(ours)["call"])
-    pids = [int(word) for word in (tmp_path / "note").read_text().split()]
-    assert end_in_time(*pids)
+    assert end_in_time(*map(int, note.read_text().split()))
 
 
 @pytest.mark.parametrize("what", ["grandchild", "regex"])

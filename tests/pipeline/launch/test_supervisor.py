@@ -25,7 +25,7 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import RunView
 from penstock.pipeline.observe.run_view_types import GroupFacts, WorkerView
 from penstock.topics.ledger import Entry
-from tests.support.children import child, end_in_time
+from tests.support.children import child, end_in_time, runs, time_that_passes_once
 
 PATIENT = "import time; print('at work', flush=True); time.sleep(600)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('at work', flush=True); time.sleep(600)"
@@ -292,7 +292,7 @@ def test_a_run_has_one_launcher_and_a_killed_one_makes_room(tmp_path: Path):
         pass
 
 
-def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path):
+def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     worker = ["-m", "penstock.workers", "rollout", "--run", "r", "--bootstrap", "b", "--slot", "0"]
     stranger = ["-m", "penstock.workers", "rollout", "--run", "r2", "--bootstrap", "b", "--slot", "0"]
@@ -307,7 +307,8 @@ def test_workers_of_a_killed_launcher_are_ended_and_nobody_elses(tmp_path: Path)
         os.kill(left.pid, signal.SIGSTOP)
         names = {"rollout-0": left.pid, "rollout-1": foreign.pid, "rollout-2": deaf.pid, "feeder": os.getpid(), "tracker": 2**22 - 1}
         run_lock.note(tmp_path, pids=names, started={}, starts={}, tokens={})
-        run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=8.0)  # a busy machine ends the first within that time
+        monkeypatch.setattr(run_lock, "time", time_that_passes_once(lambda: not runs(left.pid)))
+        run_lock.end_leftovers(tmp_path, "r", say=said.append, limit_s=600.0)
         assert (left.wait(120), deaf.wait(120)) == (-signal.SIGTERM, -signal.SIGKILL)
         assert foreign.poll() is None
         assert said == ["ending what an earlier launcher of run r left behind: rollout-0, rollout-2"]
