@@ -26,7 +26,7 @@ from tests.support.paths import ROOT
 SESSIONS = 2
 BROKEN, SLOW = 666, 777
 """Guesses that break the game, and that it thinks about for `SLOW_S`; until then the session is taken, whoever has left."""
-SLOW_S = 8.0
+SLOW_S = 5.0
 TYPES = {"properties": {"number": {"type": "integer"}, "metadata": {"type": "object"}}, "required": ["number"]}
 SCHEMA = {"action": TYPES, "observation": {"properties": {"text": {}, "done": {}, "reward": {}, "metadata": {}}}}
 

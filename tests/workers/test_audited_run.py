@@ -74,7 +74,9 @@ def genuine(broker: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
         def look() -> bool:
             """Whether the run is closed; each time the story has gone on by a few entries, and at its end, it is audited."""
             end = crew.log.end_offsets([ledger])[ledger]
-            if end - seen[-1] >= APART or (end != seen[-1] and not any(thread.is_alive() for thread in crew.threads.values())):
+            if end - seen[-1] >= (APART if under_way else 1) or (
+                end != seen[-1] and not any(thread.is_alive() for thread in crew.threads.values())
+            ):
                 seen.append(end)
                 under_way.append(audit(KafkaSource(broker, RUN, settings=c_client(broker))))
             return bool(under_way) and under_way[-1].facts.closed is not None

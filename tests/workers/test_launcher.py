@@ -24,7 +24,7 @@ from penstock.pipeline.launch.worker_process import Worker
 from penstock.pipeline.observe.run_view import load
 from penstock.pipeline.runtime.ownership import SILENT_S, Place, new_token
 from penstock.pipeline.runtime.registration.run_registry import find
-from tests.support.children import child
+from tests.support.children import child, end_in_time
 from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
 
@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
         _, told = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
         assert re.search(rf"^stopped after \d+ of 8 steps; `penstock run --resume {run}` goes on with it$", told, re.MULTILINE)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
+        assert end_in_time(*workers.values())
         assert watching.report()["status"] == "stopped"
     with launched("--resume", run, "--json", "--bootstrap", broker, "--set", "trainer.checkpoint_every=1") as process:
         printed, told = process.communicate(timeout=LIMIT_S)
@@ -206,7 +206,7 @@ def test_a_machine_that_was_switched_off_resumes_with_the_same_weights(
     with Crew(broker, "off") as watching, launched("--resume", "off", "--json") as process:
         begun = watching.report()["steps"]
         watching.wait(lambda: watching.report()["steps"] >= begun + 2)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in left.values())
+        assert end_in_time(*left.values())
         with launched("--resume", "off") as second:
             assert "is attended already, by process" in second.communicate(timeout=LIMIT_S)[1]
             assert second.returncode == 1

@@ -53,16 +53,16 @@ def refusals(broker: SecuredBroker, role: str) -> list[str]:
     topic = f"{RUN}.run" if role != "launcher" else f"{RUN}.groups"
     producer = Producer(settings)
     producer.produce(topic, b"x", on_delivery=lambda error, _: told.append(error.name() if error else "written"))
-    producer.flush(10.0)
+    producer.flush(120.0)
     try:
-        Producer({**settings, "transactional.id": f"{RUN}.{'feeder' if role == 'trainer' else 'trainer'}"}).init_transactions(10.0)
+        Producer({**settings, "transactional.id": f"{RUN}.{'feeder' if role == 'trainer' else 'trainer'}"}).init_transactions(120.0)
         told.append("taken")
     except KafkaException as error:
         told.append(error.args[0].name())
     admin = AdminClient(settings)
     (future,) = admin.delete_records([TopicPartition(f"{RUN}.ledger", 0, -1)]).values()
     try:
-        future.result(10.0)
+        future.result(120.0)
         told.append("emptied")
     except KafkaException as error:
         told.append(error.args[0].name())
@@ -128,7 +128,7 @@ def taken(settings: Mapping[str, Any], names: list[str]) -> set[str]:
     answers: dict[str, int | None] = {}
     for name in names:
         try:
-            Producer({**settings, "transactional.id": name}).init_transactions(30.0)
+            Producer({**settings, "transactional.id": name}).init_transactions(300.0)
             answers[name] = None
         except KafkaException as error:
             answers[name] = error.args[0].code()

@@ -235,6 +235,7 @@ def test_the_login_goes_to_the_address_of_the_own_broker_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bootstrap: str, *, own: bool
 ) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    monkeypatch.setattr(login, "started", set())
     directory = tmp_path / "broker"
     directory.mkdir()
     write_private(directory / "ports.json", '{"client": 20001, "controller": 20002}')

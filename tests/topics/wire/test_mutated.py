@@ -23,7 +23,7 @@ EACH = 30
 """Of each damage of each kind of record, with and without a checksum that fits: 14 x 15 x 2 x 30 > 10,000."""
 MEMORY_BYTES = 64 << 20
 CPU_S = 60
-RECORDS_S = 1.0
+RECORDS_S = 20.0
 """Of CPU time for `EACH` records."""
 
 MODULES: dict[str, Any] = {
