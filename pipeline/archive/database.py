@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from penstock.infra.paths import IMPORT_ROOT
+from penstock.infra.sandbox.keeper.confined import limit
 
 MEMORY_BYTES = 2 << 30
 """Of DuckDB. The process may take twice as much in addition to the tables: the values of one row are outside DuckDB's limit."""
@@ -198,7 +199,7 @@ def _answer(request: Mapping[str, Any], descriptor: int) -> None:
     connection = filled((tables | scanned).items(), [f"set memory_limit = '{memory}B'", *request["setup"]])
     with open("/proc/self/statm") as statm:
         mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * memory,) * 2)
+    limit(resource.RLIMIT_AS, mapped + 2 * memory)
     statements = connection.extract_statements(request["query"])
     if len(statements) != 1 or statements[0].type.name not in _ASKING:
         raise NoQuestion

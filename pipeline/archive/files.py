@@ -153,17 +153,25 @@ class Archive:
     def locked(self) -> Iterator[None]:
         """Keep other exports out of this folder, and clear away what a killed one had begun."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.check_layout()
-        with os.fdopen(os.open(self.path / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "w") as held:
+        with os.fdopen(self._lock_file(), "w") as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(f"another export writes to {self.path} now; wait for its end") from error
+            self.check_layout()
             self._clear()
             try:
                 yield
             finally:
                 self._clear()
+
+    def _lock_file(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(self.path / ".lock", flags, 0o666)
+        except OSError:
+            self.check_layout()  # of a link or a pipe it has more to say
+            raise
 
     def _clear(self) -> None:
         for left in self.path.rglob(f"*{UNFINISHED}"):
@@ -174,7 +182,10 @@ class Archive:
         for folder, folders, files in os.walk(self.path, onerror=_unreadable):
             for name in (*folders, *files):
                 path = Path(folder, name)
-                mode = path.lstat().st_mode
+                try:
+                    mode = path.lstat().st_mode
+                except FileNotFoundError:  # an export has given it its name meanwhile
+                    continue
                 if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                     raise ValueError(f"{path} is a link, a pipe or a device; an archive has folders and regular files only")
                 if path.suffix == ".parquet" and not (stat.S_ISREG(mode) and _FILE.fullmatch(name)):

@@ -22,10 +22,8 @@ def become(command: list[str], *, parent: int, file_gb: float, landlock: bool) -
     for number in DEFAULTS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, int(min(file_gb, 1e6) * 1e9))):
-        hard = resource.getrlimit(kind)[1]
-        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (allowed, allowed))
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_FSIZE, int(min(file_gb, 1e6) * 1e9))
     if sys.platform == "linux":
         _confine(landlock=landlock)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -36,6 +34,13 @@ def become(command: list[str], *, parent: int, file_gb: float, landlock: bool) -
     except OSError as error:
         print(f"cannot start {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+def limit(kind: int, most: int, *, for_good: bool = True) -> None:
+    """Allow this process, and what it starts, no more than `most`, or than the hard limit if that is lower."""
+    hard = resource.getrlimit(kind)[1]
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (allowed, allowed if for_good else hard))
 
 
 def prctl(option: int, value: int) -> None:

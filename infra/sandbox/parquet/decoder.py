@@ -3,16 +3,21 @@
 pyarrow crashes on some files, and few bytes may stand for gigabytes. Both end this process or its limits, not the process that asks.
 """
 
+import contextlib
 import json
 import os
 import resource
+import select
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from penstock.infra.sandbox.keeper.confined import limit
 
 REQUEST_BYTES = 1 << 12
 REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, LookupError, OverflowError)
@@ -22,10 +27,9 @@ REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, Lo
 def main() -> None:
     """Answer the requests on a socket until its other end is closed. Arguments: its descriptor, and how many bytes of memory to use."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    with open("/proc/self/statm") as statm:
-        data = int(statm.read().split()[5]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_DATA, (data + int(sys.argv[2]),) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    limit(resource.RLIMIT_DATA, _data_bytes() + int(sys.argv[2]))
+    limit(resource.RLIMIT_CORE, 0)
     pa.set_cpu_count(1)
     while True:
         request, descriptors, *_ = socket.recv_fds(connection, REQUEST_BYTES, 2)
@@ -41,12 +45,27 @@ def main() -> None:
             os.close(descriptor)
 
 
+def _end_with(connection: socket.socket) -> None:
+    """End this process, whatever it decodes, when the other end of the socket is closed or its process has ended."""
+    closed = select.poll()
+    closed.register(connection, 0)
+    closed.poll()
+    os._exit(0)
+
+
+def _data_bytes() -> int:
+    """What this process has of the memory that RLIMIT_DATA counts; 0 without /proc."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
+        return int(statm.read().split()[5]) * resource.getpagesize()
+    return 0
+
+
 def _answer(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:
-    with pa.OSFile(f"/proc/self/fd/{source}") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
+    with os.fdopen(os.dup(source), "rb") as opened, pq.ParquetFile(opened, pre_buffer=False) as file:
         if request["kind"] == "footer":
             return footer_of(file)
         most = request["most"]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        limit(resource.RLIMIT_FSIZE, most, for_good=False)
         try:
             _decode(file, request["row_group"], sink)
         except OSError as error:

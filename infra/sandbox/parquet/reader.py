@@ -1,11 +1,12 @@
 """Parquet files that others may have written, decoded by a child process with limits of memory, size and time.
 
-A file on which the child crashes, or that exceeds a limit, is refused; the next request gets a new child.
+A file on which the child crashes, or that exceeds a limit, is refused; the next request gets a new child. A child without a request ends.
 """
 
 import atexit
 import contextlib
 import json
+import mmap
 import os
 import socket
 import stat
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +30,8 @@ RATIO = 1000
 LEAST_S = 120.0
 BYTES_PER_S = 1 << 20
 """A file of many bytes gets a second for each of these in addition."""
+IDLE_S = 2.0
+"""How long a child waits for the next request."""
 _MAIN = f"import sys; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet.decoder import main; main()"
 
 
@@ -42,10 +46,11 @@ class _Decoder:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._idle: threading.Timer | None = None
 
     def answer(self, request: dict[str, Any], *, source: int, sink: int, limit_s: float) -> dict[str, Any]:
         """The child's answer. Raises `Refused` without the file's name."""
-        with self._lock:
+        with self._lock, self._busy():
             connection = self._started()
             connection.settimeout(limit_s)
             try:
@@ -65,6 +70,22 @@ class _Decoder:
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Afterwards the child has `IDLE_S` until it is ended."""
+        if self._idle is not None:
+            self._idle.cancel()
+        try:
+            yield
+        finally:
+            self._idle = threading.Timer(IDLE_S, self._end_idle)
+            self._idle.daemon = True
+            self._idle.start()
+
+    def _end_idle(self) -> None:
+        with self._lock:
+            self.end()
 
     def _started(self) -> socket.socket:
         if self._connection is not None and self._process is not None and self._process.poll() is None:
@@ -117,13 +138,28 @@ def footer(path: Path) -> dict[str, Any]:
 
 def rows(path: Path, row_group: int | None = None) -> pa.Table:
     """The rows of a file, or of one row group, mapped from a temporary file that is deleted with the process. Raises `Refused`."""
-    with _opened(path) as source, _named(path), tempfile.TemporaryFile(prefix="penstock-") as sink:
+    with _opened(path) as source, _named(path), _sink() as sink:
         request = {"kind": "rows", "row_group": row_group, "most": max(LEAST_BYTES, RATIO * os.fstat(source.fileno()).st_size)}
         _decoder.answer(request, source=source.fileno(), sink=sink.fileno(), limit_s=_limit(source))
         try:
-            return pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{sink.fileno()}")).read_all()
+            return pa.ipc.open_file(_mapped(sink)).read_all()
         except (pa.ArrowException, OSError) as error:  # of a schema that is nested too deeply
             raise Refused(" ".join(str(error).split())) from error
+
+
+def _sink() -> IO[bytes]:
+    """A file without a name; in memory if there is no directory for temporary files."""
+    try:
+        return tempfile.TemporaryFile(prefix="penstock-")
+    except OSError:
+        return os.fdopen(os.memfd_create("penstock-rows"), "w+b")
+
+
+def _mapped(file: IO[bytes]) -> "pa.NativeFile | pa.Buffer":
+    try:
+        return pa.memory_map(f"/proc/self/fd/{file.fileno()}")
+    except OSError:  # no /proc; this map keeps a descriptor for as long as it is used
+        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def regular(path: Path) -> IO[bytes]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 from penstock.infra.errors import ConfigError
 from penstock.infra.sandbox import isolation
 from penstock.infra.sandbox import pool as pooled
-from penstock.infra.sandbox.keeper.confined import scope_signals
+from penstock.infra.sandbox.keeper.confined import limit, scope_signals
 from penstock.infra.sandbox.pool import ChildPool, Done
 from penstock.infra.sandbox.rules import ChildRules, Isolation
 from penstock.pipeline.config.load import from_table
@@ -319,3 +320,29 @@ def test_the_limits_are_keys_of_both_sections() -> None:
     config = from_table({**base, "reward": keys, "environment": {**keys, "max_processes": 9}})
     assert config.reward.rules() == ChildRules(section="reward", **keys)  # type: ignore[arg-type]
     assert config.environment.rules().max_processes == 9
+
+
+FREE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("hard", "most", "for_good", "expected"),
+    [
+        (FREE, 100, True, (100, 100)),
+        (FREE, 100, False, (100, FREE)),
+        (50, 100, True, (50, 50)),
+        (50, 100, False, (50, 50)),
+        (100, 100, True, (100, 100)),
+        (200, 100, True, (100, 100)),
+        (200, 100, False, (100, 200)),
+        (0, 100, False, (0, 0)),
+    ],
+)
+def test_a_limit_is_never_above_the_hard_limit(
+    monkeypatch: pytest.MonkeyPatch, hard: int, most: int, for_good: bool, expected: tuple[int, int]
+) -> None:
+    limits = list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (0, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    limit(resource.RLIMIT_DATA, most, for_good=for_good)
+    assert limits == [expected]

@@ -4,6 +4,10 @@ import io
 import os
 import pickle
 import random
+import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.parquet import reader
+from tests.support.children import child, end_in_time
 from tests.support.parquet_footers import LEAF, file_of, group, nested
 from tests.support.paths import ROOT
 
@@ -151,6 +157,85 @@ def test_a_file_that_takes_longer_than_its_limit_is_refused(tmp_path: Path, monk
     monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
     assert "cannot be decoded in" in refusal(path)
     monkeypatch.setattr(reader, "LEAST_S", 120.0)
+    assert reader.rows(path).equals(TABLE)
+    decoder.end()
+
+
+def test_a_child_that_gets_no_request_is_ended_and_the_next_request_gets_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, started = tmp_path / "a.parquet", list[Any]()
+    path.write_bytes(GOOD)
+    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    monkeypatch.setattr(reader, "IDLE_S", 0.01)
+    start = reader.subprocess.Popen
+    monkeypatch.setattr(reader.subprocess, "Popen", lambda *command, **options: started.append(start(*command, **options)) or started[-1])
+    for count in (1, 2):
+        assert reader.rows(path).equals(TABLE)
+        assert end_in_time(started[-1].pid)
+        assert len(started) == count
+    decoder.end()
+
+
+def test_a_child_ends_with_the_process_that_asks_though_it_decodes_without_end() -> None:
+    endless = "decoder._answer = lambda *_: (print('decodes', flush=True), time.sleep(600)); decoder.main()"
+    code = f"import sys, time; sys.path.insert(0, {str(IMPORT_ROOT)!r}); from penstock.infra.sandbox.parquet import decoder; {endless}"
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(os.devnull) as nothing:
+        command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(1 << 30)]
+        with child(command, pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE) as decoder:
+            theirs.close()
+            socket.send_fds(ours, [b"{}"], [nothing.fileno()] * 2)
+            assert decoder.stdout is not None
+            assert decoder.stdout.readline() == b"decodes\n"
+            ours.close()
+            assert end_in_time(decoder.pid)
+
+
+LOW_LIMITS = """
+import ctypes, os, resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+ctypes.CDLL(None).prctl(24, 24, 0, 0, 0)  # root loses the right to raise them
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_files_are_read_under_low_limits_that_this_user_cannot_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, start = tmp_path / "a.parquet", reader.subprocess.Popen
+    path.write_bytes(GOOD)
+    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    low = [sys.executable, "-I", "-S", "-c", LOW_LIMITS]
+    monkeypatch.setattr(reader.subprocess, "Popen", lambda command, **options: start([*low, *command], **options))
+    assert reader.rows(path).equals(TABLE)
+    decoder.end()
+
+
+WITHOUT_PROC = """
+import builtins, pyarrow
+there = open
+def opened(path, *arguments, **options):
+    if str(path).startswith("/proc"):
+        raise FileNotFoundError(2, "No such file or directory", path)
+    return there(path, *arguments, **options)
+builtins.open, pyarrow.OSFile = opened, None
+"""
+
+
+@pytest.mark.parametrize("lacking", [("proc",), ("temporary directory",), ("proc", "temporary directory")])
+def test_files_are_read_without_proc_and_without_a_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...]
+) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    path = tmp_path / "a.parquet"
+    path.write_bytes(GOOD)
+    monkeypatch.setattr(reader, "_decoder", decoder := reader._Decoder())
+    if "proc" in lacking:
+        monkeypatch.setattr(pa, "memory_map", missing)
+        monkeypatch.setattr(reader, "_MAIN", f"exec({WITHOUT_PROC!r}); {reader._MAIN}")
+    if "temporary directory" in lacking:
+        monkeypatch.setattr(tempfile, "TemporaryFile", missing)
     assert reader.rows(path).equals(TABLE)
     decoder.end()
 

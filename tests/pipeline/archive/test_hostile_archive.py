@@ -3,8 +3,9 @@
 import json
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,30 @@ def test_an_export_into_a_folder_with_links_writes_nothing_outside(folder: Path,
     with pytest.raises(ValueError, match="is a link"), Archive(folder.parent, "old").locked():
         pass
     assert secret.read_text() == "secret"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_an_export_does_not_wait_for_what_is_no_lock_file(folder: Path, kind: str) -> None:
+    (os.mkfifo if kind == "pipe" else os.mkdir)(folder / ".lock")
+    with pytest.raises((ValueError, OSError), match=re.escape(str(folder / ".lock"))), Archive(folder.parent, "old").locked():
+        pass
+
+
+@pytest.mark.parametrize("name", [NOTE, f"groups/partition=0/{FIRST}", f"groups/partition=1/{FIRST}"])
+def test_a_file_may_get_its_name_while_another_process_reads(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path, walk = folder / name, os.walk
+    aside = path.with_name(f"{path.name}.part")
+    aside.parent.mkdir(exist_ok=True)
+    aside.write_bytes(path.read_bytes() if path.exists() else b"")
+
+    def walked(top: Path, **options: Any) -> Iterator[Any]:
+        seen = list(walk(top, **options))
+        aside.rename(path)
+        yield from seen
+
+    monkeypatch.setattr(os, "walk", walked)
+    assert find_archive(folder).note() is not None
+    assert not aside.exists()
 
 
 NOTES: dict[str, dict[str, Any]] = {
