@@ -11,7 +11,7 @@ from penstock.infra.memory.log import MemoryLog
 from penstock.pipeline.launch.create import create
 from tests.support.crew import Crew, complete, config_of
 
-SOME = ("join 1", "leave 0", "join 2", "leave 1")
+SOME = ("join 1", "leave 0")
 MANY = ("join 1", "join 2", "leave 0", "join 3", "leave 2", "leave 1", "join 4")
 """Moves of rollout workers while the run goes on; one is always left."""
 
