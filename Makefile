@@ -13,7 +13,7 @@ MODEL := .penstock/tiny
 SMOLLM2 := .penstock/smollm2
 PYTEST := $(BIN)/python -m pytest
 # Processes that share the tests, each with a broker of its own: more than cores, as tests mostly wait.
-TESTERS ?= 4
+TESTERS ?= 3
 SHARED = -n $(TESTERS) --dist loadgroup --no-loadscope-reorder
 LOG := .penstock/test.log
 SBOM := .penstock/sbom.json

@@ -29,6 +29,16 @@ from tests.support.crew import Crew, complete, config_of
 from tests.support.paths import ROOT
 
 LIMIT_S = 400.0
+SLOW_UNTIL_TOLD = """
+import time
+from pathlib import Path
+
+def share(prompts, completions, **columns):
+    if not Path(__file__).with_name("quick").exists():
+        time.sleep(1.5)
+    return [sum(c.isdigit() for c in text) / 8 for text in completions]
+"""
+"""A reward that takes long until a file is there: a run is interrupted before its end."""
 
 
 def toml_of(config: Config, directory: Path) -> Path:
@@ -78,11 +88,15 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
     monkeypatch.setenv("PENSTOCK_SECURITY", json.dumps({"security_protocol": "PLAINTEXT", "sasl_plain_password": password}))
     sections = {
         "run": {"steps": 8, "seed": 7},
-        "rollout": {"workers": 1, "engine": "toy", "toy_delay_s": 0.03},  # a step takes a second: the run is interrupted before its end
+        "rollout": {"workers": 1, "engine": "toy"},
         "kafka": {"bootstrap": broker, "partitions": 8},
     }
     config = config_of(tiny_model, tmp_path, **sections)
+    (tmp_path / "digits.py").write_text(SLOW_UNTIL_TOLD)
+    quick = tmp_path / "quick"
+    quick.touch()
     plain = complete(MemoryLog(), f"{run_id}-plain", config)
+    quick.unlink()
     run = f"{run_id}-cli"
     with (
         Crew(broker, run) as watching,
@@ -97,6 +111,7 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes_with_the_same_weights_and_keep
         assert re.search(rf"^stopped after \d+ of 8 steps; `penstock run --resume {run}` goes on with it$", told, re.MULTILINE)
         assert end_in_time(*workers.values())
         assert watching.report()["status"] == "stopped"
+    quick.touch()
     with launched("--resume", run, "--json", "--bootstrap", broker, "--set", "trainer.checkpoint_every=1") as process:
         printed, told = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, told
