@@ -42,7 +42,7 @@ def run_directory(run: str) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that is complete or absent, and its user's alone whatever the umask and an older file of that name allow."""
+    """Write a file that is complete or absent, and its user's alone under any umask and for any older file of that name."""
     part = path.with_name(f".{path.name}.new")
     part.unlink(missing_ok=True)
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The password of an embedded broker: in a file of its user alone, beside the broker's data.
+"""The password of an embedded broker: in a file of its user alone, in the broker's folder.
 
 The file has the names of librdkafka's settings, so that other programs take it as it is (`kcat -F FILE`).
 """

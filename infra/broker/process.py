@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.infra.broker.java import environment
+from penstock.infra.paths import write_private
 
 PATIENCE_S, LOOK_EVERY_S = 2.0, 0.05
 """A lock is waited for in silence at first: whoever looks whether the broker runs holds it for an instant."""
@@ -50,9 +51,7 @@ def spawn(command: list[str], *, directory: Path, output: Path, pid_file: Path, 
             env=environment(),
         )  # fmt: skip
     _children[child.pid] = child
-    note = pid_file.with_suffix(".new")
-    note.write_text(json.dumps({"pid": child.pid, "started": start_mark(child.pid), "log_bytes": log_bytes}))
-    note.replace(pid_file)
+    write_private(pid_file, json.dumps({"pid": child.pid, "started": start_mark(child.pid), "log_bytes": log_bytes}))
     return child.pid
 
 

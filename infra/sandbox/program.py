@@ -53,7 +53,7 @@ class Program:
         return status
 
     async def kill(self) -> None:
-        """End it by SIGTERM, and a second later everything that it has started; in bounded time, whatever is left."""
+        """End it by SIGTERM, and a second later everything that it has started; in bounded time, even if something is left."""
         self._lifeline.end_orderly()
         await self._ends(ORDERLY_S)
         self._lifeline.end()

@@ -43,7 +43,7 @@ class ArchivedLog:
         if note is None:
             raise ValueError(f"{archive.path} holds no export")
         self.archive, self._note = archive, note
-        self._row_group = lru_cache(ROW_GROUPS_KEPT)(archive.row_group)
+        self._row_group = lru_cache(ROW_GROUPS_KEPT)(self._typed_row_group)
 
     @property
     def run(self) -> str:
@@ -73,7 +73,7 @@ class ArchivedLog:
         records: dict[int, Record] = {}
         for row_group in self.archive.row_groups(kind, partition):
             if bisect_left(wanted, row_group.first) < bisect_left(wanted, row_group.last + 1):
-                rows = _rows_at(kind, self._row_group(row_group.path, row_group.number), wanted)
+                rows = _rows_at(kind, self._row_group(topic, partition, row_group.path, row_group.number), wanted)
                 records |= {record.offset: record for record in self._restored(kind, partition, [rows])}
         if missing := [offset for offset in offsets if offset not in records]:
             raise RecordMissing(f"{topic}/{partition} has no record at offset {', '.join(map(str, missing[:10]))} in {self.archive.path}")
@@ -96,6 +96,9 @@ class ArchivedLog:
     def close(self) -> None:
         """Nothing is open between two calls."""
 
+    def _typed_row_group(self, topic: str, partition: int, path: Path, number: int) -> pa.Table:
+        return typed(kind_of(self._plain(topic), partition), self.archive.row_group(path, number))
+
     def _restored(self, kind: Kind, partition: int, tables: Iterable[pa.Table]) -> Iterator[Record]:
         records = self._in_order(kind, partition, tables)
         return whole_groups(records, run=self.run) if kind.name == "groups" else records
@@ -106,7 +109,7 @@ class ArchivedLog:
         for record in (record for table in tables for record in to_records(kind, table, run=self.run)):
             if record.partition != partition or record.offset <= last:
                 folder = self.archive.folder(kind, partition)
-                raise ValueError(f"{folder}: a row of partition {record.partition}, offset {record.offset} stands after offset {last}")
+                raise ValueError(f"{folder}: a row of partition {record.partition}, offset {record.offset} follows offset {last}")
             last = record.offset
             yield record
 
@@ -122,7 +125,6 @@ class ArchivedLog:
 
 def _rows_at(kind: Kind, table: pa.Table, offsets: Sequence[int]) -> pa.Table:
     """The rows at some offsets, and the other parts of the groups among them."""
-    table = typed(kind, table)
     chosen = pc.is_in(table["offset"], value_set=pa.array(offsets, pa.int64()))
     if kind.name == "groups":
         numbers = table["group"].filter(chosen).drop_null()

@@ -21,7 +21,10 @@ import pyarrow.dataset as ds
 
 from penstock.infra.paths import IMPORT_ROOT
 from penstock.infra.sandbox.keeper.confined import limit
+from penstock.infra.sandbox.keeper.process_tree import statm_bytes
 
+MAPPED = 0
+"""Field of `statm` for the memory that RLIMIT_AS counts."""
 MEMORY_BYTES = 2 << 30
 """Of DuckDB. The process may take twice as much in addition to the tables: the values of one row are outside DuckDB's limit."""
 THREADS = 4
@@ -197,9 +200,7 @@ def _answer(request: Mapping[str, Any], descriptor: int) -> None:
     tables = {name: pa.ipc.open_stream(source).read_all() for name in request["names"]}
     scanned = {name: ds.dataset(paths, schema=tables[name].schema, format="parquet") for name, paths in files.items()}
     connection = filled((tables | scanned).items(), [f"set memory_limit = '{memory}B'", *request["setup"]])
-    with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    limit(resource.RLIMIT_AS, mapped + 2 * memory)
+    limit(resource.RLIMIT_AS, statm_bytes(os.getpid(), MAPPED) + 2 * memory)
     statements = connection.extract_statements(request["query"])
     if len(statements) != 1 or statements[0].type.name not in _ASKING:
         raise NoQuestion

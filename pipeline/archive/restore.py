@@ -46,7 +46,7 @@ def to_records(kind: Kind, table: pa.Table, *, run: str) -> Iterator[Record]:
 
 
 def typed(kind: Kind, table: pa.Table) -> pa.Table:
-    """The kind's columns with its types, whatever types another writer has chosen. Raises `ValueError` naming a column."""
+    """The kind's columns with its types, cast from those of another writer. Raises `ValueError` naming a column."""
     table, columns = _with_later_columns(kind, table), []
     for field in kind.schema:
         if (count := table.column_names.count(field.name)) != 1:

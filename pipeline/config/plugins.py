@@ -1,7 +1,7 @@
 """A user's own functions, by name: `package.module:function` or `path/file.py:function`.
 
 The rule: a user's code comes last. Its folder goes to the end of `sys.path`, and a file whose name means another module loads under a
-private one, so a folder of theirs that is called `workers` never stands in for ours.
+private one, so a folder of theirs that is called `workers` never replaces ours.
 """
 
 import difflib

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from penstock.infra.errors import PenstockError
+from penstock.infra.paths import write_private
 from penstock.pipeline.runtime.ownership import new_token
 from penstock.pipeline.runtime.registration.this_machine import LOCK
 
@@ -57,9 +58,7 @@ def note(
     table = {
         "launcher": os.getpid(), "workers": dict(pids), "started": dict(started), "starts": dict(starts), "tokens": dict(tokens)
     }  # fmt: skip
-    unfinished = directory / f"{PIDS}.new"
-    unfinished.write_text(json.dumps(table), encoding="utf-8")
-    unfinished.replace(directory / PIDS)
+    write_private(directory / PIDS, json.dumps(table))
 
 
 def forget(directory: Path) -> None:

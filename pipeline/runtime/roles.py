@@ -129,7 +129,7 @@ _TABLE = (
         writes={
             "rollouts": "finished samples",
             "replies": "what was drawn for a turn",
-            "control-rollout": "accuracy by version, the wish to end the run",
+            "control-rollout": "accuracy by version, the request to end the run",
             **_REPORTS,
         },
     ),
@@ -168,7 +168,7 @@ _TABLE = (
             "ledger": "what was done before",
             "weights": "versions that exist already",
             "control-feeder": "that all prompts are out",
-            "control-evaluator": "which version is best, the wish to end the run",
+            "control-evaluator": "which version is best, the request to end the run",
             "control-rollout": "the same, where a rollout worker lends its engine",
             "control-trainer": _RIVALS,
             **_LETTERS,
@@ -198,7 +198,7 @@ _TABLE = (
             "control-evaluator": "how accurate that was",
             **_JOINS,
         },
-        writes={"metrics": "accuracy by version", "control-evaluator": "the same, the wish to end the run"},
+        writes={"metrics": "accuracy by version", "control-evaluator": "the same, the request to end the run"},
     ),
     Role(
         name="tracker",

@@ -121,13 +121,18 @@ def _stat(pid: str) -> list[bytes]:
         return []
 
 
-def _resident(pid: int) -> int:
-    """Bytes in memory; pages that processes share count in each."""
+def statm_bytes(pid: int, field: int) -> int:
+    """A field of /proc/PID/statm: 0 all that is mapped, 1 what is in memory, 5 data and stack; 0 bytes if it cannot be read."""
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
-            return int(file.read(256).split()[1]) * PAGE
+            return int(file.read(256).split()[field]) * PAGE
     except OSError:
         return 0
+
+
+def _resident(pid: int) -> int:
+    """Bytes in memory; pages that processes share count in each."""
+    return statm_bytes(pid, 1)
 
 
 def _proportional(pid: int) -> int:

@@ -3,7 +3,6 @@
 pyarrow crashes on some files, and few bytes may stand for gigabytes. Both end this process or its limits, not the process that asks.
 """
 
-import contextlib
 import json
 import os
 import resource
@@ -18,8 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.infra.sandbox.keeper.confined import limit
+from penstock.infra.sandbox.keeper.process_tree import statm_bytes
 
 REQUEST_BYTES = 1 << 12
+DATA = 5
+"""Field of `statm` for the memory that RLIMIT_DATA counts."""
 REFUSES = (pa.ArrowException, OSError, ValueError, MemoryError, RuntimeError, LookupError, OverflowError)
 """What pyarrow raises for a file that is no Parquet file, and what this module raises."""
 
@@ -28,7 +30,7 @@ def main() -> None:
     """Answer the requests on a socket until its other end is closed. Arguments: its descriptor, and how many bytes of memory to use."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    limit(resource.RLIMIT_DATA, _data_bytes() + int(sys.argv[2]))
+    limit(resource.RLIMIT_DATA, statm_bytes(os.getpid(), DATA) + int(sys.argv[2]))
     limit(resource.RLIMIT_CORE, 0)
     pa.set_cpu_count(1)
     while True:
@@ -46,18 +48,11 @@ def main() -> None:
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process, whatever it decodes, when the other end of the socket is closed or its process has ended."""
+    """End this process, even while it decodes, when the other end of the socket is closed or its process has ended."""
     closed = select.poll()
     closed.register(connection, 0)
     closed.poll()
     os._exit(0)
-
-
-def _data_bytes() -> int:
-    """What this process has of the memory that RLIMIT_DATA counts; 0 without /proc."""
-    with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
-        return int(statm.read().split()[5]) * resource.getpagesize()
-    return 0
 
 
 def _answer(request: dict[str, Any], source: int, sink: int) -> dict[str, Any]:

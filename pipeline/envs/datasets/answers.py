@@ -14,7 +14,7 @@ GROUND_TRUTH = "ground_truth"
 """Key of the answer in the dicts of data sets made for verl."""
 FORMS = 'text, a number, a list of these, or {"ground_truth": …}'
 WRITTEN_DIGITS = 12
-"""A fraction of more digits that is a 32-bit float was one in the data: nobody writes these digits."""
+"""A fraction of more digits that is a 32-bit float was one in the data: people do not write these digits."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 
 

@@ -125,7 +125,7 @@ class Parquet:
     def raw(self, index: int) -> dict[str, Any]:
         at = bisect_right(self._firsts, index) - 1
         batch, row_in_batch = self._batches[at], index - self._firsts[at]
-        return {name: python_value(column[row_in_batch]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+        return row_of(batch, row_in_batch)
 
     def origin(self, index: int) -> str:
         at = bisect_right(self._firsts, index) - 1
@@ -152,7 +152,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def python_value(scalar: pa.Scalar) -> Any:
+def row_of(rows: pa.RecordBatch | pa.Table, index: int) -> dict[str, Any]:
+    """One row by column name, with the values that `_value` makes of Arrow's."""
+    return {name: _value(column[index]) for name, column in zip(rows.schema.names, rows.columns, strict=True)}
+
+
+def _value(scalar: pa.Scalar) -> Any:
     """An Arrow value as Python has it: maps as dicts."""
     try:
         return scalar.as_py(maps_as_pydicts="strict")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.pipeline.config.plugins import nearest
-from penstock.pipeline.envs.datasets.files import python_value
+from penstock.pipeline.envs.datasets.files import row_of
 from penstock.pipeline.envs.datasets.rows import DataError
 
 
@@ -24,8 +24,7 @@ class Hub:
         return len(self._rows)
 
     def raw(self, index: int) -> dict[str, Any]:
-        row = self._rows[index]
-        return {name: python_value(column[0]) for name, column in zip(row.column_names, row.columns, strict=True)}
+        return row_of(self._rows[index], 0)
 
     def origin(self, index: int) -> str:
         return f"{self._name}:{index + 1}"

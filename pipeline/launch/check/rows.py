@@ -31,7 +31,7 @@ class RowReader:
         self.kinds: list[Row] = []
         """Training rows that the reward functions are to be tried on: the first of each source, and one of each further kind.
 
-    Among them is one with another answer than the first row, if there is one."""
+        Among them is one with another answer than the first row, if there is one."""
         self._seen: set[object] = set()
         self._same_answer = True
         self._noted: set[str] = set()

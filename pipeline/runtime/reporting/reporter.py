@@ -191,7 +191,7 @@ class Reporter:
     ) -> None:
         """Send one measurement; a worker numbers its measurements, so that readers recognise a repeated one.
 
-        With `control` it is first sent to the control topic of the worker's role: the trainer acts on nothing that stands in `metrics`.
+        With `control` it is first sent to the control topic of the worker's role: the trainer does not read `metrics`.
         """
         with self._sending:
             measurement = metrics.Measurement(

@@ -1,7 +1,7 @@
 """Which versions of a run are evaluated: those that are due, in order, each once, whoever has the engine.
 
 The rule: what was evaluated stands in `metrics`, where another worker goes on after it; to end a run early an evaluation can only ask.
-What early stopping goes by, and what it asks, stands in the control topic of the role that evaluates, which no other role may write.
+Early stopping reads evaluations, and requests the end, in the control topic of the role that evaluates, which no other role may write.
 """
 
 import json
@@ -53,7 +53,7 @@ class Evaluations:
         return due(newest=newest, last=last, every=self.session.config.eval.every, done=self.done, closed=self.closed)
 
     def read_done(self) -> None:
-        """Learn which versions were evaluated, by whomever; each that this role evaluated counts once for early stopping."""
+        """Read which versions were evaluated, by any worker; each that this role evaluated counts once for early stopping."""
         run, counted = self.session.run, set[int]()
         own = control_topic(run, self.session.role)
         for record in scan(self.session.log, self.session.topic("metrics"), own):
